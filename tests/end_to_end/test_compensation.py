@@ -14,7 +14,7 @@ import compensated
 import pytest
 import torch
 import zoo
-from cases import OPTIMIZERS, Case, check, run
+from cases import OPTIMIZERS, Case, check, make_pipeline, run
 from marks import spread
 from reference import Rule
 
@@ -164,8 +164,8 @@ def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
 
 OTHERS = [
     ("sc", Case("mlp", "pipedream", 2, replicas=(2, 1))),
-    ("gap", Case("mlp", "pipedream", 2, replicas=(3, 1), drain_at=-1)),
-    ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1), epochs=3, drain_at=6)),
+    ("gap", Case("mlp", "pipedream", 2, replicas=(3, 1), evaluate_at=())),
+    ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1), epochs=3, evaluate_at=(6,))),
     ("first moment", Case("mlp", "pipedream", 2, replicas=(2, 1), optimizer="adamw", scheduled=True, ema=0.9)),
     ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
     *(
@@ -217,12 +217,10 @@ def test_to_climb_the_negative_is_to_go_down(compensation: str | None) -> None:
     def trained(sign: float) -> dict[str, torch.Tensor]:
         animal = zoo.make("mlp")
         factory = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0)
-        with pd.Pipeline(
-            animal.model, zoo.plan_of(animal, 3), schedule="pipedream", optimizer=factory, compensation=compensation,
-            loss=lambda output, batch: sign * animal.loss(output, batch[1]), weight=lambda batch: len(batch[1]),
-        ) as pipeline:  # fmt: skip
-            for _ in pipeline.train(cases.Fresh(animal.batches), epochs=3):
-                pass
+        loss, weight = lambda output, batch: sign * animal.loss(output, batch[1]), lambda batch: len(batch[1])
+        how = {"schedule": "pipedream", "loss": loss, "weight": weight, "compensation": compensation}
+        with make_pipeline(animal, (1, 1, 1), optimizer=factory, **how) as pipeline:
+            list(pipeline.train(cases.Fresh(animal.batches), epochs=3))
             return pipeline.state_dict()
 
     cases.assert_near(trained(-1.0), trained(1.0), 1e-12)
@@ -253,12 +251,9 @@ def test_weights_behind_the_prediction() -> None:
         ("velocity", "sgd", "velocity_prediction"),
         ("feedback", "adamw", "error_feedback:1"),
     ):
-        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=compensation, drain_at=-1)
+        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=compensation, evaluate_at=())
         animal = zoo.make(case.animal)
-        options = dict(
-            schedule="pipedream", loss=animal.loss, optimizer=case.optimize, compensation=compensation, seed=case.seed
-        )
-        with pd.Pipeline(animal.model, case.plan(), **options) as pipeline:
+        with cases.pipeline_of(case) as pipeline:
             done = list(pipeline.train(cases.Fresh(animal.batches), epochs=case.epochs))
             state, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
         assert done
@@ -278,12 +273,6 @@ def test_weights_behind_the_prediction() -> None:
 
 
 # -- what is asked ----------------------------------------------------------------------------------
-
-
-def make_pipeline(schedule: str = "pipedream", stages: int = 3, optimizer: Any = SGD, **options: Any) -> pd.Pipeline:
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, stages)
-    return pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer, **options)
 
 
 REFUSED = [
@@ -308,7 +297,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
-        make_pipeline(**options)
+        make_pipeline("mlp", (1, 1, 1), **{"schedule": "pipedream"} | options)
 
 
 def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
@@ -324,7 +313,7 @@ def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
 
 
 def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:
-    with make_pipeline(compensation=["t1:4", "error_feedback"]) as pipeline:
+    with make_pipeline("mlp", (1, 1, 1), schedule="pipedream", compensation=["t1:4", "error_feedback"]) as pipeline:
         assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
         assert pipeline.program.updates == pipeline.schedule.updates
         # Stages have staleness 2, 1 and 0; T1 begins at 1 / 2 of the rate of the first.
@@ -334,9 +323,9 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
     schedule = pd.schedules.build("nesterov_async", Plan.uniform(2))
     assert schedule.with_compensation(()).updates.compensation == ()
-    with make_pipeline("one_step_ef", microbatches=3) as pipeline:
+    with make_pipeline("mlp", schedule="one_step_ef", microbatches=3) as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
-    with make_pipeline("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
+    with make_pipeline("mlp", schedule="one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(0.5),), "in the place of the method's own"
 
 

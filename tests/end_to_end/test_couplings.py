@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cases
 import processes
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
 import zoo
-from cases import OPTIMIZERS, Fresh, assert_near
+from cases import OPTIMIZERS, Case, Fresh, Outcome, assert_near, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
-from phased_runs import Run, check, check_resumed, go
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -39,14 +38,14 @@ from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
 
 DELAYED = [
-    Run("pipedream", (1, 1, 1)),
-    Run("pipedream", (1, 1, 1, 1), depth=(7, 4, 2, 1), optimizer="adamw"),
-    Run("pipedream_2bw/3", (1, 1, 1)),
-    Run("pipedream_2bw/2", (1, 1, 1), depth=(3, 2, 1)),  # the input stage holds more than one update's microbatches
-    Run("pipedream", (2, 2)),
-    Run("pipedream_2bw/4", (2, 1), optimizer="adamw"),
+    phased("pipedream", (1, 1, 1)),
+    phased("pipedream", (1, 1, 1, 1), depth=(7, 4, 2, 1), optimizer="adamw"),
+    phased("pipedream_2bw/3", (1, 1, 1)),
+    phased("pipedream_2bw/2", (1, 1, 1), depth=(3, 2, 1)),  # the input stage holds more than one update's microbatches
+    phased("pipedream", (2, 2)),
+    phased("pipedream_2bw/4", (2, 1), optimizer="adamw"),
     # A flush knows the norm of the very update; the phase behind it begins with the last norm of the one before.
-    Run("1f1b/2:13,pipedream:37,gpipe/3", (1, 1), evaluate_at=(5, 23)),
+    phased("1f1b/2:13,pipedream:37,gpipe/3", (1, 1), evaluate_at=(5, 23)),
 ]
 
 
@@ -56,26 +55,25 @@ def mark_slow(runs: list[Any], but: tuple[int, ...]) -> list[Any]:
     return [pytest.param(run, marks=mark, id=str(run)) for run, mark in zip(runs, marks, strict=True)]
 
 
-@pytest.mark.parametrize("run", mark_slow(DELAYED, but=(0, 3)))
-def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(run: Run) -> None:
-    clipped = replace(run, clip=0.05, clip_by="delayed_global")
-    check(clipped, go(clipped))
+@pytest.mark.parametrize("case", mark_slow(DELAYED, but=(0, 3)))
+def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(case: Case) -> None:
+    clipped = replace(case, clip_grad_norm=0.05, clip="delayed_global")
+    check(clipped, run(clipped))
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_clip_to_the_bit_as_one_does() -> None:
-    run = Run("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip=0.05, clip_by="delayed_global")
-    alone = go(run)
-    outcome = processes.team(2).results(go, run)[0]  # of more, gloo adds up in another order
-    assert outcome.losses == alone.losses
-    assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
+    case = phased("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip_grad_norm=0.05, clip="delayed_global")
+    cases.check_processes(2, [case])  # with more, gloo adds up in another order
 
 
 @pytest.mark.slow
 def test_a_run_with_delayed_norms_goes_on_to_the_bit(tmp_path: Path) -> None:
-    run = Run("1f1b/2:12,pipedream", (1, 1, 1), evaluate_at=(), clip=0.05, clip_by="delayed_global", epochs=7)
-    check_resumed(run, tmp_path, go, save_at=(5, 12, 18, 24))
+    case = phased(
+        "1f1b/2:12,pipedream", (1, 1, 1), evaluate_at=(), clip_grad_norm=0.05, clip="delayed_global", epochs=7
+    )
+    cases.check_resumed(case, tmp_path, (5, 12, 18, 24))
 
 
 def profile_of(model: nn.Module, sample: Tensor) -> Profile:
@@ -88,11 +86,6 @@ def cut(model: nn.Module, sample: Tensor, cuts: tuple[int, ...], replicas: tuple
     """Returns a plan that may part tied layers."""
     profile = profile_of(model, sample).without_tied_groups()
     return manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
-
-
-def stage_states(pipeline: pd.Pipeline) -> list[Any]:
-    """Returns those of this process."""
-    return [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
 
 
 def plain_scaled(
@@ -165,265 +158,99 @@ def _last_forward(schedule: Any, update: int) -> Op:
     return Op(Kind.FORWARD, 0, last, 0)
 
 
-class Table(nn.Module):
-    """Words and places, as in the zoo's transformer."""
-
-    def __init__(self, words: int, width: int) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.randn(8, width) / 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places[: tokens.shape[1]]
-
-    def reset_parameters(self) -> None:
-        """Gives the places their values; the words have their own."""
-        nn.init.normal_(self.places, std=0.5)
+def tied(schedule: str, cuts: tuple[int, ...] | None = (1, 2, 3), **more: Any) -> Case:
+    """Returns a run of the tied model, cut before these layers, or as the method has it on shared workers."""
+    stages = more.pop("stages", 4) if cuts is None else len(cuts) + 1
+    settings = {"optimizer": "adamw", "microbatches": 4, "epochs": 3, "evaluate_at": (7,), "ema": 0.9} | more
+    return Case("tied", schedule, stages, cuts=cuts, **settings)
 
 
-class Residual(nn.Module):
-    """A layer with a way around it, and dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.linear(x)))
-
-
-class Last(nn.Module):
-    """The output layer, as a loss over classes wants it."""
-
-    def __init__(self, table: Table) -> None:
-        super().__init__()
-        self.head = nn.Linear(table.words.embedding_dim, table.words.num_embeddings)
-        self.head.weight = table.words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x).transpose(1, 2)
-
-
-def tied_model() -> nn.Module:
-    """Returns a model whose embedding and output layer are one matrix."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        table = Table(9, 8)
-        return nn.Sequential(table, Residual(8), Residual(8), Last(table)).double()
-
-
-def sentences() -> list[tuple[Tensor, Tensor]]:
-    """Returns one epoch: minibatches of 8 sentences, the last of 3."""
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(9, (27, 6), generator=generator)
-    return [(tokens[i : i + 8], tokens[i : i + 8].roll(-1, 1)) for i in range(0, 27, 8)]
-
-
-def token_sums(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Returns the sum over tokens and their number."""
-    return -output.log_softmax(1).gather(1, targets.unsqueeze(1)).sum(), float(targets.numel())
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A run of the tied model; cuts are before these layers, or the method's own on so many workers."""
-
-    schedule: str
-    cuts: tuple[int, ...] = (1, 2, 3)
-    replicas: tuple[int, ...] = (1, 1, 1, 1)
-    clip: float | None = None
-    optimizer: str = "adamw"
-    epochs: int = 3
-    workers: int = 0
-    parts: int | None = 4
-    rotates: bool = False
-
-    def plan(self) -> Plan:
-        """Returns the plan; nothing is timed."""
-        sample = sentences()[0][0]
-        if self.workers:
-            cluster = Cluster.flat(self.workers)
-            profile = profile_of(tied_model(), sample)
-            return pd.plan(profile, cluster, schedule=self.schedule, microbatches=self.parts)
-        return cut(tied_model(), sample, self.cuts, self.replicas)
-
-
-def train_tied(
-    run: Tied, resume: Path | None = None, save: Path | None = None, start: dict[str, Tensor] | None = None
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]:
-    """Returns losses, the state, the average of the weights, whether all copies here are equal, and the drains."""
-    model = tied_model()
-    with pd.Pipeline(
-        model, run.plan(), schedule=run.schedule, microbatches=run.parts, loss=F.cross_entropy, clip_grad_norm=run.clip,
-        optimizer=OPTIMIZERS[run.optimizer], ema=0.9, seed=3, check=False,
-        compensation="basis_rotation:2:one_sided" if run.rotates else None,
-    ) as pipeline:  # fmt: skip
-        if resume is not None:
-            pipeline.load(resume)
-        if start is not None:
-            pipeline.load_state_dict(start)
-        losses = []
-        for done in pipeline.train(Fresh(sentences()), epochs=run.epochs - pipeline.position[0]):
-            losses.append(done.loss)
-            if save is not None and done.number + 1 == 10:
-                pipeline.save(save)
-            if done.number == 7:
-                pipeline.evaluate(Fresh(sentences()))
-        handles = [state.versions.handles for state in stage_states(pipeline)]
-        copies = [named["0.words.weight"] for named in handles if "0.words.weight" in named]
-        equal = all(torch.equal(copies[0], copy) for copy in copies) if copies else True
-        assert model[3].head.weight is model[0].words.weight or pipeline.distributed, "the user's model stays tied"
-        return losses, pipeline.state_dict(), pipeline.state_dict(ema=True), equal, pipeline.drains
-
-
-def plain_tied(run: Tied, drains: list[int]) -> reference.Answer:
-    """Returns what one process gives, by the method's rule: the shared weight is one parameter."""
-    if run.schedule in LATE:
-        model, late = tied_model(), LATE[run.schedule](run.plan())
-        return reference.delayed(
-            model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
-            stages=[[name for name, _ in model.named_parameters()]],
-            phases={0: reference.Phase(lambda s, k: max(0, k - late), run.parts or 1)},
-            drains=drains, seed=3, ema=0.9,
-            rule=BasisRotation(lambda s: 2, sides=lambda m, n: "L" if m < n else "R") if run.rotates else None,
-        )  # fmt: skip
-    return reference.plain(
-        tied_model(), ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
-        microbatches=4, seed=3, clip=run.clip, ema=0.9,
-    )  # fmt: skip
-
-
-# 2BW: w(t+1) = w(t) - lr grad f(w(t-1)); vertical sync: grad f(w(t-p+1)), both of the whole model.
-LATE: dict[str, Callable[[Plan], int]] = {
-    "pipedream_2bw": lambda plan: 1,
-    "pipedream_vertical_sync": lambda plan: len(plan.stages) - 1,
-}
 LATE_TIED = [
-    Tied("pipedream_2bw"),
-    Tied("pipedream_2bw", cuts=(1,), replicas=(1, 1), optimizer="sgd"),
-    Tied("pipedream_2bw", cuts=(1, 3), replicas=(2, 1, 2)),
-    Tied("pipedream_2bw", cuts=(1, 3), replicas=(2, 1, 1), rotates=True),
-    Tied("pipedream_2bw", cuts=(3,), replicas=(2, 2), optimizer="sgd", parts=6),
-    Tied("pipedream_vertical_sync", cuts=(1, 3), replicas=(1, 1, 1), parts=None),
+    tied("pipedream_2bw"),
+    tied("pipedream_2bw", (1,), optimizer="sgd"),
+    tied("pipedream_2bw", (1, 3), replicas=(2, 1, 2)),
+    tied("pipedream_2bw", (1, 3), replicas=(2, 1, 1), compensation="basis_rotation:2:one_sided"),
+    tied("pipedream_2bw", (3,), replicas=(2, 2), optimizer="sgd", microbatches=6),
+    tied("pipedream_vertical_sync", (1, 3), microbatches=None),
 ]
 
 TIED = [
-    Tied("1f1b"),
-    Tied("gpipe", optimizer="sgd", clip=0.3),
-    Tied("naive", cuts=(2,), replicas=(1, 1), clip=0.3),
-    Tied("1f1b", cuts=(1,), replicas=(2, 1)),
-    Tied("1f1b", cuts=(3,), replicas=(1, 2), optimizer="sgd", clip=0.3),
-    Tied("gpipe", cuts=(2,), replicas=(3, 2)),
-    Tied("zb_h1"),
-    Tied("zb_h2"),
+    tied("1f1b"),
+    tied("gpipe", optimizer="sgd", clip_grad_norm=0.3),
+    tied("naive", (2,), clip_grad_norm=0.3),
+    tied("1f1b", (1,), replicas=(2, 1)),
+    tied("1f1b", (3,), replicas=(1, 2), optimizer="sgd", clip_grad_norm=0.3),
+    tied("gpipe", (2,), replicas=(3, 2)),
+    tied("zb_h1"),
+    tied("zb_h2"),
     # Several stages a worker: both ends of the model on one, or on two; with two holders of each stage, both on both.
-    Tied("zbv", workers=2, clip=0.3),
-    Tied("dualpipev", workers=2),
-    Tied("interleaved_1f1b", workers=2),
-    Tied("breadth_first", workers=2, optimizer="sgd", clip=0.3),
-    Tied("chimera", workers=2),
-    Tied("chimera", workers=4, clip=0.3),
-    Tied("chimera_doubled", workers=2),
-    Tied("roundpipe", workers=2, clip=0.3),
+    tied("zbv", None, clip_grad_norm=0.3),
+    tied("dualpipev", None),
+    tied("interleaved_1f1b", None),
+    tied("breadth_first", None, optimizer="sgd", clip_grad_norm=0.3),
+    tied("chimera", None, stages=2),
+    tied("chimera", None, clip_grad_norm=0.3),
+    tied("chimera_doubled", None, stages=2),
+    tied("roundpipe", None, workers=2, clip_grad_norm=0.3),
 ]
 
 
-def check_tied(run: Tied, trained: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]) -> None:
-    """Checks a run of the tied model against one process."""
-    losses, state, average, equal, drains = trained
-    expected = plain_tied(run, drains)
-    assert losses == pytest.approx(expected.losses, rel=1e-10)
-    assert_near(state, expected.state, 1e-8 if run.rotates else 1e-10)
-    assert_near({name: average[name] for name in expected.ema}, expected.ema, 1e-10)
-    assert torch.equal(average["3.head.weight"], average["0.words.weight"])
-    assert equal
+def check_tied(case: Case, outcome: Outcome) -> None:
+    """Checks a run of the tied model against one process, where the shared weight is one parameter."""
+    rule = BasisRotation(lambda s: 2, sides=lambda m, n: "L" if m < n else "R") if case.compensation else None
+    check(case, outcome, 1e-8 if case.compensation else 1e-10, rule)
+    assert torch.equal(outcome.ema["3.head.weight"], outcome.ema["0.table.weight"])
 
 
-@pytest.mark.parametrize("run", mark_slow(TIED, but=(0, 4, 6, 10, 12)))
-def test_weights_tied_across_stages_train_as_in_one_process(run: Tied) -> None:
-    check_tied(run, train_tied(run))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", LATE_TIED, ids=str)
-def test_weights_tied_across_stages_train_as_a_serial_loop_of_late_updates(run: Tied) -> None:
-    check_tied(run, train_tied(run))
+@pytest.mark.parametrize("case", [*mark_slow(TIED, but=(0, 4, 6, 10, 12)), *mark_slow(LATE_TIED, but=())])
+def test_weights_tied_across_stages_train_as_in_one_process(case: Case) -> None:
+    check_tied(case, run(case))
 
 
 def test_the_two_gradients_of_a_tied_weight_matter() -> None:
-    run = replace(TIED[1], epochs=2)
-    trained = train_tied(run)
+    case = replace(TIED[1], epochs=2)
+    outcome = run(case)
     with pytest.raises(AssertionError):
-        check_tied(replace(run, clip=None), trained)
-    model = tied_model()
-    model[3].head.weight = nn.Parameter(model[0].words.weight.detach().clone())
+        check_tied(replace(case, clip_grad_norm=None), outcome)
+    animal = zoo.make("tied")
+    animal.model[3].head.weight = nn.Parameter(animal.model[0].table.weight.detach().clone())
     untied = reference.plain(
-        model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
-        microbatches=4, seed=3, clip=run.clip,
+        animal.model, ["0", "1", "2", "3"], animal.batches * 2, animal.total, case.optimize, microbatches=4, seed=3,
+        clip=case.clip_grad_norm,
     )  # fmt: skip
-    assert abs(untied.losses[-1] - trained[0][-1]) > 1e-4
+    assert abs(untied.losses[-1] - outcome.dones[-1].loss) > 1e-4
 
 
-def train_all_tied(runs: list[Tied], folder: Path, resumes: bool) -> list[Any]:
-    """Trains and saves, or resumes from a checkpoint."""
-    folders = [folder / str(number) for number in range(len(runs))]
-    return [
-        train_tied(run, path) if resumes else train_tied(run, None, path)
-        for run, path in zip(runs, folders, strict=True)
-    ]
-
-
-IN_PROCESSES = {
-    2: [replace(run, epochs=4) for run in (TIED[2], LATE_TIED[1], *(run for run in TIED if run.workers == 2))],
-    3: [TIED[3]],
-    5: [replace(LATE_TIED[2], epochs=4)],
-}
+IN_PROCESSES = {2: [TIED[2], LATE_TIED[1], *TIED[8:13], *TIED[14:]], 3: [TIED[3]], 5: [LATE_TIED[2]]}
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_processes_keep_tied_weights_equal(workers: int, tmp_path: Path) -> None:
-    runs = IN_PROCESSES[workers]
-    whole, rest = (
-        processes.team(workers).results(train_all_tied, runs, tmp_path, resumes)[0] for resumes in (False, True)
-    )
-    for run, trained, resumed in zip(runs, whole, rest, strict=True):
-        check_tied(run, trained)
-        assert resumed[0] == trained[0][-len(resumed[0]) :]
-        assert all(torch.equal(resumed[1][name], value) for name, value in trained[1].items())
+    in_team = lambda *how: processes.team(workers).results(run, *how)[0]  # noqa: E731
+    for case in IN_PROCESSES[workers]:
+        check_tied(case, cases.check_resumed(case, tmp_path / str(case), (5, 10), in_team))
 
 
 @pytest.mark.slow
 def test_tied_weights_go_on_from_a_checkpoint_of_any_plan(tmp_path: Path) -> None:
-    run = Tied("1f1b")
-    whole = train_tied(run, save=tmp_path / "apart")
-    rest = train_tied(run, resume=tmp_path / "apart")
-    assert rest[0] == whole[0][-len(rest[0]) :]
-    assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
-    together = Tied("1f1b", cuts=(), replicas=(1,))
-    check_tied(run, (whole[0], *train_tied(together, resume=tmp_path / "apart")[1:]))
-    train_tied(together, save=tmp_path / "together")
-    check_tied(run, (whole[0], *train_tied(run, resume=tmp_path / "together")[1:]))
+    apart, together = tied("1f1b"), tied("1f1b", ())
+    whole = cases.check_resumed(apart, tmp_path / "apart", (5, 10))
+    run(together, tmp_path / "together", None, (10,))
+    for case, folder in ((together, tmp_path / "apart" / "a"), (apart, tmp_path / "together")):
+        rest = run(case, resume=folder)
+        assert_near(rest.state, whole.state, 1e-10)
+        assert_near(rest.ema, whole.ema, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, id=str(run), marks=() if run.clip and run.schedule == "zbv" else pytest.mark.slow)
-        for run in TIED
-        if run.workers and run.schedule in ("zbv", "chimera", "chimera_doubled", "roundpipe")
-    ],
-)
-def test_workers_with_several_stages_go_on_with_tied_weights(run: Tied, tmp_path: Path) -> None:
-    whole = train_tied(run, save=tmp_path)
-    rest = train_tied(run, resume=tmp_path)
-    assert rest[0] == whole[0][-len(rest[0]) :]
-    assert all(torch.equal(rest[i][name], value) for i in (1, 2) for name, value in whole[i].items())
-    assert rest[3]
+@pytest.mark.parametrize("case", mark_slow([TIED[at] for at in (8, 12, 13, 14, 15)], but=(0,)))
+def test_workers_with_several_stages_go_on_with_tied_weights(case: Case, tmp_path: Path) -> None:
+    cases.check_resumed(case, tmp_path, (5, 10))
 
 
 def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
-    profile = profile_of(tied_model(), sentences()[0][0])
+    profile = profile_of(zoo.make("tied").model, zoo.make("tied").batches[0][0])
     plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     assert plan.config == "1-1"
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
@@ -435,62 +262,68 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
         pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
-@pytest.mark.parametrize("run", [Tied("1f1b", epochs=1), Tied("chimera", workers=2, epochs=1)], ids=str)
-def test_a_state_dict_reaches_every_holder(run: Tied) -> None:
+@pytest.mark.parametrize("case", [tied("1f1b", epochs=1), tied("chimera", None, stages=2, epochs=1)], ids=str)
+def test_a_state_dict_reaches_every_holder(case: Case) -> None:
     """Under Chimera the first rank has the second replica of the last stage."""
-    start = {name: value + 0.01 for name, value in tied_model().state_dict().items()}
-    trained = train_tied(run, start=start)
-    model = tied_model()
-    model.load_state_dict(start)
+    animal = zoo.make("tied")
+    start = {name: value + 0.01 for name, value in animal.model.state_dict().items()}
+    with cases.pipeline_of(case) as pipeline:
+        pipeline.load_state_dict(start)
+        list(pipeline.train(animal.batches))
+        state = pipeline.state_dict()
+    animal.model.load_state_dict(start)
     expected = reference.plain(
-        model, ["0", "1", "2", "3"], sentences(), token_sums, OPTIMIZERS["adamw"], microbatches=4, seed=3
+        animal.model, ["0", "1", "2", "3"], animal.batches, animal.total, case.optimize, microbatches=4, seed=3
     )
-    assert_near(trained[1], expected.state, 1e-10)
+    assert_near(state, expected.state, 1e-10)
 
 
-def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
-    def refuse(
-        match: str, kind: type[Exception] = ScheduleError, model: Any = None, plan: Any = None, **options: Any
-    ) -> None:
-        with pytest.raises(kind, match=match):
-            pd.Pipeline(
-                model or tied_model(), plan or Tied("").plan(), loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"],
-                **options,
-            )  # fmt: skip
-
-    stages = r"share '0.words.weight' \(stages 0, 3\), and was asked to train by "
-    for name in ("pipedream", "paci"):
-        refuse(f"{stages}'{name}', whose stages update at different times.* pipedream_2bw", schedule=name)
-    refuse("'pipedream', whose stages update at different times", phases="1f1b/4:5,pipedream")
-    refuse("each holder would clip", schedule="1f1b", clip_grad_norm=1.0, clip="local")
-    refuse("each holder would clip", schedule="2bw", clip_grad_norm=1.0, clip="delayed_global", microbatches=4)
-    viewed = tied_model()
-    viewed[3].head.weight = nn.Parameter(viewed[0].words.weight.data.view(9, 8))
-    refuse("share one storage under different parameters", PlanError, viewed, schedule="1f1b")
+SHARE = r"share '0.table.weight' \(stages 0, 3\), and was asked to train by "
+LATE_CLIP = {"clip_grad_norm": 1.0, "clip": "delayed_global", "microbatches": 4}
 
 
-class TrapTable(Table):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "pipedream"}, f"{SHARE}'pipedream', whose stages update at different.* pipedream_2bw"),
+        ({"schedule": "paci"}, f"{SHARE}'paci', whose stages update at different times.* pipedream_2bw"),
+        ({"phases": "1f1b/4:5,pipedream"}, "'pipedream', whose stages update at different times"),
+        ({"schedule": "1f1b", "clip_grad_norm": 1.0, "clip": "local"}, "each holder would clip"),
+        ({"schedule": "2bw"} | LATE_CLIP, "each holder would clip"),
+        ({"schedule": "1f1b"}, "share one storage under different parameters"),
+    ],
+    ids=str,
+)
+def test_tied_weights_that_cannot_be_kept_equal_are_refused(options: dict[str, Any], words: str) -> None:
+    animal = zoo.make("tied")
+    plan, is_view = zoo.plan_of(animal, 4), "one storage" in words
+    if is_view:
+        animal.model[3].head.weight = nn.Parameter(animal.model[0].table.weight.data.view(9, 8))
+    with pytest.raises(PlanError if is_view else ScheduleError, match=words):
+        make_pipeline(animal, plan, **options)
+
+
+class TrapTable(zoo.Positions):
     """Gives the first stage alone a gradient that is not a number, for sentences that begin with a given word."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         output = super().forward(tokens)
-        if self.training and len(tokens) and torch.equal(tokens[0], sentences()[1][0][0]):
+        if self.training and len(tokens) and torch.equal(tokens[0], zoo.make("tied").batches[1][0][0]):
             output.register_hook(lambda gradient: gradient * float("nan"))
         return output
 
 
 def test_holders_without_a_flush_skip_an_update_together() -> None:
-    model = tied_model()
-    model[0].__class__ = TrapTable
-    run = LATE_TIED[0]
-    with pd.Pipeline(
-        model, run.plan(), schedule=run.schedule, microbatches=4, loss=F.cross_entropy, on_nan="skip",
+    animal = zoo.make("tied")
+    animal.model[0].__class__ = TrapTable
+    with make_pipeline(
+        animal, LATE_TIED[0].plan(), schedule="pipedream_2bw", microbatches=4, on_nan="skip",
         optimizer=OPTIMIZERS["adamw"], seed=3,
     ) as pipeline:  # fmt: skip
-        losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=3)]
+        losses = [done.loss for done in pipeline.train(Fresh(animal.batches), epochs=3)]
         assert pipeline.skipped_updates() == (3,) * 4
         handles = [state.versions.handles for state in stage_states(pipeline)]
-        copies = [named["0.words.weight"] for named in handles if "0.words.weight" in named]
+        copies = [named["0.table.weight"] for named in handles if "0.table.weight" in named]
     assert torch.equal(*copies)
     assert torch.isfinite(copies[0]).all()
     assert losses[-1] < losses[0]
@@ -499,9 +332,10 @@ def test_holders_without_a_flush_skip_an_update_together() -> None:
 @pytest.mark.slow
 def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     """By all searches; each holder counts the bytes, and the sum takes time in the simulation."""
-    profile = pd.profile(tied_model(), (sentences()[0][0],), runs=1, device="meta")
+    animal = zoo.make("tied")
+    profile = pd.profile(animal.model, (animal.batches[0][0],), runs=1, device="meta")
     ((names, layers, size, trained),) = [astuple(tied) for tied in profile.tied]
-    assert (names, layers, size, trained) == (("0.words.weight",), (0, 3), 9 * 8 * 8, True)
+    assert (names, layers, size, trained) == (("0.table.weight",), (0, 3), 9 * 8 * 8, True)
     rows = tuple(replace(layer, forward_s=1.0, backward_s=2.0) for layer in profile.layers)
     profile = replace(profile, layers=rows)
     cluster = Cluster.flat(2, 1e9)
@@ -512,9 +346,9 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     for schedule, how in searches:
         plan = pd.plan(profile, cluster, schedule=schedule, microbatches=4, **how)
         (tied,) = plan.tied_weights
-        assert (tied.names, tied.stages) == (("0.words.weight",), (0, len(plan.stages) - 1))
+        assert (tied.names, tied.stages) == (("0.table.weight",), (0, len(plan.stages) - 1))
         assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + size
-        assert "tied: '0.words.weight' (stages 0," in str(plan)
+        assert "tied: '0.table.weight' (stages 0," in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
         slow = plan.on(Cluster.flat(2, 1e9, 10.0))  # with messages of 10 s each
         free = replace(slow, tied_weights=())
@@ -523,11 +357,11 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     assert check_plan(pd.plan(profile, cluster, schedule="2bw", shape="pipeline", microbatches=4), profile=profile)
     whole_plan = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
     assert (len(whole_plan.stages), whole_plan.tied_weights) == (1, ())
-    assert "'0' and '3' share '0.words.weight' and stay in one stage" in whole_plan.note
+    assert "'0' and '3' share '0.table.weight' and stay in one stage" in whole_plan.note
     assert (
         "untie the weight, or choose a method whose stages all make the same updates: pipedream_2bw" in whole_plan.note
     )
-    with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.words.weight' and stay"):
+    with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.table.weight' and stay"):
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
     two_bw = pd.plan(profile, Cluster.flat(4, 1e9), strategy="2bw")
     assert two_bw.tied_weights or len(two_bw.stages) == 1
@@ -535,17 +369,17 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
 
 def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     """For layers that are no modules of the model."""
-    model = tied_model()
-    names = (("0.words.weight", "0.places"), ("1.linear.weight",), ("0.words.weight", "3.head.bias"))
+    model = zoo.make("tied").model
+    names = (("0.table.weight", "0.places"), ("1.linear.weight",), ("0.table.weight", "3.head.bias"))
     graph = LayerGraph.chain(
         tuple(Layer(f"part{i}", "Part", parameters) for i, parameters in enumerate(names)), ((0, 2),)
     )
     (tied,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
-    assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.words.weight",), (0, 2), 9 * 8 * 8)
+    assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.table.weight",), (0, 2), 9 * 8 * 8)
     inseparable = replace(graph, inseparable=graph.ties)
     with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
         find_tied_weights(model, inseparable, Plan.uniform(3).stages)
-    model[0].words.weight.requires_grad_(False)
+    model[0].table.weight.requires_grad_(False)
     assert find_tied_weights(model, graph, Plan.uniform(3).stages) == ()
 
 
@@ -565,18 +399,18 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedule: str) -> None:
     torch.manual_seed(5)
-    model = Skipping().double()
+    model, batches = Skipping().double(), zoo.make("tied").batches
     serial = deepcopy(model)
-    profile = pd.profile(model, (sentences()[0][0],), runs=1, warmup=0)
+    profile = pd.profile(model, (batches[0][0],), runs=1, warmup=0)
     plan = pd.plan(profile, Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
     assert [(tied.names, tied.stages) for tied in plan.tied_weights] == [(("words.weight",), (0, 1))]
     sgd = partial(torch.optim.SGD, lr=0.5)
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
-        losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=3)]
+        losses = [done.loss for done in pipeline.train(Fresh(batches), epochs=3)]
         state = pipeline.state_dict()
     stepper, expected = sgd(serial.parameters()), []
     before = now = [p.detach().clone() for p in serial.parameters()]
-    for x, y in sentences() * 3:
+    for x, y in batches * 3:
         read = now if schedule == "1f1b" else before
         for p, value in zip(serial.parameters(), read, strict=True):
             p.data.copy_(value)
@@ -621,16 +455,13 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
 
 def train_frozen(is_tied: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Trains a model whose table is frozen, by a method that does not flush; the output layer shares it, or has it."""
-    model = tied_model()
+    animal = zoo.make("tied")
     if not is_tied:
-        model[3].head.weight = nn.Parameter(model[0].words.weight.detach().clone())
-    for layer in (model[0].words, model[3].head):
+        animal.model[3].head.weight = nn.Parameter(animal.model[0].table.weight.detach().clone())
+    for layer in (animal.model[0].table, animal.model[3].head):
         layer.weight.requires_grad_(False)
-    plan = Tied("", cuts=(2,), replicas=(1, 1)).plan()
-    with pd.Pipeline(
-        model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], seed=3
-    ) as pipeline:
-        losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=2)]
+    with make_pipeline(animal, schedule="pipedream", seed=3) as pipeline:
+        losses = [done.loss for done in pipeline.train(Fresh(animal.batches), epochs=2)]
         return losses, pipeline.state_dict()
 
 
@@ -801,8 +632,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
         optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
         scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
     ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(Fresh(batches)):
-            pass
+        list(pipeline.train(Fresh(batches)))
         results = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
     rounds = 1 if schedule == "1f1b" else replicas[0]
     state, average, skipped = train_skipping(
@@ -856,10 +686,7 @@ def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     def go_on(resume: bool) -> tuple[dict[str, Tensor], tuple[int, ...], float]:
         animal = zoo.make("mlp", torch.float32)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
-        with pd.Pipeline(
-            animal.model, Run("", (1, 1)).plan, schedule="1f1b", microbatches=2, loss=steep, grad_scaler=scaler,
-            optimizer=OPTIMIZERS["sgd"],
-        ) as pipeline:  # fmt: skip
+        with make_pipeline(animal, schedule="1f1b", microbatches=2, loss=steep, grad_scaler=scaler) as pipeline:
             if resume:
                 pipeline.load(tmp_path)
                 assert pipeline.skipped_updates() > (0, 0)
@@ -875,13 +702,9 @@ def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -> None:
-    animal = zoo.make("mlp")
     scales = []
     for scaler in (1024.0, 8.0):
-        with pd.Pipeline(
-            animal.model, Run("", (1, 1)).plan, schedule="1f1b", microbatches=2, loss=animal.loss,
-            optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler,
-        ) as pipeline:  # fmt: skip
+        with make_pipeline("mlp", schedule="1f1b", microbatches=2, grad_scaler=scaler) as pipeline:
             if scales:
                 pipeline.load(tmp_path)
             else:
@@ -923,8 +746,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
         trapped().float(), plan, schedule=schedule, microbatches=2, loss=steep,
         optimizer=OPTIMIZERS["sgd"], clip_grad_norm=clip, grad_scaler=torch.amp.GradScaler("cpu", **scaler),
     ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(Fresh(batches)):
-            pass
+        list(pipeline.train(Fresh(batches)))
         state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scales = {state.optimizer.scale for state in stage_states(pipeline)}
     reference_scaler = torch.amp.GradScaler("cpu", **scaler)
@@ -963,8 +785,7 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
         model, plan, schedule=schedule, microbatches=2, loss=loss, optimizer=OPTIMIZERS["sgd"],
         autocast=torch.float16, grad_scaler=scaler,
     ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(Fresh(batches)):
-            pass
+        list(pipeline.train(Fresh(batches)))
         skipped, scale = pipeline.skipped_updates(), stage_states(pipeline)[0].optimizer.scale
         state = pipeline.state_dict()
     if not isinstance(scaler, torch.amp.GradScaler):
@@ -983,8 +804,7 @@ def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
         grad_scaler=2.0**24,
     )  # fmt: skip
     with pipeline, pytest.warns(UserWarning, match=r"8 updates in a row.*scale 1.67772e\+07; use a smaller one"):
-        for _ in pipeline.train(Fresh(batches)):
-            pass
+        list(pipeline.train(Fresh(batches)))
     assert pipeline.skipped_updates() == (9, 9)
 
 
@@ -1006,8 +826,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
         trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)),
         schedule="pipedream", loss=steep, optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(Fresh(batches)):
-            pass
+        list(pipeline.train(Fresh(batches)))
         state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scale = stage_states(pipeline)[0].optimizer.scale
     assert scaler.get_scale() == 2.0**126
@@ -1018,27 +837,25 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     assert_near(state, dict(plain.state_dict()), 1e-5)
 
 
-def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
-    plan = Run("", (1, 1)).plan
-    refused("pipedream", plan, "gradients of the old scale", grad_scaler=torch.amp.GradScaler("cpu"))
-    for scaler in ("dynamic", True, float("inf"), float("nan"), 0):
-        refused("1f1b", plan, "give a torch.amp.GradScaler or a positive number", grad_scaler=scaler)
-    refused("1f1b", plan, "on_nan='ignore' is not known; choose one of error, continue, skip", on_nan="ignore")
-    for limit in (-1.0, 0.0, float("nan"), float("inf")):  # a negative one would train uphill
-        refused("1f1b", plan, r"clip_grad_norm=.* was asked for; give a number between 0 and inf", clip_grad_norm=limit)
-    for decay in (0.0, 1.0, 2.0):
-        refused("1f1b", plan, r"ema=.* was asked for; give a number between 0 and 1", ema=decay)
+LATE = {"schedule": "pipedream", "clip_grad_norm": 1.0}
+REFUSED = [
+    ({"schedule": "pipedream", "grad_scaler": torch.amp.GradScaler("cpu")}, "gradients of the old scale"),
+    *(
+        ({"grad_scaler": scaler}, "give a torch.amp.GradScaler or a positive number")
+        for scaler in ("dynamic", True, float("inf"), float("nan"), 0)
+    ),
+    ({"on_nan": "ignore"}, "on_nan='ignore' is not known; choose one of error, continue, skip"),
+    *(
+        ({"clip_grad_norm": limit}, r"clip_grad_norm=.* was asked for; give a number between 0 and inf")
+        for limit in (-1.0, 0.0, float("nan"), float("inf"))  # a negative one would train uphill
+    ),
+    *(({"ema": decay}, r"ema=.* was asked for; give a number between 0 and 1") for decay in (0.0, 1.0, 2.0)),
+    (LATE, "does not flush.*Use clip='delayed_global'"),
+    (LATE | {"plan": (2, 1), "clip": "delayed_global"}, "an update holds 2, 1 microbatches"),
+]
 
 
-def refused(schedule: str, plan: Plan, match: str, **options: Any) -> None:
-    """Checks that a pipeline is refused."""
-    animal = zoo.make("mlp")
-    with pytest.raises(ScheduleError, match=match):
-        pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **options)
-
-
-def test_clipping_that_has_no_meaning_is_refused_with_the_reason() -> None:
-    plan = Run("", (1, 1)).plan
-    refused("pipedream", plan, "does not flush.*Use clip='delayed_global'", clip_grad_norm=1.0)
-    uneven = Run("", (2, 1)).plan
-    refused("pipedream", uneven, "an update holds 2, 1 microbatches", clip_grad_norm=1.0, clip="delayed_global")
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=str)
+def test_scales_policies_and_clipping_without_meaning_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        make_pipeline("mlp", **{"schedule": "1f1b"} | options)

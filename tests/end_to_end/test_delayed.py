@@ -12,14 +12,12 @@ import delayed
 import pytest
 import torch
 import zoo
-from cases import Case, check, run
+from cases import Case, check, make_pipeline, run
 from marks import spread
 from torch import nn
 
-import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.schedules import build
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
@@ -51,8 +49,8 @@ def _matrix() -> list[Any]:
         *(_case("mlp", schedule) for schedule in delayed.PAPERS),
         *(_case("cnn", schedule, optimizer="adamw") for schedule in ("spectrain", "timeprest_interpolated")),
         _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
-        _case("cnn", "pb_lwp", 4, epochs=3, drain_at=6, optimizer="adamw", options=_options(by="difference")),
-        _case("mlp", "pb_lwp_sc", 4, epochs=3, drain_at=6),
+        _case("cnn", "pb_lwp", 4, epochs=3, evaluate_at=(6,), optimizer="adamw", options=_options(by="difference")),
+        _case("mlp", "pb_lwp_sc", 4, epochs=3, evaluate_at=(6,)),
         _case("mlp", "timeprest", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("mlp", "timeprest_interpolated", options=_options(backward_rule="recompute", share=0.6)),
         Case("mlp", "paci", 4, microbatches=2, options=_options(backward_rule="stash")),
@@ -68,7 +66,7 @@ def _matrix() -> list[Any]:
         _case("mlp", "pb_lwp", 4, options=_options(scale=2.0)),
         _case("mlp", "pipeoptim", 2, replicas=(2, 1), scheduled=True),
         Case("mlp", "xpipe", 2, replicas=(2, 1), microbatches=5),
-        _case("mlp", "pipemare", 4, drain_at=-1, leave_at=5),
+        _case("mlp", "pipemare", 4, evaluate_at=(), leave_at=5),
         *(_case("mlp", schedule, 2, replicas=replicas) for schedule in NF1B for replicas in ((2, 1), (1, 2))),
         Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
     ]
@@ -112,7 +110,7 @@ def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    case = _case("mlp", "spectrain", epochs=2, drain_at=-1)
+    case = _case("mlp", "spectrain", epochs=2, evaluate_at=())
     outcome = run(case)
     # (By the difference it would be the same: it is what SGD's velocity has just added.)
     check(case, outcome, BOUND)
@@ -129,7 +127,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_stashing_without_accumulation_is_pipedream() -> None:
-    case = Case("cnn", "paci", 3, microbatches=1, epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
+    case = Case("cnn", "paci", 3, microbatches=1, epochs=2, evaluate_at=(), options=_options(backward_rule="stash"))
     stashing, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
     cases.assert_near(stashing.state, other.state, BOUND)
     assert stashing.versions == other.versions == {0: 3, 1: 2, 2: 1}
@@ -140,7 +138,7 @@ def test_stashing_without_accumulation_is_pipedream() -> None:
 def test_the_ends_of_an_interpolation(rule: str) -> None:
     """With no share of the stash it is V-TiMePReSt, to the bit; with all of it, stashing: true gradients."""
     none, whole, newest = (
-        run(_case("mlp", name, epochs=2, drain_at=-1, options=_options(backward_rule=rule, **more)))
+        run(_case("mlp", name, epochs=2, evaluate_at=(), options=_options(backward_rule=rule, **more)))
         for name, more in (
             ("timeprest_interpolated", {"share": 0.0}),
             ("timeprest_interpolated", {"share": 1.0}),
@@ -148,7 +146,7 @@ def test_the_ends_of_an_interpolation(rule: str) -> None:
         )
     )
     assert all(torch.equal(none.state[name], newest.state[name]) for name in newest.state)
-    stash = _case("mlp", "timeprest_interpolated", epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
+    stash = _case("mlp", "timeprest_interpolated", epochs=2, evaluate_at=(), options=_options(backward_rule="stash"))
     check(stash, whole, BOUND)
     with pytest.raises(AssertionError):
         check(stash, none, BOUND)
@@ -196,13 +194,8 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be the table's also if a run read other weights, were they not taken from these."""
     peek = Versions.peek
     monkeypatch.setattr(Versions, "peek", lambda self, version=None: peek(self))
-    animal = zoo.make("mlp")
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 3), schedule="timeprest", microbatches=3, loss=animal.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.05),
-    ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(animal.batches, epochs=3):
-            pass
+    with make_pipeline("mlp", (1, 1, 1), schedule="timeprest", microbatches=3) as pipeline:
+        list(pipeline.train(zoo.make("mlp").batches, epochs=3))
         rule = pipeline.program.weights
         wrong = [
             t
@@ -211,7 +204,7 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
     assert {tag.stage for tag in wrong} == {1, 2}
     with pytest.raises(AssertionError, match="forward_version"):
-        run(_case("mlp", "timeprest", epochs=3, drain_at=-1))
+        run(_case("mlp", "timeprest", epochs=3, evaluate_at=()))
 
 
 @pytest.mark.parametrize(
@@ -230,22 +223,12 @@ def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> Non
         ("timeprest", [delays_updates[0]] * p),
         ("timeprest_interpolated", delays_updates),
     ):
-        case = Case("mlp", name, p, microbatches=m, epochs=2, drain_at=-1)
+        case = Case("mlp", name, p, microbatches=m, epochs=2, evaluate_at=())
         outcome = run(case)
         assert [max(outcome.late[s]) for s in range(p)] == expected
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more: Any) -> None:
-    specimen = zoo.make(animal, more.pop("dtype", torch.float64))
-    plan = more.pop("plan", None) or zoo.plan_of(specimen, 2)
-    with pd.Pipeline(
-        specimen.model, plan, schedule=schedule, loss=specimen.loss, optimizer=optimizer, **more
-    ) as pipeline:
-        for _ in pipeline.train(specimen.batches):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -262,7 +245,7 @@ def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more
 @pytest.mark.parametrize("name", ["pb_lwp", "spectrain_v2"])
 def test_a_velocity_that_is_not_known_is_refused(name: str, optimizer: Any, reason: str) -> None:
     with pytest.raises(ScheduleError, match=reason):
-        _train(name, optimizer)
+        make_pipeline("mlp", schedule=name, optimizer=optimizer)
 
 
 def test_activations_that_are_not_kept_are_refused() -> None:
@@ -277,9 +260,9 @@ def test_activations_that_are_not_kept_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "animal"), [("pipelined_backprop", "transformer"), ("timeprest", "lstm")])
 def test_old_graphs_cast_newer_weights_under_autocast(name: str, animal: str) -> None:
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    plan = zoo.plan_of(zoo.make(animal, torch.float32), 4 if animal == "lstm" else 2)
-    _train(name, optimizer, animal, plan=plan, dtype=torch.float32, autocast=torch.bfloat16)
+    specimen, plan = zoo.make(animal, torch.float32), (1,) * (4 if animal == "lstm" else 2)
+    with make_pipeline(specimen, plan, schedule=name, autocast=torch.bfloat16) as pipeline:
+        list(pipeline.train(specimen.batches))
 
 
 class _OwnSgd(torch.optim.Optimizer):
@@ -303,7 +286,7 @@ class _OwnSgd(torch.optim.Optimizer):
 
 
 def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = _case("mlp", "pb_lwp", epochs=2, drain_at=-1)
+    case = _case("mlp", "pb_lwp", epochs=2, evaluate_at=())
     options = cases.OPTIMIZERS["sgd"].keywords
     monkeypatch.setitem(cases.OPTIMIZERS, "sgd", partial(_OwnSgd, **options))
     check(case, run(case), BOUND)
@@ -321,14 +304,8 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
         optimizer: torch.optim.Optimizer = kind([p for _, p in named], lr=0.02)  # Muon takes no names
         return optimizer
 
-    with pd.Pipeline(
-        animal.model,
-        plan,
-        schedule=schedule(plan, by="difference"),
-        loss=animal.loss,
-        optimizer=make_optimizer,
-        seed=3,
-    ) as pipeline:
+    built = schedule(plan, by="difference")
+    with make_pipeline(animal, plan, schedule=built, optimizer=make_optimizer, seed=3) as pipeline:
         losses = [done.loss for done in pipeline.train(animal.batches, epochs=4)]
     paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
     names = [stage.names for stage in plan.stages]
@@ -348,14 +325,13 @@ def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
         animal = zoo.make("mlp")
         plan = zoo.plan_of(animal, 3)
         schedule, optimizer = pb_lwp(plan, by="difference"), partial(torch.optim.RMSprop, lr=0.01)
-        with pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer) as pipeline:
+        with make_pipeline(animal, plan, schedule=schedule, optimizer=optimizer) as pipeline:
             if resume is not None:
                 pipeline.load(resume)
-                for worker in pipeline._session.local.workers if forget else ():
-                    for stage_state in worker.stage_states.values():
-                        assert worker.rank == 2 or stage_state.predictions is not None
-                        if stage_state.predictions is not None:
-                            stage_state.predictions.restore({})
+                states = cases.stage_states(pipeline)
+                assert [state.predictions is not None for state in states] == [True, True, False]
+                for state in states[:2] if forget else ():
+                    state.predictions.restore({})
             for done in pipeline.train(cases.Fresh(animal.batches), epochs=4 - pipeline.position[0]):
                 if done.number + 1 == 8 and resume is None:
                     pipeline.save(tmp_path / "kept")
@@ -373,17 +349,12 @@ def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pipelined_backprop", "spectrain_v2", "timeprest"])
 def test_a_drain_leaves_the_weights_in_the_model(name: str) -> None:
     """Not a view of them. `run` counts the versions that a drain leaves."""
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 3)
-    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    with pd.Pipeline(
-        animal.model, plan, schedule=name, microbatches=PARTS.get(name), loss=animal.loss, optimizer=optimizer
-    ) as pipeline:
-        for done in pipeline.train(animal.batches, epochs=3):
+    with make_pipeline("mlp", (1, 1, 1), schedule=name, microbatches=PARTS.get(name)) as pipeline:
+        for done in pipeline.train(zoo.make("mlp").batches, epochs=3):
             if done.number == 7:
                 pipeline.drain()
                 state = pipeline.state_dict()
-                for worker in pipeline._session.local.workers:
-                    for stage_state in worker.stage_states.values():
-                        for key, leaf in stage_state.versions.peek().leaves.items():
-                            assert torch.equal(state[key], leaf)
+                for stage_state in cases.stage_states(pipeline):
+                    assert all(
+                        torch.equal(state[key], leaf) for key, leaf in stage_state.versions.peek().leaves.items()
+                    )

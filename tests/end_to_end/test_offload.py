@@ -45,7 +45,7 @@ CASES = [
     Case("mlp", "pipemare", 3, microbatches=3),
     Case("mlp", "pipedream", 3, dtype=torch.float32, autocast=torch.bfloat16),
     Case("mlp", "xpipe", 2, microbatches=2),
-    Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
+    Case("cnn", "pipedream", 2, replicas=(1, 3), evaluate_at=()),
 ]
 
 

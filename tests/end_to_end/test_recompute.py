@@ -32,7 +32,7 @@ CASES = [
     Case("transformer", "pipedream_vertical_sync", 3),
     Case("mlp", "pipedream", 3, dtype=torch.float32, autocast=torch.bfloat16),
     Case("cnn", "pipedream", 2, replicas=(2, 1), update_delay=(1, 0), depth=(3, 1)),
-    Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
+    Case("cnn", "pipedream", 2, replicas=(1, 3), evaluate_at=()),
     Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4),
     Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
 ]

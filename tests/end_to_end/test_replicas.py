@@ -26,7 +26,7 @@ ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
 
 EPOCHS = 5
-LONGER: dict[str, Any] = {"epochs": 7, "drain_at": 13}
+LONGER: dict[str, Any] = {"epochs": 7, "evaluate_at": (13,)}
 """For pipelines that hold more minibatches than the short runs have."""
 
 # UpdateDelay needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
@@ -54,7 +54,7 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
         len(replicas),
         replicas=replicas,
         microbatches=split,
-        **({"epochs": EPOCHS, "drain_at": 8} | others),
+        **({"epochs": EPOCHS, "evaluate_at": (8,)} | others),
     )
 
 
@@ -85,7 +85,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     assert len(outcome.dones) == outcome.drains[-1] == total
     plan, schedule = case.plan(), build(case.schedule, case.plan(), case.microbatches)
     (middle, _) = outcome.drains
-    assert case.drain_at < middle < total
+    assert case.evaluate_at[0] < middle < total
     if case.schedule in ROUNDS:
         # Some stage ends, in the middle or at the end, with a round that is not full.
         parts = [part % count for part in (middle, total - middle) for count in plan.replicas]
@@ -103,7 +103,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
 )
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):
-        case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1, epochs=LONGER["epochs"])
+        case = _case(replicas, "pipedream_vertical_sync", depth=depth, evaluate_at=(), epochs=LONGER["epochs"])
         outcome, plan = run(case), case.plan()
         schedule = build(case.schedule, plan)
         simulated = simulate(lower(schedule), costs(plan), case.minibatches)
@@ -123,7 +123,7 @@ def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch:
         close(self, sums, weight, count, stop_request)
 
     monkeypatch.setattr(GradientAllReduce, "close", noted)
-    run(_case((2, 1), method, drain_at=-1))
+    run(_case((2, 1), method, evaluate_at=()))
     # One bucket, this small model's whole stage; nothing has started where a replica is absent from the last round, or
     # where its last microbatch is empty.
     full = [buckets for count, weight, buckets in started if count and weight]
@@ -135,7 +135,7 @@ def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch:
 @pytest.mark.parametrize("method", ["pipedream", "gpipe"])
 def test_replicas_under_autocast(method: str) -> None:
     case = _case((2, 1), method, dtype=torch.float32, autocast=torch.bfloat16)
-    case = replace(case, animal="mlp", epochs=2, drain_at=3)
+    case = replace(case, animal="mlp", epochs=2, evaluate_at=(3,))
     # bfloat16 has 8 bits: where a number differs in its last bit before it is rounded, it may be rounded elsewhere.
     check(case, run(case), tolerance=3e-2)
 

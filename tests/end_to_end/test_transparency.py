@@ -84,18 +84,18 @@ ON_SHARED_WORKERS = [
     Case("transformer", "interleaved_1f1b", 4, workers=1, microbatches=2, optimizer="adamw"),
     Case("lstm", "breadth_first", 3, workers=1, microbatches=4),
     Case("mlp", "chimera", 2, microbatches=4, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "chimera", 4, microbatches=8, drain_at=-1, leave_at=5),
+    Case("mlp", "chimera", 4, microbatches=8, evaluate_at=(), leave_at=5),
     Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1, ema=0.9, recompute=True),
     # Forwards away from home: of each number of workers, several in a slot, fewer microbatches than workers.
     Case("mlp", "roundpipe", 4, workers=4, microbatches=2, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "roundpipe", 4, workers=3, microbatches=4, drain_at=-1, leave_at=5),
+    Case("mlp", "roundpipe", 4, workers=3, microbatches=4, evaluate_at=(), leave_at=5),
     Case("mlp", "roundpipe", 4, workers=3, microbatches=3, ema=0.9, options=(("delay", 1),)),
     *(
         pytest.param(case, id=str(case), marks=pytest.mark.slow)
         for case in (
             Case("cnn", "roundpipe", 4, workers=4, optimizer="adamw", options=(("forwards", 0), ("delay", 1))),
             Case("lstm", "roundpipe", 4, workers=1, microbatches=2, scheduled=True, options=(("delay", 1),)),
-            Case("transformer", "roundpipe", 4, workers=3, leave_at=5, drain_at=-1, options=(("delay", 1),)),
+            Case("transformer", "roundpipe", 4, workers=3, leave_at=5, evaluate_at=(), options=(("delay", 1),)),
             Case("cnn", "roundpipe", 4, workers=4, microbatches=5, optimizer="adamw"),
             Case("transformer", "roundpipe", 4, workers=2, microbatches=3, options=(("forwards", 2),)),
             Case("lstm", "roundpipe", 4, workers=4, microbatches=4, options=(("forwards", 3),), recompute=True),
@@ -127,9 +127,9 @@ OTHERS = [
     Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local", scheduled=True, ema=0.9),
     Case("mlp", "pipedream_2bw", 2, clip_grad_norm=0.1, clip="local", optimizer="adamw"),
     # A loop that is left, and one that goes on.
-    Case("mlp", "pipedream", 3, drain_at=-1, leave_at=5),
-    Case("mlp", "pipedream_2bw", 3, drain_at=-1, leave_at=5),
-    Case("mlp", "gpipe", 2, microbatches=3, drain_at=-1, leave_at=4),
+    Case("mlp", "pipedream", 3, evaluate_at=(), leave_at=5),
+    Case("mlp", "pipedream_2bw", 3, evaluate_at=(), leave_at=5),
+    Case("mlp", "gpipe", 2, microbatches=3, evaluate_at=(), leave_at=4),
     # Halves of a backward: deeper than the microbatches reach, and not so deep; sums over replicas, of two stages with
     # a different number of them, begin in the last weight gradients; the forward is done again in I.
     Case("mlp", "zb_h2", 4, microbatches=3),
@@ -138,7 +138,7 @@ OTHERS = [
     Case("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
     Case("cnn", "zb_h1", 3, microbatches=4, recompute=True),
     Case("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "zb_h2", 2, microbatches=4, drain_at=-1, leave_at=5),
+    Case("mlp", "zb_h2", 2, microbatches=4, evaluate_at=(), leave_at=5),
     # Single precision, in which the CPU has a kernel of its own for recurrent layers.
     Case("lstm", "zb_h1", 3, microbatches=3, dtype=torch.float32),
     *(
@@ -176,7 +176,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
 )
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:
     case = Case(
-        animal, schedule, 3, dtype=torch.float32, autocast=torch.bfloat16, epochs=2, drain_at=3,
+        animal, schedule, 3, dtype=torch.float32, autocast=torch.bfloat16, epochs=2, evaluate_at=(3,),
         microbatches=None if schedule == "pipedream" else 4,
     )  # fmt: skip
     # bfloat16 has 8 bits: where a number differs in its last bit before it is rounded, it may be rounded elsewhere.
@@ -204,7 +204,7 @@ IN_PROCESSES = {
         Case("mlp", "basis_rotation", 2, optimizer="adamw"),
         Case("mlp", "pipedream", 2, dtype=torch.float32, autocast=torch.bfloat16),
         Case("mlp", "1f1b", 2, microbatches=4, clip_grad_norm=0.1, ema=0.9),
-        Case("mlp", "pipedream", 2, drain_at=-1, leave_at=7),
+        Case("mlp", "pipedream", 2, evaluate_at=(), leave_at=7),
         Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1),
         Case("cnn", "breadth_first", 4, microbatches=3),
         *(_case("mlp", schedule, 4) for schedule in ("zbv", "v_half", "v_min", "dualpipev")),

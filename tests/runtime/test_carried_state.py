@@ -174,8 +174,7 @@ def train(model: nn.Module, schedule: str, microbatches: int | None, **planning:
     cluster = pd.Cluster.flat(sum(planning["shape"]))
     plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, **planning)
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
-        for _ in pipeline.train(batches()):
-            pass
+        list(pipeline.train(batches()))
         return pipeline.state_dict()
 
 

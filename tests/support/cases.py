@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 import delayed
@@ -17,10 +19,13 @@ import torch
 import zoo
 from tagged_runs import check_tags
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.experimental.roundpipe import dispatched, homes
+from pipedream.runtime.checkpoint import folders
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, properties_of
 
 FLUSHING = tuple(name for name in SCHEDULES if properties_of(name).flushes)
@@ -33,13 +38,44 @@ OPTIMIZERS = {
 }
 
 
+def in_groups(kind: str, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Makes an optimizer with a group of its own for biases, so that stages differ in their groups."""
+    options = dict(OPTIMIZERS[kind].keywords)
+    decays = {False: options.pop("weight_decay"), True: 0.0}
+    parts = [
+        {"params": [pair for pair in named if pair[0].endswith("bias") is is_bias], "weight_decay": decay}
+        for is_bias, decay in decays.items()
+    ]
+    return OPTIMIZERS[kind].func([part for part in parts if part["params"]], **options)
+
+
+OPTIMIZERS |= {f"{kind} in groups": partial(in_groups, kind) for kind in ("sgd", "adamw")}
+
+
+def in_steps(optimizer: torch.optim.Optimizer) -> Any:
+    """Schedules with a state of their own: warm-up, then steps; in a list, with whole-number keys."""
+    warm = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.MultiStepLR(optimizer, [3, 9])], [5])
+
+
+SCHEDULERS: dict[bool | str, Callable[[torch.optim.Optimizer], Any]] = {
+    True: partial(lr_scheduler.StepLR, step_size=7, gamma=0.7),
+    "steps": in_steps,
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=40),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.95**n),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, cycle_momentum=False),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A run: the animal, the method, the cut, and what else is asked.
 
     Attributes:
+        cuts: the layers before which a stage begins; by default the animal's own.
+        phases: the methods that the run trains by, one after the other, in place of `schedule`; see `phased`.
         epochs: of five minibatches each; `lengthened` gives the run of 35 minibatches, which is slow.
-        drain_at: minibatch after which the loop evaluates; negative for never.
+        evaluate_at: minibatches after which the loop evaluates, and so drains.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         update_delay: the plan's; None is 0 at every stage.
         recompute: every stage recomputes its activations.
@@ -61,12 +97,12 @@ class Case:
     optimizer: str = "sgd"
     microbatches: int | None = None
     epochs: int = 2
-    drain_at: int = 3
+    evaluate_at: tuple[int, ...] = (3,)
     leave_at: int = -1
     seed: int = 3
     clip_grad_norm: float | None = None
     clip: str = "global"
-    scheduled: bool = False
+    scheduled: bool | str = False
     ema: float | None = None
     autocast: torch.dtype | None = None
     update_delay: tuple[int, ...] | None = None
@@ -78,6 +114,8 @@ class Case:
     messages: Any = None
     activations: str | None = None
     optimizer_state: str | None = None
+    phases: str = ""
+    cuts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -89,7 +127,13 @@ class Case:
         extras += [] if self.compensation is None else [str(self.compensation)]
         extras += [str(value) for _, value in self.options]
         extras += [] if self.messages is None else [str(self.messages)]
-        words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
+        words = [
+            self.animal,
+            self.phases or self.schedule,
+            plan + depth,
+            str(self.dtype).removeprefix("torch."),
+            self.optimizer,
+        ]
         return " ".join([*words, *extras])
 
     def optimize(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -103,18 +147,18 @@ class Case:
 
     def lengthened(self) -> Case:
         """Returns the case with a run of at least 35 minibatches, the drain in its middle, the first one compared."""
-        return replace(self, epochs=max(self.epochs, 7), drain_at=13 if self.drain_at >= 0 else -1, check=True)
+        return replace(self, epochs=max(self.epochs, 7), evaluate_at=(13,) if self.evaluate_at else (), check=True)
 
     @property
     def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
         """The learning-rate scheduler's factory, if there is one."""
-        return partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.7) if self.scheduled else None
+        return SCHEDULERS[self.scheduled] if self.scheduled else None
 
     def plan(self) -> Plan:
         """Returns the plan."""
         layout = LAYOUTS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
-        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth)
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth, self.cuts)
         plan = plan if self.update_delay is None else replace(plan, update_delay=self.update_delay)
         if layout is not None:
             workers = self.workers or max(1, self.stages * layout.replicas // 2)
@@ -135,8 +179,9 @@ class Outcome:
         evaluated: minibatches done at the evaluation in the middle -> its loss.
         state, ema: whole state dicts at the end, on rank 0.
         drains, position: the pipeline's, at the end.
-        left: minibatches that were done when the loop was left.
-        late: stage -> set of all staleness seen at it, from the timeline's tags.
+        left_at: minibatches that were done when the loop was left.
+        trained: phase -> range of its minibatches.
+        late: stage -> set of all staleness seen at it, from the timeline's tags; `phase_late` by phase.
         storages: stage -> distinct storages of its weights.
         versions: stage -> most versions alive at once.
         split: m, of the schedule.
@@ -149,27 +194,43 @@ class Outcome:
     drains: list[int] = field(default_factory=list)
     position: tuple[int, int] = (0, 0)
     left_at: int = 0
+    trained: dict[int, tuple[int, int]] = field(default_factory=dict)
     late: dict[int, set[int]] = field(default_factory=dict)
+    phase_late: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     split: int = 1
 
 
-def run(case: Case) -> Outcome:
-    """Trains through a pipeline: in this process alone, or as one rank of a process group. Checks the run's tags."""
-    animal, outcome = zoo.make(case.animal, case.dtype), Outcome()
-    plan = case.plan()
-    schedule = (
-        SCHEDULES[case.schedule](plan, case.microbatches, **dict(case.options)) if case.options else case.schedule
-    )
-    with pd.Pipeline(
-        animal.model,
+def phased(phases: str, replicas: tuple[int, ...] = (1, 1, 1), animal: str = "mlp", **more: Any) -> Case:
+    """Returns a run whose method changes at drains."""
+    settings = {"epochs": 11, "evaluate_at": (23,), "scheduled": True, "ema": 0.9, "clip": "local"} | more
+    return Case(animal, "", len(replicas), replicas=replicas, phases=phases, **settings)
+
+
+def stage_states(pipeline: pd.Pipeline) -> list[Any]:
+    """Returns the states of the stages of this process's workers."""
+    return [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
+
+
+def make_pipeline(animal: str | zoo.Animal, plan: Plan | Sequence[int] = (1, 1), **options: Any) -> pd.Pipeline:
+    """Returns a pipeline of an animal, by a plan or with so many workers of each stage; it trains by SGD."""
+    animal = zoo.make(animal) if isinstance(animal, str) else animal
+    plan = plan if isinstance(plan, Plan) else zoo.plan_of(animal, len(plan), tuple(plan))
+    return pd.Pipeline(animal.model, plan, **{"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]} | options)
+
+
+def pipeline_of(case: Case) -> pd.Pipeline:
+    """Returns the pipeline of a case: in this process alone, or of one rank of a process group."""
+    plan, m, options = case.plan(), case.microbatches, dict(case.options)
+    return make_pipeline(
+        zoo.make(case.animal, case.dtype),
         plan,
-        schedule=schedule,
-        loss=animal.loss,
+        schedule=SCHEDULES[case.schedule](plan, m, **options) if options else case.schedule or None,
+        phases=case.phases or None,
         optimizer=case.optimize,
         compensation=case.compensation,
-        microbatches=case.microbatches,
+        microbatches=m,
         scheduler=case.scheduler,
         clip_grad_norm=case.clip_grad_norm,
         clip=case.clip,
@@ -180,28 +241,49 @@ def run(case: Case) -> Outcome:
         messages=case.messages,
         activations=case.activations,
         optimizer_state=case.optimizer_state,
-    ) as pipeline:
+    )
+
+
+def run(
+    case: Case, folder: Path | None = None, resume: Path | None = None, save_at: Sequence[int] = (), **how: Any
+) -> Outcome:
+    """Trains, perhaps from a checkpoint, and checks the tags; saves `how` at some minibatches, which drains."""
+    batches, outcome = zoo.make(case.animal, case.dtype).batches, Outcome()
+    if resume is not None:
+        torch.manual_seed(99)  # it is the checkpoint's state that goes on
+    with pipeline_of(case) as pipeline:
+        if resume is not None:
+            assert pipeline.load(resume) == divmod(pipeline.drain(), len(batches))
+        first = pipeline.position[0] * len(batches) + pipeline.position[1]
         # Copies: a network that works in place may write into what it is given.
-        for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):
+        for done in pipeline.train(Fresh(batches), epochs=case.epochs - pipeline.position[0]):
             outcome.dones.append(done)
-            if done.number == case.drain_at:
-                loss = pipeline.evaluate(_fresh(odd(animal.batches)))["loss"]
+            if done.number in case.evaluate_at:
+                loss = pipeline.evaluate(Fresh(odd(batches)))["loss"]
                 outcome.evaluated[pipeline.drain()] = loss
-                states = [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
-                assert {state.versions.kept_count for state in states} == {1}
+                assert {state.versions.kept_count for state in stage_states(pipeline)} == {1}
+            if done.number + 1 in save_at:
+                pipeline.save(folder, **how)
             if done.number == case.leave_at:
                 break
         if case.leave_at >= 0:
             outcome.left_at = pipeline.drain()
-            epoch, batches = pipeline.position
-            assert epoch * len(animal.batches) + batches == outcome.left_at
-            outcome.dones += list(pipeline.train(_fresh(animal.batches), epochs=case.epochs - epoch))
-        timeline = pipeline.timeline()
+            epoch, done_batches = pipeline.position
+            assert epoch * len(batches) + done_batches == outcome.left_at
+            outcome.dones += list(pipeline.train(Fresh(batches), epochs=case.epochs - epoch))
         outcome.state, outcome.ema = pipeline.state_dict(), pipeline.state_dict(ema=True) if case.ema else {}
-        outcome.drains, outcome.position = pipeline.drains, pipeline.position
-        check_tags(timeline.gradient_versions, pipeline.program, outcome.drains, animal.batches)
-        for tag in timeline.gradient_versions:
-            outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
+        outcome.drains, outcome.position, outcome.trained = pipeline.drains, pipeline.position, pipeline.trained
+        for phase, (begin, end) in pipeline.trained.items():
+            tags = pipeline.timeline(phase).gradient_versions
+            if end > first:
+                program = pipeline.prepared[phase].program
+                check_tags(tags, program, outcome.drains, batches, max(begin, first), end)
+            for tag in tags:
+                for late in (outcome.late, outcome.phase_late.setdefault(phase, {})):
+                    late.setdefault(tag.stage, set()).add(tag.staleness)
+        copies: dict[str, Tensor] = {}
+        for name, handle in (item for state in stage_states(pipeline) for item in state.versions.handles.items()):
+            assert torch.equal(copies.setdefault(name, handle), handle), f"holders have another {name}"
         for worker in pipeline._session.local.workers:
             for stage, stage_state in worker.stage_states.items():
                 outcome.storages[stage] = max(stage_state.versions.storages, outcome.storages.get(stage, 0))
@@ -236,6 +318,17 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     }
     if case.schedule.removesuffix("_sc") in delayed.PAPERS:
         return _of_paper(case, plan, outcome)
+    owned, statistics = (
+        [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
+        for named in (list(model.named_parameters()), list(model.named_buffers()))
+    )
+    if case.phases:
+        chosen = read_phases(case.phases)
+        phases = {
+            begin: _rule(chosen[number].name, chosen[number].microbatches or 1, plan, case.clip)
+            for number, (begin, _) in outcome.trained.items()
+        }
+        return reference.delayed(model, names, batches, total, case.optimize, stages=owned, phases=phases, **common)
     options = dict(case.options)
     m = case.microbatches
     built = SCHEDULES[case.schedule](plan, m, **options) if options else build(case.schedule, plan, m)
@@ -244,16 +337,11 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         holders = 1 if layout is None else layout.replicas
         common |= {"microbatches": outcome.split, "holders": holders}
         return reference.plain(model, names, batches, total, case.optimize, **common)
-    owned, statistics = (
-        [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
-        for named in (list(model.named_parameters()), list(model.named_buffers()))
-    )
-    rounds = plan.replicas if outcome.split == 1 else ()
     rule_of = "pipedream_2bw" if case.schedule == "roundpipe" else case.schedule  # of its `delay`
-    phases = {0: reference.Phase(_rule(rule_of, plan), outcome.split, rounds)}
+    phase = _rule(rule_of, outcome.split, plan)
     return reference.delayed(
         model, names, batches, total, optimizer or case.optimize, rule=rule,
-        stages=owned, phases=phases, statistics=statistics, holders=rounds, **common,
+        stages=owned, phases={0: phase}, statistics=statistics, holders=phase.rounds, **common,
     )  # fmt: skip
 
 
@@ -261,7 +349,7 @@ def _reference_model(case: Case, plan: Plan, outcome: Outcome) -> torch.nn.Modul
     animal = zoo.make(case.animal, case.dtype)
     model = animal.reference or animal.model
     ends = [stage.names[-1] for stage in plan.stages[:-1]]
-    of_mean = outcome.split == 1 and not properties_of(case.schedule).flushes
+    of_mean = case.messages is not None and outcome.split == 1 and not properties_of(case.schedule).flushes
     return model if case.messages is None else encoded.sent_after(model, ends, case.messages, of_mean)
 
 
@@ -326,7 +414,7 @@ def check(
     bound = tolerance or (1e-10 if case.dtype == torch.float64 else 1e-5)
     animal = zoo.make(case.animal, case.dtype)
     # A loop that was left does not hear of what was still in flight.
-    unheard = range(case.leave_at + 1, outcome.drains[0]) if case.leave_at >= 0 else range(0)
+    unheard = range(case.leave_at + 1, outcome.left_at)
     assert [done.number for done in outcome.dones] == [n for n in range(len(plain.losses)) if n not in unheard]
     size = len(animal.batches)
     for done in outcome.dones:
@@ -395,11 +483,50 @@ def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
 
 def per_worker(case: Case) -> Case:
     """Returns a case for a comparison of processes: shorter, as one process is checked against plain PyTorch."""
-    return replace(case, epochs=2, drain_at=min(4, case.drain_at), leave_at=min(5, case.leave_at))
+    if case.phases:
+        return case
+    return replace(
+        case, epochs=2, evaluate_at=tuple(min(4, n) for n in case.evaluate_at), leave_at=min(5, case.leave_at)
+    )
 
 
-def _rule(schedule: str, plan: Plan) -> reference.Versions:
-    """Returns the rule as its paper writes it, k counting from the last drain.
+def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Callable[..., Outcome] = run) -> Outcome:
+    """Trains without a stop, and again from each checkpoint but the last; all save at the same minibatches.
+
+    Returns the results of the run without a stop.
+    """
+    whole = train(case, folder / "a", None, save_at)
+    saved = folders.list_checkpoints(folder / "a")
+    assert len(saved) >= len(save_at)
+    for path in saved[:-1]:
+        shutil.copytree(path, folder / "b" / path.name)
+        rest, begin = train(case, folder / "b", folder / "b", save_at), folders.parse_minibatches(path.name)
+        assert rest.dones == [done for done in whole.dones if done.number >= begin]
+        assert rest.drains == whole.drains
+        for actual, expected in ((rest.state, whole.state), (rest.ema, whole.ema)):
+            assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+        manifest, other = (folders.read_manifest(folders.list_checkpoints(folder / f)[-1]) for f in "ab")
+        assert (manifest.stages, manifest.random) == (other.stages, other.random)
+        if phases := read_phases(case.phases) if case.phases else ():
+            manifest = folders.read_manifest(path)
+            assert manifest.phases == case.phases
+            assert manifest.schedule == phases[phase_at(phases, begin, manifest.epoch)].name
+        shutil.rmtree(folder / "b")
+    return whole
+
+
+def _rule(schedule: str, microbatches: int, plan: Plan, clip: str = "") -> reference.Phase:
+    """Returns a method's rule. A delayed global norm is late by what the input stage has in flight, in updates."""
+    late = plan.in_flight[0] + plan.update_delay[0] if clip == "delayed_global" else None
+    if schedule in FLUSHING:
+        return reference.Phase(microbatches=microbatches, norm_delay=None if late is None else 0)
+    if late is not None and schedule == "pipedream_2bw":
+        late = -(-plan.in_flight[0] * plan.replicas[0] // microbatches)
+    return reference.Phase(_versions(schedule, plan), microbatches, plan.replicas if microbatches == 1 else (), late)
+
+
+def _versions(schedule: str, plan: Plan) -> reference.Versions:
+    """Returns the versions that are read as its paper writes it, k counting from the last drain.
 
     For the straight pipeline of p stages at the paper's depth (SOSP 2019, section 3.3):
     stashing w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)), so stage s reads version k - (p-1-s);
@@ -427,10 +554,6 @@ def _rule(schedule: str, plan: Plan) -> reference.Versions:
         return lambda s, k: tag(k) // replicas[s]
     assert schedule == "pipedream"
     return lambda s, k: max(0, k // replicas[s] - late[s])
-
-
-def _fresh(batches: list[zoo.Batch]) -> Fresh:
-    return Fresh(batches)
 
 
 class Fresh:

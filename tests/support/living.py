@@ -141,8 +141,7 @@ def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int
         )
         with pipeline:
             watch.mark()
-            for _ in pipeline.train(_Loader(run.batch, minibatches)):
-                pass
+            list(pipeline.train(_Loader(run.batch, minibatches)))
             watch.mark()
     section = watch.sections[1]
     stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)

@@ -51,17 +51,23 @@ class Animal:
 _GRAPHS: dict[Any, LayerGraph] = {}  # of each model that was captured: all animals of a kind have the same layers
 
 
-def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None, depth: Any = "noam") -> Plan:
-    """Returns the plan that is cut at the animal's own places; nothing is timed."""
+def plan_of(
+    animal: Animal,
+    stages: int,
+    replicas: tuple[int, ...] | None = None,
+    depth: Any = "noam",
+    cuts: tuple[int, ...] | None = None,
+) -> Plan:
+    """Returns a plan, by default cut at the animal's own places, which may part tied layers; nothing is timed."""
     parameters = ((name, p.dtype, p.requires_grad) for name, p in animal.model.named_parameters())
     key = repr(animal.model), *parameters
     if key not in _GRAPHS:
         _GRAPHS[key] = capture(animal.model, (animal.batches[0][0],)).graph
     graph = _GRAPHS[key]
     costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
-    profile = Profile(type(animal.model).__name__, graph, costs, 1)
-    counts = replicas or (1,) * stages
-    return manual_plan(profile, Cluster.flat(sum(counts)), animal.cuts[stages], counts, in_flight=depth)
+    profile = Profile(type(animal.model).__name__, graph, costs, 1).without_tied_groups()
+    counts, cuts = replicas or (1,) * stages, animal.cuts[stages] if cuts is None else cuts
+    return manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts, in_flight=depth)
 
 
 def mlp(dtype: torch.dtype) -> Animal:
@@ -155,7 +161,9 @@ def lstm(dtype: torch.dtype) -> Animal:
     return Animal(model, batches, partial(F.cross_entropy, ignore_index=PAD), _tokens, cuts)
 
 
-class _Positions(nn.Module):
+class Positions(nn.Module):
+    """Words and their places."""
+
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
@@ -163,6 +171,10 @@ class _Positions(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.table(tokens) + self.places[: tokens.shape[1]]
+
+    def reset_parameters(self) -> None:
+        """Gives the places their values; the words have their own."""
+        nn.init.normal_(self.places, std=0.5)
 
 
 class _Pool(nn.Module):
@@ -174,9 +186,38 @@ def transformer(dtype: torch.dtype) -> Animal:
     """A small transformer with dropout, with a loss over elements."""
     width = 8
     layers = [nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)]
-    model = nn.Sequential(_Positions(9, width), *layers, _Pool(), nn.Linear(width, 4)).to(dtype)
+    model = nn.Sequential(Positions(9, width), *layers, _Pool(), nn.Linear(width, 4)).to(dtype)
     data = torch.randint(9, (50, 6)), torch.randn(50, 4, dtype=dtype)
     return Animal(model, _dealt(*data, 12), F.mse_loss, _elements, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+class _Tied(nn.Module):
+    """The output layer, as a loss over classes wants it, with the matrix of the words."""
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.head = nn.Linear(words.embedding_dim, words.num_embeddings)
+        self.head.weight = words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).transpose(1, 2)
+
+
+def tied(dtype: torch.dtype) -> Animal:
+    """A language model whose embedding and output layer are one matrix."""
+    first, tokens = Positions(9, 8), torch.randint(9, (27, 6))
+    model = nn.Sequential(first, _Residual(8), _Residual(8), _Tied(first.table)).to(dtype)
+    batches, cuts = _dealt(tokens, tokens.roll(-1, 1), 8), {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
+    return Animal(model, batches, F.cross_entropy, _words, cuts)
 
 
 def matrices(dtype: torch.dtype) -> Animal:
@@ -251,7 +292,7 @@ def wide(dtype: torch.dtype) -> Animal:
 
 NAMES = ("mlp", "cnn", "lstm", "transformer")
 _SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer, "matrices": matrices}
-_SPECIES |= {"auxiliary": auxiliary, "wide": wide}
+_SPECIES |= {"auxiliary": auxiliary, "wide": wide, "tied": tied}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Animal:
@@ -274,6 +315,10 @@ def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     picked = _full(output).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     counts = targets != PAD
     return -(picked * counts).sum(), float(counts.sum())
+
+
+def _words(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return -output.log_softmax(1).gather(1, targets.unsqueeze(1)).sum(), float(targets.numel())
 
 
 def _elements(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:

@@ -156,8 +156,7 @@ def test_epochs_are_those_that_the_loop_sets(kind: str, number: str, schedule: s
     with pipeline_of(net(), schedule) as pipeline:
         for epoch in range(EPOCHS):
             begin(epoch)
-            for _ in pipeline.train(loader):
-                pass
+            list(pipeline.train(loader))
         assert_equal(pipeline.state_dict(), expected)
 
 
@@ -179,8 +178,7 @@ def test_a_resumed_run_counts_on(number: str, sets_again: bool, stop: int, tmp_p
         epoch, _ = pipeline.load(tmp_path)
         if sets_again:
             setter(loader, NUMBERS[number])(epoch)
-        for _ in pipeline.train(loader, until_epoch=EPOCHS):
-            pass
+        list(pipeline.train(loader, until_epoch=EPOCHS))
         assert_equal(pipeline.state_dict(), expected)
 
 
@@ -191,10 +189,8 @@ def test_a_sampler_that_counts_is_not_counted_twice() -> None:
         for done in pipeline.train(loader):
             if done.number == 1:
                 break
-        for _ in pipeline.train(loader, until_epoch=1):
-            pass
-        for _ in pipeline.train(loader, epochs=EPOCHS - 1):
-            pass
+        list(pipeline.train(loader, until_epoch=1))
+        list(pipeline.train(loader, epochs=EPOCHS - 1))
         assert_equal(pipeline.state_dict(), expected)
 
 

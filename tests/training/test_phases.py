@@ -11,14 +11,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import cases
 import delayed
 import processes
 import pytest
 import torch
 import zoo
-from cases import FLUSHING, OPTIMIZERS, Fresh, assert_near
+from cases import FLUSHING, OPTIMIZERS, Case, Fresh, Outcome, assert_near, check, make_pipeline, phased, run
 from marks import thinned
-from phased_runs import Outcome, Run, check, check_resumed, go
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
@@ -35,17 +35,22 @@ from pipedream.verifier import verify
 from pipedream.workflows.prepare import check_phases_fit
 
 
-def check_papers(run: Run, outcome: Outcome, turns: dict[int, delayed.Turn]) -> None:
+def check_papers(case: Case, outcome: Outcome, turns: dict[int, delayed.Turn]) -> None:
     """Checks every loss and the whole state against the phases' papers, a microbatch after the other."""
-    animal = zoo.make(run.animal)
+    animal = zoo.make(case.animal)
     expected = delayed.train(
-        animal.model, [stage.names for stage in run.plan.stages], animal.batches * run.epochs, animal.total,
+        animal.model, [stage.names for stage in case.plan().stages], animal.batches * case.epochs, animal.total,
         turns[0].paper, lambda: delayed.SpikeSgd(**OPTIMIZERS["sgd"].keywords), microbatches=turns[0].microbatches,
         seed=3, drains=outcome.drains, turns=turns, rate_at=lambda n: 0.7 ** (n // 7),
     )  # fmt: skip
-    for number, loss in outcome.losses.items():
-        assert abs(loss - expected.losses[number]) <= 1e-9 * max(abs(loss), 1.0), number
+    for done in outcome.dones:
+        assert abs(done.loss - expected.losses[done.number]) <= 1e-9 * max(abs(done.loss), 1.0), done.number
     assert_near(outcome.state, expected.state, 1e-9)
+
+
+def latest(outcome: Outcome, phase: int) -> list[int]:
+    """Returns the greatest staleness of each stage in a phase."""
+    return [max(late) for _, late in sorted(outcome.phase_late[phase].items())]
 
 
 def t1(until: int, late: Callable[[int], int]) -> Callable[[int, int], float]:
@@ -53,7 +58,7 @@ def t1(until: int, late: Callable[[int], int]) -> Callable[[int, int], float]:
     return lambda s, k: 1.0 / max(late(s), 1) ** (1 - min(k / until, 1))
 
 
-PIPEMARE = Run("1f1b/4:13,pipemare/2+t1=30", epochs=7)
+PIPEMARE = phased("1f1b/4:13,pipemare/2+t1=30", epochs=7)
 
 
 @pytest.mark.slow
@@ -61,10 +66,10 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
     """A synchronous warm-up (T3); rates by stage (T1), counted since the start; weights corrected back (T2)."""
     tau = lambda s: 2 * (2 - s) // 2  # noqa: E731 - of stages 0, 1, 2, in updates of two microbatches
     late = delayed.Turn(delayed.pipemare(3, 2), 2, rate=t1(30, tau))
-    outcome = go(PIPEMARE)
+    outcome = run(PIPEMARE)
     check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: late})
     assert [begin for begin, _ in outcome.trained.values()] == [0, 13]
-    assert outcome.late[1] == {0: 2, 1: 1, 2: 0}
+    assert latest(outcome, 1) == [2, 1, 0]
     for wrong in (replace(late, rate=t1(43, tau)), replace(late, paper=delayed.paci(3, 2))):
         with pytest.raises(AssertionError):
             check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: wrong})
@@ -73,39 +78,39 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
 @pytest.mark.slow
 def test_delays_of_t1_are_those_of_t2() -> None:
     """Means over the microbatches of an update, and a third each here."""
-    run = replace(PIPEMARE, phases="pipemare/3+t1=30")
+    case = replace(PIPEMARE, phases="pipemare/3+t1=30")
     tau = lambda s: 2 * (2 - s) / 3  # noqa: E731
-    outcome = go(run)
-    check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, tau))})
+    outcome = run(case)
+    check_papers(case, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, tau))})
     with pytest.raises(AssertionError):
-        check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, lambda s: ceil(tau(s))))})
+        check_papers(case, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, lambda s: ceil(tau(s))))})
 
 
 @pytest.mark.parametrize("name", thinned(["pb_lwp", "spectrain", "pipeoptim", "spectrain_v2"]))
 def test_predictions_go_by_the_rate_that_t1_leaves(name: str) -> None:
     """A prediction is by the rate of the coming update, which is the stage's own."""
     late = lambda s: (2 if name == "pb_lwp" else 1) * (2 - s)  # noqa: E731
-    run = replace(PIPEMARE, phases=f"{name}+t1=60", epochs=4)
+    case = replace(PIPEMARE, phases=f"{name}+t1=60", epochs=4)
     paper = delayed.PAPERS[name](3, 1)
-    check_papers(run, go(run), {0: delayed.Turn(paper, 1, rate=t1(60, late))})
+    check_papers(case, run(case), {0: delayed.Turn(paper, 1, rate=t1(60, late))})
 
 
 @pytest.mark.slow
 def test_tags_begin_anew_behind_another_method() -> None:
     """Graphs that are led to another version, one set of weights, a stash: each where the others were before."""
-    run = replace(PIPEMARE, phases="1f1b/3:6,timeprest/3:15,v_timeprest/2:21,timeprest_interpolated/3:29,timeprest/3")
-    outcome = go(run)
+    case = replace(PIPEMARE, phases="1f1b/3:6,timeprest/3:15,v_timeprest/2:21,timeprest_interpolated/3:29,timeprest/3")
+    outcome = run(case)
     tagged, live = delayed.Turn(delayed.timeprest(3, 3), 3), delayed.Turn(delayed.v_timeprest(3, 2), 2)
     between = delayed.Turn(delayed.timeprest_interpolated(3, 3), 3)
-    check_papers(run, outcome, {0: delayed.synchronous(3), 6: tagged, 15: live, 21: between, 29: tagged})
-    assert outcome.late[1] == outcome.late[4] == {0: 2, 1: 2, 2: 2}
-    assert outcome.late[3] == {0: 2, 1: 1, 2: 0}
+    check_papers(case, outcome, {0: delayed.synchronous(3), 6: tagged, 15: live, 21: between, 29: tagged})
+    assert latest(outcome, 1) == latest(outcome, 4) == [2, 2, 2]
+    assert latest(outcome, 3) == [2, 1, 0]
 
 
 def test_averages_of_updates_go_on_into_a_phase_that_needs_them_too() -> None:
-    run = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=4)
-    outcome = go(run)
-    check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 2), 2)})
+    case = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=4)
+    outcome = run(case)
+    check_papers(case, outcome, {0: delayed.Turn(delayed.pipemare(3, 2), 2)})
     assert 13 in outcome.drains
 
 
@@ -114,10 +119,10 @@ def test_compensations_change_with_the_phase() -> None:
     """The velocity goes on through all phases: it is the user's optimizer's."""
     late = lambda s: 2 - s  # noqa: E731
     stash = delayed.Paper(lambda s, k: max(0, k - late(s)), lambda s, k: max(0, k - late(s)), "stash")
-    run = Run("pipedream+spike:17,1f1b/4:29,pipedream+none:41,pipedream+spike+t1=60")
+    case = phased("pipedream+spike:17,1f1b/4:29,pipedream+none:41,pipedream+spike+t1=60")
     check_papers(
-        run,
-        go(run),
+        case,
+        run(case),
         {
             0: delayed.Turn(stash, 1, spike=late),
             17: delayed.synchronous(4),
@@ -129,89 +134,81 @@ def test_compensations_change_with_the_phase() -> None:
 
 RUNS = [
     # Synchronous, asynchronous, synchronous again; the middle one is PipeMare's warm-up and the hybrid's finish in one.
-    Run("1f1b/4:13,pipedream:37,1f1b/4"),
-    pytest.param(Run("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"), marks=pytest.mark.slow),
+    phased("1f1b/4:13,pipedream:37,1f1b/4"),
     pytest.param(
-        Run("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip=0.1),
+        phased("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        phased("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip_grad_norm=0.1),
         marks=pytest.mark.slow,
     ),
     # Replicas: the first phase ends in the middle of a round of the next, which ends at a whole round of its own.
-    Run("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
-    Run("pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip=0.1, evaluate_at=(2, 23)),  # 15 minibatches tear a round
-    pytest.param(Run("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw"), marks=pytest.mark.slow),
-    pytest.param(Run("zb_h1/4:13,pipedream:30,zb_h2/4", clip=0.1), marks=pytest.mark.slow),
+    phased("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
+    phased(
+        "pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip_grad_norm=0.1, evaluate_at=(2, 23)
+    ),  # 15 minibatches tear a round
+    pytest.param(phased("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw"), marks=pytest.mark.slow),
+    pytest.param(phased("zb_h1/4:13,pipedream:30,zb_h2/4", clip_grad_norm=0.1), marks=pytest.mark.slow),
     # A loop that is left at a border, and within a phase.
-    Run("1f1b/2:5,pipedream", (1, 1), leave_at=4, evaluate_at=(4,)),
-    pytest.param(Run("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=()), marks=pytest.mark.slow),
+    phased("1f1b/2:5,pipedream", (1, 1), leave_at=4, evaluate_at=(4,)),
+    pytest.param(phased("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=()), marks=pytest.mark.slow),
     *(
-        pytest.param(Run("1f1b/2:2e,pipedream:33,gpipe/2", animal=animal, optimizer="adamw"), marks=pytest.mark.slow)
+        pytest.param(phased("1f1b/2:2e,pipedream:33,gpipe/2", animal=animal, optimizer="adamw"), marks=pytest.mark.slow)
         for animal in ("lstm", "transformer")
     ),
 ]
 
 
-@pytest.mark.parametrize("run", thinned(RUNS), ids=str)
-def test_a_run_in_phases_trains_as_plain_pytorch(run: Run) -> None:
-    outcome = go(run)
-    check(run, outcome)
-    chosen, size = read_phases(run.phases), len(zoo.make(run.animal).batches)
+@pytest.mark.parametrize("case", thinned(RUNS), ids=str)
+def test_a_run_in_phases_trains_as_plain_pytorch(case: Case) -> None:
+    outcome = run(case)
+    check(case, outcome)
+    chosen, size = read_phases(case.phases), len(zoo.make(case.animal).batches)
     assert sorted(outcome.trained) == list(range(len(chosen)))
-    assert outcome.trained[len(chosen) - 1][1] == run.epochs * size
+    assert outcome.trained[len(chosen) - 1][1] == case.epochs * size
     for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.trained.items())):
         assert begin == end
         assert end in outcome.drains, "a change of phase is a recorded drain"
         intended = chosen[phase].until or chosen[phase].until_epoch * size
-        assert intended <= end < intended + max(run.replicas) + (3 if intended - 1 in run.evaluate_at else 0)
+        assert intended <= end < intended + max(case.replicas) + (3 if intended - 1 in case.evaluate_at else 0)
         if chosen[phase].until_epoch or chosen[phase].name in FLUSHING:
-            assert end == intended or intended - 1 in run.evaluate_at
+            assert end == intended or intended - 1 in case.evaluate_at
     # Staleness is each method's own.
-    for phase, late in outcome.late.items():
-        p = len(run.replicas)
-        for stage, staleness in late.items():
-            published = {
-                "pipedream": run.plan.in_flight[stage] - 1,
-                "pipedream_2bw": 1,
-                "pipedream_vertical_sync": p - 1,
-            }
-            assert staleness == published.get(chosen[phase].name, 0)
+    for phase in outcome.phase_late:
+        for stage, staleness in enumerate(latest(outcome, phase)):
+            in_flight = case.plan().in_flight[stage]
+            late = {"pipedream": in_flight - 1, "pipedream_2bw": 1, "pipedream_vertical_sync": case.stages - 1}
+            assert staleness == late.get(chosen[phase].name, 0)
 
 
 def test_the_comparison_can_fail() -> None:
-    run = replace(RUNS[0], epochs=8, evaluate_at=())
-    outcome = go(run)
+    case = replace(RUNS[0], epochs=8, evaluate_at=())
+    outcome = run(case)
     for wrong in (
         "1f1b/4:13,pipedream_2bw/1:37,1f1b/4",
         "1f1b/4:13,pipedream:37,1f1b/2",
     ):
         with pytest.raises(AssertionError):
-            check(replace(run, phases=wrong), outcome)
+            check(replace(case, phases=wrong), outcome)
 
 
 def test_a_run_of_one_phase_is_the_run_of_its_method() -> None:
     # A phase that goes on with the same method changes nothing but the drain.
-    run = Run("pipedream:20,pipedream", evaluate_at=(), epochs=6)
-    check(run, go(run))
-    animal = zoo.make("mlp")
-    with pd.Pipeline(
-        animal.model, run.plan, schedule="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"]
-    ) as pipeline:
+    case = phased("pipedream:20,pipedream", evaluate_at=(), epochs=6)
+    check(case, run(case))
+    with make_pipeline("mlp", schedule="1f1b") as pipeline:
         assert phases_text(pipeline.phases) == "1f1b"
-
-
-def run_both(runs: list[Run]) -> list[Outcome]:
-    """Runs one after the other."""
-    return [go(run) for run in runs]
 
 
 IN_PROCESSES = {
     2: [
-        Run("1f1b/2:4,pipedream:11,gpipe/3", (1, 1), epochs=3, evaluate_at=(5,)),
-        Run("pipedream:1e,1f1b/4", (2,), epochs=2, evaluate_at=()),
-        Run("1f1b/2:4,pipemare/2+t1=9:8,pipedream_2bw/3+error_feedback", (1, 1), epochs=3, evaluate_at=(5,)),
+        phased("1f1b/2:4,pipedream:11,gpipe/3", (1, 1), epochs=3, evaluate_at=(5,)),
+        phased("pipedream:1e,1f1b/4", (2,), epochs=2, evaluate_at=()),
+        phased("1f1b/2:4,pipemare/2+t1=9:8,pipedream_2bw/3+error_feedback", (1, 1), epochs=3, evaluate_at=(5,)),
     ],
     3: [
-        Run("1f1b/4:4,pipedream:9,pipedream_2bw/4", (2, 1), epochs=3, evaluate_at=(5,)),
-        Run("pipedream:1e,pipedream_vertical_sync", (1, 1, 1), animal="cnn", epochs=2, evaluate_at=()),
+        phased("1f1b/4:4,pipedream:9,pipedream_2bw/4", (2, 1), epochs=3, evaluate_at=(5,)),
+        phased("pipedream:1e,pipedream_vertical_sync", (1, 1, 1), animal="cnn", epochs=2, evaluate_at=()),
     ],
 }
 
@@ -220,52 +217,47 @@ IN_PROCESSES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    of_ranks = processes.team(workers).results(run_both, IN_PROCESSES[workers])
-    for number, run in enumerate(IN_PROCESSES[workers]):
-        alone = go(run)
-        for rank, outcomes in enumerate(of_ranks):
-            outcome = outcomes[number]
-            assert (outcome.losses, outcome.rates, outcome.drains) == (alone.losses, alone.rates, alone.drains)
-            assert (outcome.trained, outcome.late) == (alone.trained, alone.late)
-            if rank == 0:
-                assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
+    cases.check_processes(workers, IN_PROCESSES[workers])
 
 
+SAVE_AT = (4, 12, 20, 27)
 """Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
 
 
 @pytest.mark.parametrize(
-    "run",
+    "case",
     [
-        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=6),
-        pytest.param(Run("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow),
+        phased("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=6),
         pytest.param(
-            Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
+            phased("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            phased("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Run("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
+            phased("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Run("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw"),
+            phased("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Run("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=()), marks=pytest.mark.slow
+            phased("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=()), marks=pytest.mark.slow
         ),
     ],
     ids=str,
 )
-def test_a_run_goes_on_to_the_bit_in_any_phase(run: Run, tmp_path: Path) -> None:
-    check_resumed(run, tmp_path, go)
+def test_a_run_goes_on_to_the_bit_in_any_phase(case: Case, tmp_path: Path) -> None:
+    cases.check_resumed(case, tmp_path, SAVE_AT)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_go_on_to_the_bit_across_a_border(tmp_path: Path) -> None:
-    run = Run("1f1b/2:4,pipedream", (2, 1), epochs=4, evaluate_at=())
-    check_resumed(run, tmp_path, lambda *args: processes.team(3).results(go, *args)[0], save_at=(4, 9))
+    case = phased("1f1b/2:4,pipedream", (2, 1), epochs=4, evaluate_at=())
+    cases.check_resumed(case, tmp_path, (4, 9), lambda *args: processes.team(3).results(run, *args)[0])
 
 
 def test_compensations_as_text() -> None:
@@ -280,10 +272,7 @@ def test_compensations_as_text() -> None:
 
 def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None:
     def compensations(phases: str, **options: Any) -> list[str]:
-        animal = zoo.make("mlp")
-        with pd.Pipeline(
-            animal.model, Run("").plan, phases=phases, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **options
-        ) as pipeline:
+        with make_pipeline("mlp", (1, 1, 1), phases=phases, **options) as pipeline:
             return [" ".join(map(str, phase.program.updates.compensation)) for phase in pipeline.prepared]
 
     text = "1f1b:5,pipedream:9,pipedream+t1=7:12,one_step_ef/2"
@@ -297,12 +286,8 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
 
 @pytest.mark.parametrize("phase", ["pipedream+spike", "pb_lwp"])
 def test_what_a_later_phase_asks_of_the_optimizer_is_told_before_the_run(phase: str) -> None:
-    animal = zoo.make("mlp")
     with pytest.raises(ScheduleError, match=r"without momentum|needs momentum="):
-        pd.Pipeline(
-            animal.model, Run("").plan, phases=f"1f1b/2:900,{phase}", loss=animal.loss,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )  # fmt: skip
+        make_pipeline("mlp", phases=f"1f1b/2:900,{phase}", optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 def test_phases_as_text() -> None:
@@ -332,18 +317,14 @@ def test_phases_as_text() -> None:
     ],
 )
 def test_phases_that_make_no_sense_are_refused(phases: Any, message: str) -> None:
-    animal = zoo.make("mlp")
     with pytest.raises(ScheduleError, match=message):
-        pd.Pipeline(
-            animal.model, Run("1f1b").plan, phases=phases, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]
-        )  # fmt: skip
+        make_pipeline("mlp", (1, 1, 1), phases=phases)
 
 
-def test_phases_and_a_schedule_are_not_both_said() -> None:
-    animal, plan = zoo.make("mlp"), Run("1f1b").plan
-    for other in ({"schedule": "gpipe"}, {"microbatches": 4}):
-        with pytest.raises(ScheduleError, match="each phase has its own"):
-            pd.Pipeline(animal.model, plan, phases="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **other)
+@pytest.mark.parametrize("other", [{"schedule": "gpipe"}, {"microbatches": 4}], ids=str)
+def test_phases_and_a_schedule_are_not_both_said(other: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match="each phase has its own"):
+        make_pipeline("mlp", phases="1f1b", **other)
 
 
 def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
@@ -443,14 +424,10 @@ def test_a_file_of_a_method_may_be_a_phase() -> None:
 
 
 def test_a_phase_whose_end_lies_behind_is_told() -> None:
-    animal = zoo.make("mlp")  # five minibatches an epoch
-    with pd.Pipeline(
-        animal.model, Run("", (1, 1)).plan, phases="1f1b/2:7,pipedream:1e,gpipe/2", loss=animal.loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipeline:  # fmt: skip
+    batches = Fresh(zoo.make("mlp").batches)  # five minibatches an epoch
+    with make_pipeline("mlp", phases="1f1b/2:7,pipedream:1e,gpipe/2") as pipeline:
         with pytest.warns(UserWarning, match=r"phase pipedream:1e is skipped.* minibatch 7, after 1 whole"):
-            for _ in pipeline.train(Fresh(animal.batches), epochs=2):
-                pass
+            list(pipeline.train(batches, epochs=2))
         assert pipeline.trained == {0: (0, 7), 2: (7, 10)}
         with pytest.raises(PipelineError, match="phase 7 was requested, but the run has phases 0 to 2"):
             pipeline.timeline(7)
@@ -513,13 +490,9 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
 
 
 def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None:
-    animal = zoo.make("mlp")  # five minibatches an epoch
-    with pd.Pipeline(
-        animal.model, Run("").plan, phases="pipedream:9,1f1b/2:15,gpipe/2", loss=animal.loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipeline:  # fmt: skip
-        for _ in pipeline.train(Fresh(animal.batches), epochs=3):
-            pass
+    batches = Fresh(zoo.make("mlp").batches)  # five minibatches an epoch
+    with make_pipeline("mlp", (1, 1, 1), phases="pipedream:9,1f1b/2:15,gpipe/2") as pipeline:
+        list(pipeline.train(batches, epochs=3))
         assert pipeline.trained == {0: (0, 9), 1: (9, 15)}
         assert (pipeline.timeline().name, pipeline.program.name) == ("1f1b", "gpipe")
         assert [pipeline.timeline(phase).peak_versions for phase in (0, 1)] == [(3, 2, 1), (1, 1, 1)]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cases
 import processes
 import pytest
-import reference
 import torch
 import zoo
-from cases import OPTIMIZERS, Fresh, assert_near
+from cases import Case, Fresh, Outcome, answer, assert_near, check_resumed, make_pipeline, run
 from marks import spread
-from torch import Tensor
-from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
@@ -30,138 +27,49 @@ from pipedream.training import loop
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 from pipedream.training.train import train_recipe
 
-EPOCHS = 6
-EVERY = 10
+
+def leg(
+    replicas: tuple[int, ...],
+    epochs: int = 6,
+    animal: str = "mlp",
+    schedule: str = "pipedream",
+    optimizer: str = "adamw",
+    **more: Any,
+) -> Case:
+    """Returns a run, or its part until an epoch of five minibatches; biases have a group of their own."""
+    settings = {"optimizer": f"{optimizer} in groups", "scheduled": "steps", "ema": 0.9, "evaluate_at": ()} | more
+    return Case(animal, schedule, len(replicas), replicas=replicas, epochs=epochs, **settings)
 
 
-def step(optimizer: torch.optim.Optimizer) -> Any:
-    """Schedules with a state of their own: warm-up, then steps; in a list, with whole-number keys."""
-    warm = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
-    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.MultiStepLR(optimizer, [3, 9])], [5])
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any] | None] = {
-    "none": None,
-    "steps": step,
-    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=40),
-    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.95**n),
-    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, cycle_momentum=False),
-}
-
-
-@dataclass(frozen=True)
-class Leg:
-    """A part of a run.
-
-    Attributes:
-        stages, replicas: the plan.
-        until: minibatches, since the start of the run.
-    """
-
-    replicas: tuple[int, ...]
-    until: int = 30
-    animal: str = "mlp"
-    schedule: str = "pipedream"
-    optimizer: str = "adamw"
-    scheduler: str = "steps"
-    depth: str = "noam"
-    microbatches: int | None = None
-    autocast: torch.dtype | None = None
-    compensation: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        plan = "-".join(map(str, self.replicas))
-        low = "" if self.autocast is None else f" {self.autocast}"
-        return " ".join(
-            [f"{self.animal} {self.schedule} {plan} {self.optimizer} {self.scheduler}{low}", *self.compensation]
-        )
-
-
-@dataclass
-class Outcome:
-    """What a leg gave: losses and rates by number, and the state at its end, on rank 0."""
-
-    losses: dict[int, float]
-    rates: dict[int, float]
-    state: dict[str, Tensor]
-    ema: dict[str, Tensor]
-    drains: list[int]
-
-
-def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wait: bool = False) -> Outcome:
-    """Trains a leg, from a checkpoint if there is one, and saves every so many minibatches."""
-    animal = zoo.make(leg.animal, torch.float64 if leg.autocast is None else torch.float32)
-    plan = zoo.plan_of(zoo.make(leg.animal), len(leg.replicas), leg.replicas, leg.depth)
-    losses, rates = {}, {}
-    torch.manual_seed(0 if resume is None else 99)
-    with pd.Pipeline(
-        animal.model,
-        plan,
-        schedule=leg.schedule,
-        loss=animal.loss,
-        optimizer=groups(leg.optimizer),
-        microbatches=leg.microbatches,
-        scheduler=SCHEDULERS[leg.scheduler],
-        compensation=leg.compensation or None,
-        autocast=leg.autocast,
-        ema=0.9,
-        seed=3,
-        check=False,
-    ) as pipeline:
-        if resume is not None:
-            assert pipeline.load(resume) == divmod(pipeline.drain(), len(animal.batches))
-        for done in pipeline.train(Fresh(animal.batches), epochs=EPOCHS - pipeline.position[0]):
-            losses[done.number], rates[done.number] = done.loss, done.rate
-            if (done.number + 1) % EVERY == 0:
-                pipeline.save(folder, keep=keep, wait=wait)
-            if done.number + 1 == leg.until:
-                break
-        outcome = Outcome(losses, rates, pipeline.state_dict(), pipeline.state_dict(ema=True), list(pipeline.drains))
-    return outcome
-
-
-def groups(kind: str) -> Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]:
-    """Returns a factory that puts biases into a group of their own, so that stages differ in their groups."""
-
-    def make(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        weights = [pair for pair in named if not pair[0].endswith("bias")]
-        biases = [pair for pair in named if pair[0].endswith("bias")]
-        options = dict(OPTIMIZERS[kind].keywords)
-        decay = options.pop("weight_decay")
-        parts = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
-        return OPTIMIZERS[kind].func([part for part in parts if part["params"]], **options)
-
-    return make
-
-
+EVERY = (10, 20, 30)
 SAME = [
-    *(Leg((1, 1, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("1f1b", 3), ("pipedream_2bw", 3)]),
-    *(Leg((2, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("gpipe", 4), ("pipedream_2bw", 3)]),
-    Leg((1, 2), schedule="pipedream_vertical_sync", optimizer="sgd", scheduler="cosine"),
-    Leg((3, 1), animal="cnn", scheduler="lambda"),
-    Leg((2, 1, 1), depth="full", scheduler="one cycle", optimizer="sgd"),
-    Leg((2,), animal="cnn", optimizer="sgd", scheduler="none"),
-    Leg((1, 1), animal="lstm"),
-    Leg((1, 1), autocast=torch.bfloat16),
+    *(leg((1, 1, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("1f1b", 3), ("pipedream_2bw", 3)]),
+    *(leg((2, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("gpipe", 4), ("pipedream_2bw", 3)]),
+    leg((1, 2), schedule="pipedream_vertical_sync", optimizer="sgd", scheduled="cosine"),
+    leg((3, 1), animal="cnn", scheduled="lambda"),
+    leg((2, 1, 1), depth="full", scheduled="one cycle", optimizer="sgd"),
+    leg((2,), animal="cnn", optimizer="sgd", scheduled=False),
+    leg((1, 1), animal="lstm"),
+    leg((1, 1), dtype=torch.float32, autocast=torch.bfloat16),
     # What views are made of: the velocity at the coming rate, an average of updates.
-    Leg((1, 1, 1), schedule="spectrain"),
-    Leg((1, 1, 1), schedule="pipemare", microbatches=2, optimizer="sgd"),
-    Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
-    Leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
-    Leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),
-    Leg((2, 1), compensation=("basis_rotation:2:by_delay", "gap_aware:0.9")),
+    leg((1, 1, 1), schedule="spectrain"),
+    leg((1, 1, 1), schedule="pipemare", microbatches=2, optimizer="sgd"),
+    leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduled="cosine"),
+    leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
+    leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),
+    leg((2, 1), compensation=("basis_rotation:2:by_delay", "gap_aware:0.9")),
 ]
 
 
 @pytest.mark.parametrize(
-    "leg",
+    "case",
     spread(
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 8 else ())
+        pytest.param(case, id=f"{case} {case.scheduled}", marks=pytest.mark.slow if number % 8 else ())
         for number, case in enumerate(SAME)
     ),
 )
-def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
-    check_resumed(leg, tmp_path, lambda *args: go(leg, *args))
+def test_the_same_plan_goes_on_to_the_bit(case: Case, tmp_path: Path) -> None:
+    check_resumed(case, tmp_path, EVERY, partial(run, wait=False))
 
 
 @pytest.mark.processes
@@ -170,68 +78,40 @@ def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
-    leg = Leg(replicas)
-    check_resumed(leg, tmp_path, lambda *args: processes.team(leg_workers(leg)).results(go, leg, *args)[0])
+    train = partial(run, wait=False)
+    in_team = lambda *how: processes.team(sum(replicas)).results(train, *how)[0]  # noqa: E731
+    check_resumed(leg(replicas), tmp_path, EVERY, in_team)
 
 
-def leg_workers(leg: Leg) -> int:
-    """Returns the workers of a leg's plan."""
-    return sum(leg.replicas)
-
-
-def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
-    """Trains without a stop, and again from a checkpoint in the middle; both save at the same minibatches."""
-    whole = run(folder / "a", None)
-    saved = folders.list_checkpoints(folder / "a")
-    assert len(saved) == 3
-    assert [int(path.name.split("-")[1]) for path in saved] == whole.drains
-    for path in saved[:2]:
-        shutil.copytree(path, folder / "b" / path.name)
-        rest = run(folder / "b", folder / "b")
-        assert rest.losses == {n: loss for n, loss in whole.losses.items() if n in rest.losses}
-        assert rest.rates == {n: rate for n, rate in whole.rates.items() if n in rest.rates}
-        assert min(rest.losses) == int(path.name.split("-")[1])
-        assert rest.drains == whole.drains
-        for actual, expected in ((rest.state, whole.state), (rest.ema, whole.ema)):
-            assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        manifest, other = (folders.read_manifest(folders.list_checkpoints(folder / f)[-1]) for f in "ab")
-        assert manifest.stages == other.stages
-        assert manifest.random == other.random
-        shutil.rmtree(folder / "b")
-
-
-ACROSS = [
-    [((2, 1), 10), ((1, 1, 1), 20), ((1, 2), 30)],
-    [((2, 1), 10), ((1,), 20), ((1, 1, 1, 1), 30)],
-    [((3,), 10), ((1, 3), 20), ((2, 2), 30)],
-]
+SYNCHRONOUS = {"schedule": "1f1b", "microbatches": 4}
+ACROSS = [[(2, 1), (1, 1, 1), (1, 2)], [(2, 1), (1,), (1, 1, 1, 1)], [(3,), (1, 3), (2, 2)]]
 
 
 @pytest.mark.parametrize(
-    ("animal", "legs"),
+    ("animal", "plans"),
     spread(
         pytest.param(
             animal,
-            legs,
-            id=" ".join(["-".join(map(str, counts)) for counts, _ in legs] + [animal]),
+            plans,
+            id=" ".join(["-".join(map(str, counts)) for counts in plans] + [animal]),
             marks=() if (number, animal) in ((0, "mlp"),) else pytest.mark.slow,
         )
-        for number, legs in enumerate(ACROSS)
+        for number, plans in enumerate(ACROSS)
         for animal in ("mlp", "lstm", "transformer")
     ),
 )
-def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[Any, int]], tmp_path: Path) -> None:
-    scheduler = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
-    expected = plain(animal, scheduler)
-    resume = None
-    for i, (counts, until) in enumerate(legs):
-        schedule = ("1f1b", "gpipe")[i % 2]
-        leg = Leg(counts, until, animal, schedule, "adamw", scheduler, microbatches=4)
-        outcome = go(leg, tmp_path / f"{i} last", resume, keep=1)
+def test_other_plans_go_on_as_one_process_would(animal: str, plans: list[tuple[int, ...]], tmp_path: Path) -> None:
+    scheduled = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
+    resume, whole = None, leg((1,), animal=animal, scheduled=scheduled, **SYNCHRONOUS)
+    expected = answer(whole, Outcome(split=4))
+    for i, counts in enumerate(plans):
+        parts = SYNCHRONOUS | {"schedule": ("1f1b", "gpipe")[i % 2]}
+        case = leg(counts, 2 * i + 2, animal=animal, scheduled=scheduled, **parts)
+        outcome = run(case, tmp_path / f"{i} last", resume, EVERY, keep=1, wait=False)
         resume = tmp_path / f"{i} last"
-        for number, loss in outcome.losses.items():
-            assert abs(loss - expected.losses[number]) <= 1e-10 * max(1.0, abs(loss)), number
-            assert outcome.rates[number] == pytest.approx(expected.rates[number], rel=1e-12), number
+        for done in outcome.dones:
+            assert abs(done.loss - expected.losses[done.number]) <= 1e-10 * max(1.0, abs(done.loss)), done.number
+            assert done.rate == pytest.approx(expected.rates[done.number], rel=1e-12), done.number
     assert_near(outcome.state, expected.state, 1e-10)
     assert_near({name: outcome.ema[name] for name in expected.ema}, expected.ema, 1e-10)
 
@@ -239,20 +119,17 @@ def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[An
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_path: Path) -> None:
-    expected = plain("mlp", "steps")
-    first = Leg((2, 1), 10, schedule="1f1b", microbatches=4)
-    processes.team(3).results(go, first, tmp_path / "1", None)
-    go(Leg((1, 1), 20, schedule="1f1b", microbatches=4), tmp_path / "2", tmp_path / "1")
-    last = processes.team(3).results(go, Leg((1, 2), schedule="1f1b", microbatches=4), tmp_path / "3", tmp_path / "2")[
-        0
-    ]
-    assert_near(last.state, expected.state, 1e-10)
+    team, (first, second, third) = processes.team(3), (tmp_path / name for name in "123")
+    team.results(run, leg((2, 1), 2, **SYNCHRONOUS), first, None, EVERY)
+    run(leg((1, 1), 4, **SYNCHRONOUS), second, first, EVERY)
+    last = team.results(run, leg((1, 2), **SYNCHRONOUS), third, second, EVERY)[0]
+    assert_near(last.state, answer(leg((1,), **SYNCHRONOUS), Outcome(split=4)).state, 1e-10)
 
 
 def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
     saved = []
     for i, counts in enumerate([(1,), (2, 1), (1, 1, 1)]):
-        go(Leg(counts, 10, schedule="1f1b", microbatches=4), tmp_path / str(i), None)
+        run(leg(counts, 2, **SYNCHRONOUS), tmp_path / str(i), None, EVERY)
         path = folders.list_checkpoints(tmp_path / str(i))[0]
         manifest = folders.read_manifest(path)
         saved.append((manifest, pieces.read_tensors(path, manifest, manifest.tensors)))
@@ -263,46 +140,26 @@ def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
         assert_near(tensors, alone, 1e-10)
 
 
-def plain(animal: str, scheduler: str) -> reference.Answer:
-    """Returns what one process gives, from the start to the end."""
-    example = zoo.make(animal)
-    names = [name for stage in zoo.plan_of(zoo.make(animal), 1).stages for name in stage.names]
-    return reference.plain(
-        example.model, names, example.batches * EPOCHS, example.total, groups("adamw"),
-        microbatches=4, seed=3, scheduler=SCHEDULERS[scheduler], ema=0.9,
-    )  # fmt: skip
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    go(Leg((1, 1), 10), tmp_path, None)
-    with pytest.raises(ArtifactError, match=r"has no tensor 'model/1.weight'; it is of another model"):
-        go(Leg((1, 1), 20, animal="cnn"), tmp_path, tmp_path)
-    with pytest.raises(ArtifactError, match=r"saved with a learning-rate scheduler, this run has none"):
-        go(Leg((1, 1), 20, scheduler="none"), tmp_path, tmp_path)
-    with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*empty"):
-        go(Leg((1, 1), 20), tmp_path, tmp_path / "empty")
-    with pytest.raises(ArtifactError, match=r"exists already"):
-        go(Leg((1, 1), 10), tmp_path, None)
-
-
-def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    leg = Leg((1,), 10, scheduler="none")
-    go(leg, tmp_path, None)
-    animal = zoo.make("mlp")
-    with (
-        pd.Pipeline(
-            animal.model, zoo.plan_of(zoo.make("mlp"), 1), loss=animal.loss, optimizer=OPTIMIZERS["adamw"], ema=0.9
-        ) as pipeline,
-        pytest.raises(ArtifactError, match="in one group of the optimizer now"),
+def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    run(leg((1, 1), 2), tmp_path, None, EVERY)
+    for case, words in (
+        (leg((1, 1), 4, animal="cnn"), r"has no tensor 'model/1.weight'; it is of another model"),
+        (leg((1, 1), 4, scheduled=False), r"saved with a learning-rate scheduler, this run has none"),
+        (replace(leg((1, 1), 4), optimizer="adamw"), "in one group of the optimizer now"),
     ):
-        pipeline.load(tmp_path)
+        with pytest.raises(ArtifactError, match=words):
+            run(case, tmp_path, tmp_path)
+    with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*empty"):
+        run(leg((1, 1), 4), tmp_path, tmp_path / "empty")
+    with pytest.raises(ArtifactError, match=r"exists already"):
+        run(leg((1, 1), 2), tmp_path, None, EVERY)
 
 
 def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     """The last update is each parameter's own, and T1 counts on where replicas and stages are others."""
     compensations = ("error_feedback:1", "gap_aware", "t1:40", "basis_rotation:2:one_sided")
-    first = Leg((2, 1), 10, compensation=compensations, scheduler="none")
-    go(first, tmp_path / "1", None)
+    first = leg((2, 1), 2, compensation=compensations, scheduled=False)
+    run(first, tmp_path / "1", None, EVERY)
     path = folders.list_checkpoints(tmp_path / "1")[0]
     manifest = folders.read_manifest(path)
     assert [str(rule) for rule in manifest.compensation] == [
@@ -315,28 +172,23 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     # A round of the two replicas in front holds two minibatches.
     rounds = manifest.minibatches // 2
     assert [(state.updates, state.rounds_before) for state in manifest.stages] == [(rounds, 0), (2 * rounds, 0)]
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 3, (1, 1, 1))
-    settings: dict[str, Any] = {"loss": animal.loss, "optimizer": groups("adamw"), "seed": 3}
-    with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=compensations, **settings) as pipeline:
+    batches, other = Fresh(zoo.make("mlp").batches), leg((1, 1, 1), compensation=compensations, scheduled=False)
+    with cases.pipeline_of(other) as pipeline:
         pipeline.load(path)
-        for worker in pipeline._session.local.workers:
-            for stage, stage_state in worker.stage_states.items():
-                assert (stage_state.optimizer.updates, stage_state.optimizer.rounds) == (0, rounds)
-                for name, state in stage_state.optimizer.compensator.state.items():
-                    for key, tensor in state.items():
-                        assert torch.equal(tensor, tensors[f"compensation/{name}/{key}"]), (stage, name, key)
+        for optimizer in (stage_state.optimizer for stage_state in cases.stage_states(pipeline)):
+            assert (optimizer.updates, optimizer.rounds) == (0, rounds)
+            for name, state in optimizer.compensator.state.items():
+                assert all(torch.equal(tensors[f"compensation/{name}/{key}"], state[key]) for key in state), name
         # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).
         assert pipeline.learning_rates() == pytest.approx((0.01 * 2 ** (rounds / 40 - 1), 0.01, 0.01))
-        again = list(pipeline.train(Fresh(animal.batches), epochs=1))
-        assert again
+        assert list(pipeline.train(batches, epochs=1))
         pipeline.save(tmp_path / "2")
     manifest = folders.read_manifest(folders.list_checkpoints(tmp_path / "2")[0])
     assert [state.rounds_before for state in manifest.stages] == [rounds] * 3
     # And one that knows of no compensation goes on from it.
-    with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
+    with cases.pipeline_of(replace(other, compensation=None)) as pipeline:
         pipeline.load(tmp_path / "2")
-        assert list(pipeline.train(Fresh(animal.batches), epochs=1))
+        assert list(pipeline.train(batches, epochs=1))
 
 
 def regression(seed: int) -> pd.Recipe:
@@ -376,13 +228,11 @@ def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
 
 
 def test_a_loops_own_values_are_kept(tmp_path: Path) -> None:
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(zoo.make("mlp"), 2)
-    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as pipeline:
+    with make_pipeline("mlp") as pipeline:
         with pytest.raises(ArtifactError, match=r"extra cannot be kept in a checkpoint.*Tensor"):
             pipeline.save(tmp_path, extra={"best": torch.ones(1)})
         pipeline.save(tmp_path, extra={"best": 0.5})
-    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as pipeline:
+    with make_pipeline("mlp") as pipeline:
         pipeline.load(tmp_path)
         assert pipeline.extra == {"best": 0.5}
 
@@ -493,14 +343,14 @@ def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypat
     train_recipe(regression, epochs=1, out=a, **OPTIONS)
     weights = (done / "weights.pt").read_bytes()
     plan = pd.Plan.load(done / "plan.json")
-    for run in (
+    for train_again in (
         lambda: train_recipe(regression, out=done, checkpoint_every=0, **OPTIONS),
         lambda: train_recipe(regression, out=done, resume=a, **OPTIONS),
         lambda: train_recipe(regression, out=done, resume=done, **OPTIONS),
     ):
         for name in ("weights.pt", "summary.json"):
             with pytest.raises(ArtifactError, match=f"{done} holds {name} of an earlier run; give another folder"):
-                run()
+                train_again()
             (done / name).rename(tmp_path / name)
         for name in ("weights.pt", "summary.json"):
             (tmp_path / name).rename(done / name)

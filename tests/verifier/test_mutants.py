@@ -462,7 +462,7 @@ def accepted(draw: st.DrawFn, case: Case) -> Program:
 
 def check_run(case: Case, program: Program) -> None:
     """Trains by a program, with a drain in between, and compares with plain PyTorch or the method's own rule."""
-    case = replace(case, epochs=2, drain_at=3)
+    case = replace(case, epochs=2, evaluate_at=(3,))
 
     def given_program(schedule: Schedule) -> Program:
         return lower(schedule) if schedule.name == "evaluation" else program

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
 import zoo
+from cases import make_pipeline
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders
@@ -15,15 +15,7 @@ from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
     """Returns a pipeline that flushes, so that it is drained at the end of each epoch of five minibatches."""
-    return pd.Pipeline(
-        animal.model,
-        zoo.plan_of(zoo.make("mlp"), len(counts), counts),
-        schedule="gpipe",
-        microbatches=3,
-        loss=animal.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        check=False,
-    )
+    return make_pipeline(animal, counts, schedule="gpipe", microbatches=3)
 
 
 def save(

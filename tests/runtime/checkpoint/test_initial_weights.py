@@ -499,8 +499,7 @@ def save_trained(folder: Path) -> dict[str, Tensor]:
     batches = [(torch.randint(0, 9, (4, 3)), torch.randint(0, 9, (4,))) for _ in range(2)]
     plan = plan_of(pretrained(), batches[0][0], (2,))
     with pd.Pipeline(model, plan, ema=0.5, **OPTIONS) as pipeline:
-        for _ in pipeline.train(batches):
-            pass
+        list(pipeline.train(batches))
         pipeline.save_pretrained(folder / "trained")
         pipeline.save_pretrained(folder / "averaged", ema=True)
         return pipeline.state_dict() | {f"ema.{n}": t for n, t in pipeline.state_dict(ema=True).items()}

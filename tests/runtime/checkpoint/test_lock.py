@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-import zoo
+from cases import make_pipeline
 
-import pipedream as pd
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint.writer import FolderLock
 
@@ -82,16 +79,11 @@ def test_a_second_run_is_refused_before_it_writes(
 
 
 def test_two_pipelines_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    def make_pipeline() -> pd.Pipeline:
-        animal = zoo.make("mlp")
-        plan = zoo.plan_of(zoo.make("mlp"), 2, (1, 1))
-        return pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.1))
-
-    with make_pipeline() as first, make_pipeline() as other:
+    with make_pipeline("mlp") as first, make_pipeline("mlp") as other:
         first.save(tmp_path)
         with pytest.raises(ArtifactError, match="another run writes into the folder"):
             other.save(tmp_path)
         other.save(tmp_path / "other")
-    with make_pipeline() as later:
+    with make_pipeline("mlp") as later:
         later.load(tmp_path)
         later.save(tmp_path)

@@ -11,7 +11,7 @@ import processes
 import pytest
 import torch
 import zoo
-from cases import OPTIMIZERS, Fresh
+from cases import OPTIMIZERS, Fresh, make_pipeline
 from marks import thinned
 from torch import Tensor
 
@@ -33,11 +33,9 @@ def pipeline_of(sums: str, schedule: str, replicas: tuple[int, ...], optimizer: 
     plan = zoo.plan_of(animal, len(replicas), replicas)
     if layout := LAYOUTS.get(schedule):
         plan = replace(plan, worker_order=layout.order(len(replicas), layout.replicas))
-    common: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS[optimizer], "ema": 0.8}
+    options |= {"optimizer": OPTIMIZERS[optimizer], "ema": 0.8, "sums": None if sums == "full" else sums}
     parts = 4 if schedule in ("1f1b", "chimera") else None
-    return pd.Pipeline(
-        animal.model, plan, schedule=schedule, microbatches=parts, sums=None if sums == "full" else sums, **common
-    )
+    return make_pipeline(animal, plan, schedule=schedule, microbatches=parts, **options)
 
 
 def run(kind: tuple[Any, ...], folder: Path | str, resume: bool) -> tuple[list[float], list[dict[str, Tensor]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from cases import make_pipeline
 from torch import Tensor
 
 import pipedream as pd
@@ -54,18 +55,10 @@ def trained(
     """Returns the results of a run, and its evaluations, one after each epoch."""
     animal = zoo.make("mlp")
     heard, evaluations = [], []
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, 2),
-        loss=animal.loss,
-        optimizer=SGD,
-        schedule="1f1b",
-        metrics={"spread": spread},
-        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
-        loggers=loggers,
-    ) as pipeline:
+    scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    how = {"optimizer": SGD, "schedule": "1f1b", "metrics": {"spread": spread}, "scheduler": scheduler}
+    with make_pipeline(animal, loggers=loggers, **how) as pipeline:
         if resume:
-            assert folder is not None
             pipeline.load(folder)
         for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
             heard.append(done)
@@ -108,18 +101,15 @@ def test_a_failed_run_finalizes_its_loggers() -> None:
             super().finalize(status)
             raise OSError("no space left")
 
-    animal, log = zoo.make("mlp"), Full()
-    pipeline = pd.Pipeline(animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, loggers=[log])
-    with pytest.raises(ZeroDivisionError), pipeline:
+    log = Full()
+    with pytest.raises(ZeroDivisionError), make_pipeline("mlp", loggers=[log]):
         raise ZeroDivisionError
     assert log.status == ["failed"]
 
 
 def test_names_of_evaluations() -> None:
     animal, log = zoo.make("mlp"), Log()
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, loggers=[log], ema=0.9
-    ) as pipeline:
+    with make_pipeline(animal, loggers=[log], ema=0.9) as pipeline:
         pipeline.evaluate(animal.batches)
         pipeline.evaluate(animal.batches, ema=True)
         pipeline.evaluate(animal.batches, name="valid")

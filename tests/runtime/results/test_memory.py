@@ -150,8 +150,7 @@ def _train(width: int) -> tuple[Timeline, tuple[int, ...], int]:
     optimizer: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
     plan = pd.plan(pd.profile(model, x, runs=2, optimizer=optimizer), pd.Cluster.flat(2), shape="straight")
     with pd.Pipeline(model, plan, schedule="gpipe", microbatches=4, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
-        for _ in pipeline.train([(x, y)] * 10):
-            pass
+        list(pipeline.train([(x, y)] * 10))
         return pipeline.timeline(), tuple(stage.parameter_bytes for stage in plan.stages), pipeline.rank
 
 

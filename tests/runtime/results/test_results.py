@@ -22,7 +22,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.results.results import Results, _HostCopies
 
 CASES = tuple(
-    replace(case, drain_at=-1)
+    replace(case, evaluate_at=())
     for case in (
         Case("mlp", "1f1b", 3, microbatches=3),
         Case("mlp", "zb_h1", 2, microbatches=4),
@@ -55,7 +55,7 @@ def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
 
 def test_a_drain_gives_what_is_read_late() -> None:
     """The loop is left one minibatch later, and gets every result."""
-    case = Case("mlp", "1f1b", 3, microbatches=3, drain_at=7, epochs=5)
+    case = Case("mlp", "1f1b", 3, microbatches=3, evaluate_at=(7,), epochs=5)
     at_once, late = outcome(case, False), outcome(case, True)
     assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
     assert late.dones == at_once.dones

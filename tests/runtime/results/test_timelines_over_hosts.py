@@ -29,8 +29,7 @@ def _train(shift_s: float, drift: float) -> tuple[Timeline, float]:
     with pd.Pipeline(
         animal.model, plan, schedule="gpipe", microbatches=3, loss=animal.loss, optimizer=optimizer
     ) as pipeline:
-        for _ in pipeline.train(animal.batches, epochs=3):
-            pass
+        list(pipeline.train(animal.batches, epochs=3))
         timeline = pipeline.timeline()
     return timeline, real() - start
 

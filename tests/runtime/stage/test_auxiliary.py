@@ -30,7 +30,9 @@ def make_case(schedule: str, **more: Any) -> Case:
     parts = PARTS.get(schedule, 4 if schedule in FLUSHING else 3 if "timeprest" in schedule else None)
     parts = 8 if schedule == "chimera_doubled" else parts
     stages = 4 if schedule in FLUSHING else 3
-    return Case("auxiliary", schedule, **{"stages": stages, "microbatches": parts, "epochs": 2, "drain_at": 4} | more)
+    return Case(
+        "auxiliary", schedule, **{"stages": stages, "microbatches": parts, "epochs": 2, "evaluate_at": (4,)} | more
+    )
 
 
 def mark_slow(case: Case) -> Any:

@@ -53,7 +53,7 @@ def pipeline(state: str | None, schedule: str = "1f1b", optimizer: Any = ADAMW, 
     "case",
     [
         Case("mlp", "1f1b", 3, microbatches=4, optimizer="adamw", clip_grad_norm=0.1, scheduled=True, ema=0.9),
-        Case("mlp", "pipedream", 3, replicas=(2, 1, 1), optimizer="adamw", drain_at=3),
+        Case("mlp", "pipedream", 3, replicas=(2, 1, 1), optimizer="adamw", evaluate_at=(3,)),
         Case("mlp", "pipedream_2bw", 3, microbatches=4, optimizer="nadam", leave_at=5),
         Case("mlp", "pipedream_2bw", 2, microbatches=4, compensation="error_feedback"),
         pytest.param(Case("cnn", "zb_h1", 3, microbatches=4, autocast=torch.bfloat16), marks=pytest.mark.slow),

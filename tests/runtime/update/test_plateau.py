@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from cases import make_pipeline
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -37,17 +38,9 @@ def trained(
     """Returns the rate of each minibatch, the evaluations, the stages' rates at the end, and the weights."""
     animal = zoo.make("mlp")
     rates, evaluations = [], []
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, len(counts), counts),
-        loss=animal.loss,
-        optimizer=SGD,
-        metrics={"spread": spread},
-        scheduler=scheduler,
-        **{"schedule": "1f1b"} | options,
-    ) as pipeline:
+    options = {"optimizer": SGD, "metrics": {"spread": spread}, "scheduler": scheduler, "schedule": "1f1b"} | options
+    with make_pipeline(animal, counts, **options) as pipeline:
         if resume:
-            assert folder is not None
             pipeline.load(folder)
         for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
             rates.append(done.rate)

@@ -8,10 +8,11 @@ from typing import Any
 
 import processes
 import pytest
+import reference
 import summed
 import torch
 import zoo
-from cases import OPTIMIZERS, Fresh, assert_near, odd
+from cases import OPTIMIZERS, Fresh, assert_near, make_pipeline, odd
 from marks import thinned
 
 import pipedream as pd
@@ -64,17 +65,7 @@ class Run:
         """Trains, in this process or as one rank; returns losses and weights."""
         animal = zoo.make(self.animal, self.dtype)
         evaluations, states, averages, losses = {}, {}, {}, []
-        with pd.Pipeline(
-            animal.model,
-            self.plan(),
-            schedule=self.schedule,
-            microbatches=self.microbatches,
-            loss=animal.loss,
-            optimizer=OPTIMIZERS[self.optimizer],
-            seed=SEED,
-            sums=self.sums,
-            **dict(self.options),
-        ) as pipeline:
+        with pipeline_of(self, seed=SEED, **dict(self.options)) as pipeline:
             for done in pipeline.train(Fresh(animal.batches), epochs=2):
                 losses.append(done.loss)
                 if done.number == 3:
@@ -110,21 +101,12 @@ class Run:
             named = dict(animal.model.named_parameters())
             assert_near({name: state[name] for name in named}, answer.at[number], bound)
         for number, state in outcome["averages"].items():
-            assert_near(
-                {name: state[name] for name in answer.ema[number] if state}, answer.ema[number] if state else {}, bound
-            )
+            expected = answer.ema[number] if state else {}
+            assert_near({name: state[name] for name in expected}, expected, bound)
         for number, loss in outcome["evaluations"].items():
             animal.model.load_state_dict({**animal.model.state_dict(), **answer.at[number]})
-            expected = mean_loss(animal)
+            expected = reference.mean_loss(animal.model, odd(animal.batches), animal.total)
             assert abs(loss - expected) <= bound * abs(expected)
-
-
-def mean_loss(animal: zoo.Animal) -> float:
-    """Returns the loss of the model over the batches of an evaluation."""
-    animal.model.eval()
-    with torch.no_grad():
-        rows = [animal.total(animal.model(x), y) for x, y in odd(animal.batches)]
-    return float(sum(loss for loss, _ in rows)) / sum(weight for _, weight in rows)
 
 
 RUNS = [
@@ -204,32 +186,25 @@ def test_what_is_not_known_is_refused(text: str, message: str) -> None:
 
 
 def test_a_plan_without_replicas_has_no_sums() -> None:
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 2)
+    plan = zoo.plan_of(zoo.make("mlp"), 2)
     assert plan.choosing(sums="full") == plan
     with pytest.raises(PlanError, match="sums='bfloat16' was asked for, but no stage of the plan 1-1 has replicas"):
-        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], sums="bfloat16")
+        make_pipeline("mlp", plan, sums="bfloat16")
 
 
 def test_powersgd_needs_matrices() -> None:
     animal = zoo.make("matrices")
-    plan = zoo.plan_of(animal, 2, (1, 2))
-    options: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]}
-    with pytest.raises(
-        PlanError, match=r"no weight of the stages .* \(the largest, of shape \(16, 16\), allows a rank up to 3\)"
-    ):
-        pd.Pipeline(animal.model, plan, sums="powersgd:9", **options)
+    words = r"no weight of the stages .* \(the largest, of shape \(16, 16\), allows a rank up to 3\)"
+    with pytest.raises(PlanError, match=words):
+        make_pipeline(animal, (1, 2), sums="powersgd:9")
     vectors = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 3, bias=False)).double()
-    plan = zoo.plan_of(replace(animal, model=vectors, cuts={2: (1,)}), 2, (2, 1))
     with pytest.raises(PlanError, match=r"\(there is none\); choose a smaller rank, or sums='bfloat16'"):
-        pd.Pipeline(vectors, plan, sums="powersgd:1", **options)
+        make_pipeline(replace(animal, model=vectors, cuts={2: (1,)}), (2, 1), sums="powersgd:1")
 
 
 def pipeline_of(run: Run, **options: Any) -> pd.Pipeline:
-    animal = zoo.make(run.animal)
-    common: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS[run.optimizer], "sums": run.sums}
-    plan, parts = run.plan(), run.microbatches
-    return pd.Pipeline(animal.model, plan, schedule=run.schedule, microbatches=parts, **common | options)
+    options = {"optimizer": OPTIMIZERS[run.optimizer], "sums": run.sums, "microbatches": run.microbatches} | options
+    return make_pipeline(zoo.make(run.animal, run.dtype), run.plan(), schedule=run.schedule, **options)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +234,10 @@ def test_weights_that_stages_share_need_sums() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6)).double()
     model[2].weight = model[0].weight
     animal = replace(zoo.make("matrices"), model=model, cuts={1: ()})
-    options: dict[str, Any] = {"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"], "schedule": "1f1b"}
-    whole = zoo.plan_of(animal, 1)
-    (stage,) = whole.stages
-    stages = replace(stage, last=1, names=stage.names[:1], replicas=2), replace(stage, first=1, names=stage.names[1:])
-    plan = replace(whole, stages=stages, in_flight=(2, 1), update_delay=(), cluster=pd.Cluster.flat(3))
+    plan, options = zoo.plan_of(animal, 2, (2, 1), cuts=(1,)), {"schedule": "1f1b", "microbatches": 2}
     with pytest.raises(PlanError, match=r"sums='every:2' was asked for, but the stages share '0\.weight'"):
-        pd.Pipeline(model, plan, sums="every:2", microbatches=2, **options)
-    with pd.Pipeline(model, plan, sums="bfloat16", microbatches=2, **options) as pipeline:
+        make_pipeline(animal, plan, sums="every:2", **options)
+    with make_pipeline(animal, plan, sums="bfloat16", **options) as pipeline:
         assert len(list(pipeline.train(animal.batches))) == 5
         state = pipeline.state_dict()
     assert torch.equal(state["0.weight"], state["2.weight"])
