@@ -123,28 +123,25 @@ def y_axis(
     y: Callable[[float], float],
     left: float,
     right: float,
-    write: Callable[[float], str] | None,
+    write: Callable[[float], str],
     *,
     size: float = 11,
 ) -> list[str]:
-    """Returns a line at each mark, and its words to the left of it; no words if they are not to be written."""
+    """Returns a line at each mark, and its words to the left of it."""
     parts = []
     for mark in marks:
         parts.append(line("tick", left, right, y(mark), y(mark), COLOURS["line"][0]))
-        if write is not None:
-            parts.append(text(left - 8, y(mark) + 4, write(mark), colour="faint", size=size, anchor="end"))
+        parts.append(text(left - 8, y(mark) + 4, write(mark), colour="faint", size=size, anchor="end"))
     return parts
 
 
-def polyline(
-    kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, look: str = "", *, title: str = ""
-) -> str:
-    """Returns a line through points; `look` as in `line`."""
+def polyline(kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, *, title: str = "") -> str:
+    """Returns a line through points."""
     path = " ".join(f"{length(x)},{length(y)}" for x, y in points)
     closing = f"><title>{escape(title)}</title></polyline>" if title else "/>"
     return (
         f'<polyline class="{kind}" points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" '
-        f'stroke-linejoin="round"{look}{closing}'
+        f'stroke-linejoin="round"{closing}'
     )
 
 

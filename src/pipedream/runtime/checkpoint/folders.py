@@ -89,10 +89,10 @@ def warn_of_unfinished(path: AnyPath, requested: AnyPath, rank: int) -> None:
             )
 
 
-def read_manifest(path: AnyPath, *, check_files: bool = True) -> Checkpoint:
-    """Reads a manifest; raises an `ArtifactError` if it or, with `check_files`, a file is missing or damaged."""
+def read_manifest(path: AnyPath) -> Checkpoint:
+    """Reads a manifest; raises an `ArtifactError` if it or a file is missing or damaged."""
     try:
-        return _read_manifest(path) if check_files else _load_manifest(path)
+        return _read_manifest(path)
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
 
@@ -124,19 +124,19 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
     return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
 
 
-def find_ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None, owner: int = 0) -> list[bool]:
-    """Returns for each rank whether it sees the existing folder of rank `owner`; every rank calls it.
+def find_ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
+    """Returns for each rank whether it sees the existing folder of rank 0; every rank calls it.
 
     Raises:
-        ArtifactError: the same on every rank: the owner cannot write into it, or it is a URL that a rank does not see.
+        ArtifactError: the same on every rank: rank 0 cannot write into it, or it is a URL that a rank does not see.
     """
     marker, token, failure = folder / ".shared", uuid4().hex, ""
-    if rank == owner:
+    if rank == 0:
         try:
             marker.write_text(token, encoding="utf-8")
         except OSError as error:
             failure = f"cannot write into the folder {folder}: {error}; choose another one"
-    token, failure = gather_json([token, failure], group)[owner]
+    token, failure = gather_json([token, failure], group)[0]
     if failure:
         raise ArtifactError(failure)
     is_seen, error_text = False, "another file is there"
@@ -145,7 +145,7 @@ def find_ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | N
     except OSError as error:
         error_text = str(error)
     problems = gather_texts("" if is_seen else error_text, group)
-    if rank == owner:
+    if rank == 0:
         marker.unlink(missing_ok=True)
     for other, problem in enumerate(problems):
         if problem and isinstance(folder, RemotePath):

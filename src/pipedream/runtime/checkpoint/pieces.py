@@ -121,15 +121,6 @@ def verify_checkpoint(path: AnyPath) -> Checkpoint:
     return manifest
 
 
-def verify_file(path: AnyPath, manifest: Checkpoint, name: str) -> None:
-    """Reads all of one of a checkpoint's files; raises an `ArtifactError` if it is damaged."""
-    boxes = {name: tuple(map(range, stored.shape)) for name, stored in manifest.tensors.items()}
-    for _ in read_shares(
-        path, manifest, (share for share in list_shares(manifest, boxes) if share.stored_in(manifest).file == name)
-    ):
-        pass
-
-
 class _Read(NamedTuple):
     """Shares whose pieces are adjacent in a file, and are read at once."""
 

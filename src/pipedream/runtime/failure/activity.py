@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass
 class TaskDurations:
     """How long tasks of one kind take."""
 
-    def __init__(self) -> None:
-        self.done = 0
-        self.longest_s = 0.0
+    done: int = 0
+    longest_s: float = 0.0
 
 
 class Activity:
@@ -55,9 +56,7 @@ class Activity:
         if self.task is None:
             return
         duration_s = time.monotonic() - self._start_s
-        durations = self.durations.get(self.task[0])
-        if durations is None:
-            durations = self.durations[self.task[0]] = TaskDurations()
+        durations = self.durations.setdefault(self.task[0], TaskDurations())
         self.task = None
         durations.done += 1
         durations.longest_s = max(durations.longest_s, duration_s)

@@ -30,7 +30,6 @@ from pipedream.runtime.failure.processes import (
     write_lost,
 )
 
-_REMOVE_S = 5.0
 _INTERRUPTED = 128 + signal.SIGINT
 
 

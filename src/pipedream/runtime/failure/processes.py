@@ -102,11 +102,6 @@ def _is_stopped(pid: int) -> bool:
     return _read_stat(pid)[:1] == ["T"]
 
 
-def _find_parent(pid: int) -> int:
-    """Returns the id of a process's parent; 0 if there is no such process."""
-    return int((_read_stat(pid) or ["", "0"])[1])
-
-
 def list_children() -> list[int]:
     """Returns the ids of this process's children, as far as the system lists them."""
     pids: list[int] = []
@@ -243,17 +238,18 @@ def watch_from_outside() -> None:
         _start_watcher("worker", os.getpid())
 
 
-def follow_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the system send this process a signal when its parent ends."""
+def follow_parent() -> None:
+    """Makes the system kill this process when its parent ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_launcher(launcher: int) -> None:
     """Ends this worker, whose launcher is stopped."""
     text = f"pipedream: the launcher (process {launcher}) was stopped for {_STOPPED_S:g} s; its workers end"
     # If there was a guard, it has written a message.
-    if os.environ.get("LOCAL_RANK") == "0" and not _has_error() and write_error(text, verdict=True):
+    is_explained = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file()
+    if os.environ.get("LOCAL_RANK") == "0" and not is_explained and write_error(text, verdict=True):
         print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -281,7 +277,7 @@ def _end_launcher(pid: int) -> None:
 def _end_worker(pid: int) -> None:
     """Kills a worker, this process's parent, if it stays stopped, unless the whole job is suspended."""
     worker = RankProcess.of(pid)
-    agent = _find_parent(pid)
+    agent = int((_read_stat(pid) or ["", "0"])[1])  # its parent
 
     def kill(_: int) -> None:
         if os.getppid() == pid and worker.kill():
@@ -312,11 +308,6 @@ def write_error(message: str, *, verdict: bool = False) -> bool:
         Path(path).write_text(json.dumps({"message": body, "verdict": verdict}), encoding="utf-8")
         return True
     return False
-
-
-def _has_error() -> bool:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return bool(path) and Path(path).exists()
 
 
 def write_place(where: str) -> None:
