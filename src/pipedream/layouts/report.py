@@ -9,7 +9,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.units import format_bytes, format_seconds, shorten
-from pipedream.layouts.description.named import Report
 from pipedream.layouts.description.operators import DescribedStep
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.lay_out import lay_out
@@ -116,7 +115,14 @@ def compare_layouts(
         seconds = None
         if operations_per_s is not None and rates is not None:
             seconds = report.seconds(operations_per_s, rates)
-        return _report_layout(report, element_bytes) | {"seconds": seconds}
+        return {
+            "peak_elements": report.peak,
+            "peak_bytes": report.peak * element_bytes,
+            "done": report.done,
+            "unique": report.unique,
+            "moved": [{"kind": kind, "over": over, "elements": moved} for (kind, over), moved in report.moved.items()],
+            "seconds": seconds,
+        }
 
     return {
         "mesh": mesh.text,
@@ -128,17 +134,6 @@ def compare_layouts(
         "fixed": sorted(fixed),
         "names": {name: sorted(sizes) for name, sizes in ops.named.sizes.items()},
         "whole": ops.named.whole,
-    }
-
-
-def _report_layout(report: Report, element_bytes: int) -> dict[str, Any]:
-    moved = [{"kind": kind, "over": over, "elements": elements} for (kind, over), elements in report.moved.items()]
-    return {
-        "peak_elements": report.peak,
-        "peak_bytes": report.peak * element_bytes,
-        "done": report.done,
-        "unique": report.unique,
-        "moved": moved,
     }
 
 

@@ -71,12 +71,6 @@ def colour_class(kind: str, index: int) -> str:
     return f"{kind}{index % 2}"
 
 
-def variables(selector: str) -> str:
-    """Returns CSS that defines all colours as variables, light and dark."""
-    light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
-    return f"{selector}{{{light}}}@media(prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
-
-
 def svg_style() -> str:
     """Returns the CSS of a picture in a file.
 
@@ -95,8 +89,10 @@ def line_style() -> str:
 
 def page_style() -> str:
     """Returns the CSS of a page and of the pictures in it."""
+    light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
+    variables = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     drawn = f".pd text{{font-family:{FONT}}}" + _write_rules(lambda colour: f"var(--pd-{colour})")
-    return variables(":root") + drawn + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
+    return variables + drawn + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
 
 
 def _write_rules(colour: Callable[[str], str]) -> str:

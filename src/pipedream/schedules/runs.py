@@ -68,24 +68,19 @@ def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
     claims, m = schedule.claims, schedule.microbatches
     counted_microbatches = m if schedule.flushes else run
     lists = {
-        name: None if claim is None else [claim(stages, counted_microbatches, s) for s in range(stages)]
-        for name, claim in (
-            ("in_flight", claims.in_flight),
-            ("staleness", claims.staleness),
-            ("versions", claims.versions),
-        )
+        name: claim and [claim(stages, counted_microbatches, s) for s in range(stages)]
+        for name in ("in_flight", "staleness", "versions")
+        for claim in [getattr(claims, name)]
     }
     activations, weights = (
         None if counts is None else [first_stage_units(schedule.plan, count, count)[kind] for count in counts]
         for kind, counts in enumerate((lists["in_flight"], lists["versions"]))
     )
-    applies = m >= claims.least(stages)
-    bubble = claims.bubble(stages, m) if claims.bubble is not None and applies else None
     return {
         "flushes": schedule.flushes,
         "microbatches": m,
         "assumption": claims.assumption,
-        "bubble": bubble,
+        "bubble": claims.bubble(stages, m) if claims.bubble is not None and m >= claims.least(stages) else None,
         **lists,
         "activations": activations,
         "weights": weights,

@@ -23,17 +23,8 @@ if TYPE_CHECKING:
 _ELEMENTWISE = {
     unwrap(kind.step)
     for kind in (
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.ASGD,
+        *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
+        *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     )
 }
 

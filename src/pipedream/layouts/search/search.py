@@ -21,7 +21,7 @@ import numpy as np
 
 from pipedream.core.plan.mesh import Box
 from pipedream.layouts.description.operators import Operators
-from pipedream.layouts.description.text import Access, Affine, Operator
+from pipedream.layouts.description.text import Access, Affine
 from pipedream.layouts.search.cost import count_moved, halve_access, halve_box, halve_index, halve_tensor, is_offered
 from pipedream.layouts.search.minimise import Costs, Elimination, Table, Variable, find_elimination_order
 
@@ -273,7 +273,10 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
     """
     from scipy.cluster.hierarchy import DisjointSet  # here, because it takes a third of a second
 
-    forms = [_describe_form(operators, step) for step in operators.steps]
+    forms = [  # without the names of tensors, with their sizes
+        f"{_TENSOR.sub('[', step.line.text)} {[operators.tensors[access.tensor] for access in step.accesses]}"
+        for step in operators.steps
+    ]
     readers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for number, step in enumerate(operators.steps):
         for at, access in enumerate(step.accesses):
@@ -342,9 +345,3 @@ def _group_equal_readers(
             turns[tensors[name], form, at, classes, times[classes]].append(number)
             times[classes] += 1
     return [same for same in turns.values() if len({steps[number] for number in same}) > 1]
-
-
-def _describe_form(operators: Operators, step: Operator) -> str:
-    """Returns an operator without the names of its tensors, with their sizes."""
-    sizes = [operators.tensors[access.tensor] for access in step.accesses]
-    return f"{_TENSOR.sub('[', step.line.text)} {sizes}"

@@ -159,7 +159,7 @@ class Writer:
         try:
             if save.wait_for_tensors is not None:
                 save.wait_for_tensors()
-            rows_written = write_tensors(scratch / name_file(self._rank), save.tensors, save.places)
+            rows_written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
         except Exception as error:
             failure = _describe_failure(error, path)
         try:
@@ -255,11 +255,6 @@ class Writer:
             action = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
             advice = _advise_after_failure(save.path.parent)
             self._failure = WorkerError(save_error.rank, action, save_error.cause, advice)
-
-
-def name_file(rank: int) -> str:
-    """Returns the name of a rank's file in a checkpoint."""
-    return f"__{rank}_0.distcp"
 
 
 class _SaveError(Exception):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from pipedream.core.errors import PipelineError, RecipeError
@@ -136,9 +135,7 @@ class _Closable:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

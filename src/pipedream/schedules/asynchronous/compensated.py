@@ -65,11 +65,7 @@ def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
 
 
 def basis_rotation(
-    plan: kit.Plan,
-    microbatches: int | None = None,
-    *,
-    geometry: str = "two_sided",
-    estimate: str = "second_moment",
+    plan: kit.Plan, microbatches: int | None = None, *, geometry: str = "two_sided", estimate: str = "second_moment"
 ) -> kit.Schedule:
     """Returns PipeDream with steps in the eigenbasis of the gradients, for the Adam family.
 

@@ -13,6 +13,7 @@ Options that several methods share:
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from pipedream.core.errors import ScheduleError
@@ -68,34 +69,19 @@ _ENDLESS = 2**62
 # -- ops ------------------------------------------------------------------------------------------------
 
 
-def forward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns a microbatch's forward."""
+def _make_op(kind: Kind, stage_replica: tuple[int, int], number: int) -> Op:
     stage, replica = stage_replica
-    return Op(F, stage, microbatch, replica)
+    return Op(kind, stage, number, replica)
 
 
-def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns a microbatch's backward."""
-    stage, replica = stage_replica
-    return Op(B, stage, microbatch, replica)
+forward, backward = partial(_make_op, F), partial(_make_op, B)
+"""(stage replica, microbatch) -> its op."""
 
+input_gradient, weight_gradient = partial(_make_op, I), partial(_make_op, W)
+"""The half of a backward that the previous stage needs, and the one that only the update needs."""
 
-def input_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the half of a backward that the previous stage needs."""
-    stage, replica = stage_replica
-    return Op(I, stage, microbatch, replica)
-
-
-def weight_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the half of a backward that only the update needs."""
-    stage, replica = stage_replica
-    return Op(W, stage, microbatch, replica)
-
-
-def update(stage_replica: tuple[int, int], number: int) -> Op:
-    """Returns the update that makes version `number`."""
-    stage, replica = stage_replica
-    return Op(U, stage, number, replica)
+update = partial(_make_op, U)
+"""(stage replica, n) -> the update that makes version n."""
 
 
 # -- orders ---------------------------------------------------------------------------------------------
