@@ -7,8 +7,6 @@
 Names are imported on first use, so `import pipedream` does not load torch, and neither does planning or simulating.
 """
 
-from __future__ import annotations
-
 import sys as _sys
 from contextlib import nullcontext as _nullcontext
 from importlib import import_module as _import_module

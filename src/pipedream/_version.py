@@ -1,7 +1,5 @@
 """The version of the distribution torch-pipedream; pyproject.toml reads it from here."""
 
-from __future__ import annotations
-
 from functools import cache
 from hashlib import sha256
 from pathlib import Path

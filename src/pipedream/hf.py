@@ -7,8 +7,6 @@ The pipeline takes the place of the Trainer's training dataloader and yields eac
 updated with it. Epochs, logs, callbacks, evaluations and checkpoints therefore remain the Trainer's own.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

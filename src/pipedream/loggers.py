@@ -3,8 +3,6 @@
 pipedream.Recipe(..., loggers=[pipedream.loggers.WandbLogger(project="digits")])
 """
 
-from __future__ import annotations
-
 from pipedream.runtime.results.loggers import CSVLogger as CSVLogger
 from pipedream.runtime.results.loggers import Logger as Logger
 from pipedream.runtime.results.loggers import MLFlowLogger as MLFlowLogger

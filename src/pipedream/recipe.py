@@ -10,8 +10,6 @@ It is trained by ``pipedream train file.py``, by ``python file.py`` (all workers
 ``torchrun file.py``. To run a recipe is to run its code.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import time

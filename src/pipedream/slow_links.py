@@ -6,8 +6,6 @@ ends, its namespaces end with it. Root makes them directly, other users in a use
 Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -301,10 +299,7 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
             place = f"netns {namespaces[number].pid} "
             if level:
                 place, other = "", f"up{level}.{number}"
-            lines += [
-                f"link add {other} {place}type veth peer name {port}",
-                f"link set {port} master {switch} {up}",
-            ]
+            lines += [f"link add {other} {place}type veth peer name {port}", f"link set {port} master {switch} {up}"]
             if level:
                 lines.append(f"link set {other} master switch{level - 1}.{number} {up}")
             ends.append((((hub if level else namespaces[number]), other), (hub, port)))

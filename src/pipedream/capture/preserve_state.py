@@ -1,7 +1,5 @@
 """Runs a model without changing its state."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet

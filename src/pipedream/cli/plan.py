@@ -1,7 +1,5 @@
 """`pipedream plan`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Caches in measurements: a fresh process is slow at first, and code in a tight loop is faster than in a model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Results as a line, as a table, and as a picture in a notebook."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ PipelineError
  +-- WorkerError -- PeerError
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")

@@ -5,8 +5,6 @@
 is a field of an options dataclass, or a parameter of a command. `pipedream.cli.flags` makes flags of both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass

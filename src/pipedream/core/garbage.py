@@ -1,7 +1,5 @@
 """Python's garbage collector, which searches objects again and again: a million, once torch is imported."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

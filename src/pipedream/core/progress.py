@@ -1,7 +1,5 @@
 """Progress on standard error: a bar in a terminal or notebook, occasional lines in a log."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ Before each layer runs, the generator is seeded from (run seed, microbatch, laye
 same for any plan, any number of replicas, with recomputation, and after a restart.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from hashlib import blake2b
 

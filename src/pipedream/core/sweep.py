@@ -1,7 +1,5 @@
 """One model with several methods, on equal workers, or over worker counts and bandwidths (the Sweep)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Decimal prefixes: 1 kB is 1,000 bytes, as in the papers and on network cards.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Finds the place in the user's code where an error arose."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import re

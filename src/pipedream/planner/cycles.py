@@ -5,8 +5,6 @@ too long, others are searched whose counts all divide one number. The longest cy
 lower on a thousand workers, so a short one is preferred if its plan is nearly as fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

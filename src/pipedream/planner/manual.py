@@ -1,7 +1,5 @@
 """Plans cut by hand: the user gives the cuts, the planner fills in what the stages cost."""
 
-from __future__ import annotations
-
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures the runtime's own costs on these workers, by a short run of layers of known cost."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable

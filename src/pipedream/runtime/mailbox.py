@@ -3,8 +3,6 @@
 The end of a stream follows the last message on each channel that serves forwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from pipedream.core.plan.placement import Carries, Placement
@@ -20,11 +18,7 @@ class Mailbox:
     """Messages of one rank. Lifecycle: `begin` a stream; `arrived`, `take`, `put` and `send`; `end`."""
 
     def __init__(
-        self,
-        rank: int,
-        placement: Placement,
-        channels: tuple[Channel, ...],
-        senders: Mapping[int, Sender],
+        self, rank: int, placement: Placement, channels: tuple[Channel, ...], senders: Mapping[int, Sender]
     ) -> None:
         self._rank = rank
         self._channels = channels

@@ -1,7 +1,5 @@
 """Prepares a run's phases: each method lowered and proved, all over one set of channels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Only rank 0 profiles, unless all are asked to run the layers: then the others' figures are thrown away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -133,14 +131,7 @@ def profile(
         return _profile_on_rank_0(make, profiler.choose_device_type())
     parts = 2 if microbatches in (None, 1) else microbatches
     measure = partial(
-        profiler.measure,
-        device=device,
-        scheduler=scheduler,
-        warmup=warmup,
-        runs=runs,
-        seed=seed,
-        parts=parts,
-        **shared,
+        profiler.measure, device=device, scheduler=scheduler, warmup=warmup, runs=runs, seed=seed, parts=parts, **shared
     )
     layout = layout or Layout()
     make = partial(_measure, model, inputs, layout, meshes, finest, batch_dim, measure)

@@ -1,7 +1,5 @@
 """Predicts what runs when, from a plan and a method, and compares methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks that a plan's method of sums works for a model, a method and its options."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

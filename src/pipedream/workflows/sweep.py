@@ -4,8 +4,6 @@ Each point is planned and then simulated to its steady state. Data parallelism i
 all-reduces start during the backward, as in PyTorch's DistributedDataParallel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -14,8 +14,6 @@ NVLinks of 25 GB/s, divided among its neighbours, so that a pair has 25 or 50 of
 latencies, so they are 0. Programs reach lower rates, which `pipedream probe` measures.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pipedream.core.errors import PlanError

@@ -1,7 +1,5 @@
 """Matrices: weights by shape, which determines what PowerSGD sends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

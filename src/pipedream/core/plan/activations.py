@@ -1,7 +1,5 @@
 """Offloading of activations between a forward and its backward."""
 
-from __future__ import annotations
-
 from pipedream.core.plan.cost import Numbers
 
 WINDOW_SHARE = 1 / 8

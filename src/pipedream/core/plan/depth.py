@@ -18,8 +18,6 @@ backwards up to W_u rounds (with an update delay, only the one W_u + 1 rounds) b
 require the backward of k or of a later minibatch.
 """
 
-from __future__ import annotations
-
 from math import ceil, gcd
 
 from pipedream.core.errors import PlanError

@@ -1,7 +1,5 @@
 """Memory of machines that stages need besides their workers': weights and activations of GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipedream.core.errors import PlanError

@@ -3,8 +3,6 @@
 Plans and simulations know a mesh only by the profile of one of its ranks on a cluster (`profile_of_rank`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -193,11 +191,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 def pieces(
-    shape: Sequence[int],
-    sender: Mesh,
-    sent: Sequence[int | None],
-    receiver: Mesh,
-    received: Sequence[int | None],
+    shape: Sequence[int], sender: Mesh, sent: Sequence[int | None], receiver: Mesh, received: Sequence[int | None]
 ) -> list[Piece]:
     """Returns the pieces that ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
 

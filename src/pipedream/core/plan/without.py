@@ -1,7 +1,5 @@
 """A plan that continues without one of its workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipedream.core.plan import depth

@@ -8,8 +8,6 @@ max(b, n - D), the newest that every stage knows without waiting; b is the updat
 that runs can be repeated, and compared with a serial loop.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf

@@ -6,8 +6,6 @@ microbatch 5; ``2U3`` the update that makes version 3 of stage 2's weights.
 Dependencies between ops are defined here and in `Rules.requires`, nowhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from enum import StrEnum
 from typing import NamedTuple

@@ -9,8 +9,6 @@ start of training. A method may be ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``
 ``paci[backward_rule=recompute]/4:200``. A Schedule object is ``<NAME>``, which cannot be read back.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Sequence

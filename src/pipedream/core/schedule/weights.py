@@ -15,8 +15,6 @@ Legend: s stage, k microbatch (from 0, since the drain), r_s replicas, W_s warm-
 per minibatch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field

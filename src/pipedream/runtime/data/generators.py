@@ -1,7 +1,5 @@
 """Finds the random generators of torch, Python and NumPy that a user's objects hold."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

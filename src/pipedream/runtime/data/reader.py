@@ -7,8 +7,6 @@ A loader may write the next batch into the memory of the last one, through torch
 is adapted and copied before the loader runs again; copying 38 MB takes up to 50 ms.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from abc import ABC, abstractmethod
@@ -304,10 +302,7 @@ class IterableReader(LoaderReader):
     def _read(self) -> Generator[Minibatch, None, None]:
         if dist.is_initialized() and isinstance(getattr(self._loader, "dataset", None), IterDataPipe):
             raise WorkerError(
-                0,
-                "the loader",
-                "an IterDataPipe distributes itself over all processes",
-                "give an IterableDataset",
+                0, "the loader", "an IterDataPipe distributes itself over all processes", "give an IterableDataset"
             )
         number = 0
         for epoch in range(self._first_epoch, self._epochs.end):

@@ -1,7 +1,5 @@
 """Collects a run's measurements from all ranks, which call all of these functions except `status`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

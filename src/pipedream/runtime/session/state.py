@@ -1,7 +1,5 @@
 """The weights of all stages as the model's own state dict; every rank calls these functions, at a drain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trains over the phases of a run; keeps its position, and results that the loop has yet to receive."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections import deque

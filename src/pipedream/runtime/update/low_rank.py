@@ -17,8 +17,6 @@ Where Q does not have full rank (no gradient so far, or one of lower rank), QR c
 direction is lost for ever. One number that is not finite makes the whole matrix so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Updates made by a thread while passes with older weights run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

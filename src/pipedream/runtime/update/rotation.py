@@ -5,8 +5,6 @@ added to the weight. First moments are kept in the rotated basis, and rotated wh
 published. Weight decay is applied to the weight itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple

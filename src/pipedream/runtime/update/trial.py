@@ -3,8 +3,6 @@
 Each stage has an optimizer of its own, so an estimate or a norm of all weights would be one of the stage's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
