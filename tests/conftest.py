@@ -1,7 +1,5 @@
 """Settings of all tests: fixed seeds, one thread, and reasons to skip what the machine cannot run."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import os

@@ -1,7 +1,5 @@
 """Callbacks: which events they get, and that a stop ends all ranks at the same minibatch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

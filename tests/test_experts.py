@@ -1,7 +1,5 @@
 """Mixtures of experts: the gate against its rules written as loops, and the forms of the layer against each other."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

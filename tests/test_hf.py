@@ -1,7 +1,5 @@
 """The Trainer of transformers, trained in a pipeline: what its users see is what they see of the plain one."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os
@@ -224,7 +222,6 @@ class Words(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> dict[str, Tensor]:
         logits = self.head(self.norm(torch.tanh(self.inner(self.embed(input_ids)))))
-        assert labels is not None
         items = rest.get("num_items_in_batch")
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="mean" if items is None else "sum")
         return {"loss": loss if items is None else loss / items, "logits": logits}

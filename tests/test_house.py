@@ -3,8 +3,6 @@
 `scripts/check_style.py` has the rules that need only reading it.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

@@ -1,7 +1,5 @@
 """Numbers of timelines, simulated and measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipedream.core.plan.plan import Plan

@@ -1,7 +1,5 @@
 """The distribution: what its files hold, and that it works outside of the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The user's door: evaluation, prediction, state, what is left alone, and what an error says."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """The comparison of results with those of a table, `scripts/check_results.py`: what has changed is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

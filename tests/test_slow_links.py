@@ -1,7 +1,5 @@
 """Slow networks: they are as slow as asked, they need no root, and nothing of them stays."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -68,7 +66,6 @@ def seconds(network: Network, sender: int, receiver: int, size: int, port: int =
     """The seconds of so many bytes from one host to another."""
     command = network.hosts[receiver].inside(sys.executable, "-c", RECEIVER, str(port))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         to = (network.hosts[receiver].address, str(size), str(port))
         command = network.hosts[sender].inside(sys.executable, "-c", SENDER, *to)
@@ -124,7 +121,6 @@ def test_data_of_one_direction_does_not_hold_up_the_other() -> None:
             pool.submit(seconds, network, 1, 3, 12_000_000)
             start = network.hosts[2].inside(sys.executable, "-c", BOTH_WAYS, "", "8000000", "4000000")
             with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
-                assert other.stdout is not None
                 assert other.stdout.readline() == "ready\n"
                 to = (network.hosts[2].address, "8000000", "4000000")
                 command = network.hosts[0].inside(sys.executable, "-c", BOTH_WAYS, *to)
@@ -191,7 +187,6 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(slow_links, "_AS_USER", ("sh", "-c", "echo no users >&2; exit 1"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     reason = why_not()
-    assert reason is not None
     assert "answers 'no root'" in reason
     assert "answers 'no users'" in reason
     assert "--privileged" in reason
@@ -200,7 +195,6 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     forbidden = Path("/proc/sys/kernel/overflowuid")  # a setting that every kernel has
     monkeypatch.setattr(slow_links, "_SETTINGS", {"kernel.overflowuid": (forbidden.read_text().strip(), "7")})
     reason = why_not()
-    assert reason is not None
     assert "no root" not in reason
     assert "sudo sysctl -w kernel.overflowuid=7" in reason
 

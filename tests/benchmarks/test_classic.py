@@ -1,7 +1,5 @@
 """The original planner's arithmetic: against a slow reading of its equations, and against its published answers."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

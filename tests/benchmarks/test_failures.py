@@ -1,7 +1,5 @@
 """The trials of failures: which there are, what is counted, and one of them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/gpu without a card: its rows, its limit, and of each check what a CPU can show, at the smallest sizes."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Faults of training begin after the first minibatch, which the library compares by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

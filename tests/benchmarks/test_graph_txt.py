@@ -1,7 +1,5 @@
 """The profile format of the original: read, written, and refused where it is damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

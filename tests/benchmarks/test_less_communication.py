@@ -1,7 +1,5 @@
 """The benchmark of what encodings cost trains, keeps its rows and prints its tables."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its bubbles are those of another simulator, which a paper's authors wrote.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

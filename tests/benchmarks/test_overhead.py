@@ -1,7 +1,5 @@
 """The benchmark of the runtime's own cost runs, and its tables have all their rows and figures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Profiles made of a graph.txt, planned for like any other: graphs with branches, published profiles, Table 1."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Predicted against measured: every point where its numbers say, inside the frame."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

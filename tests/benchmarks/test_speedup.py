@@ -1,7 +1,5 @@
 """The speed-up benchmark runs: curves, time to accuracy, emulated workers. Its tables follow from its rows."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

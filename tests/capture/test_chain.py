@@ -1,7 +1,5 @@
 """Chains are found, everything else is no chain or stays one layer, and the model is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

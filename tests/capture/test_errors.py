@@ -1,7 +1,5 @@
 """Each error names the module, what it did, the user's file and line, and what to do."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading

@@ -1,7 +1,5 @@
 """A chain is split into the modules inside its modules if that is asked for."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,8 +1,6 @@
 """What a forward does beside its calls: writes into its input, hooks on tensors, derivatives, moved buffers, parameters
 that are looked at or not used. Each trains as a plain loop does, or is refused with words that help."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Every tested model computes in bfloat16 and float16, at every cut, as it does in a plain loop."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import sys

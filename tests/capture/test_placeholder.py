@@ -1,7 +1,5 @@
 """Placeholders look like the tensors that they stand for, and compute nothing."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

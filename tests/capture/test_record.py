@@ -1,7 +1,5 @@
 """One forward is recorded: calls, tensors, and what they are computed from."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

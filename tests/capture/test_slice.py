@@ -1,7 +1,5 @@
 """A model in slices gives what it gives in one piece, wherever it is cut."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stand-ins look like the tensors in whose place they are, and leave no trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Containers of tensors and numbers are walked through, changed and read at a path."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple

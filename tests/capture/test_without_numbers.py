@@ -1,7 +1,5 @@
 """Models that run by their own forward are captured and profiled without numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clusters on the command line: a file, a paper's name, workers of unequal machines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command as a whole: what it loads, its help, its version, how it is started."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

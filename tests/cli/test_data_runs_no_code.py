@@ -1,7 +1,5 @@
 """A plan or a checkpoint that names a method's Python file does not run it; only the user does, by naming it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Options declared once: a command's flags come from the fields of dataclasses and from its own parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

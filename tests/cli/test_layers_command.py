@@ -1,7 +1,5 @@
 """`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is asked for, on the command line and of `pipedream.plan`: shapes, cuts, depth, update delay."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is retired is refused, with the words of one table; nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A schedule's file in PyTorch's notation, wherever the command takes a method's name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

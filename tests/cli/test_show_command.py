@@ -1,7 +1,5 @@
 """The command `pipedream show`, and what it shares with `simulate`: what m is, and how long a run is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command `pipedream simulate`: its options for stragglers and for sums."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """What a plan trades: whose choice counts, and where its texts are kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Compensations as nouns: texts, JSON, and what goes together."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -192,8 +190,6 @@ def test_named_methods_stand_on_others(name: str, stages: int) -> None:
     ours, other = (simulate(lower(s), costs(s.plan), 6 * stages) for s in (schedule, plain))
     assert ours.spans == other.spans
     for s in range(stages):
-        assert schedule.claims.staleness is not None
-        assert schedule.claims.in_flight is not None
         assert staleness(ours, s) == schedule.claims.staleness(stages, 6 * stages, s) == schedule.weights.staleness(s)
         assert in_flight(ours, s) == schedule.claims.in_flight(stages, 6 * stages, s)
 

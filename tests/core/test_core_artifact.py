@@ -1,7 +1,5 @@
 """Nouns as files: what is saved is what is loaded, and what is not the noun is refused with the place."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Units, graphs, plans, clusters: what is well formed and what is not. Seeds, which differ."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

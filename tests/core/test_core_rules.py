@@ -1,7 +1,5 @@
 """The arithmetic of depth, weights and updates, against the papers' own equations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice

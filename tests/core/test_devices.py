@@ -1,7 +1,5 @@
 """Devices: their table is its own docstring, the roofline has two slopes and a floor. Clusters of the papers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A plan that continues without one of its workers, and the cluster that is left."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -53,7 +51,6 @@ def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: 
     if counts[stage] == 1:
         assert reduced is None
         return
-    assert reduced is not None
     assert reduced.replicas == tuple(count - (s == stage) for s, count in enumerate(counts))
     assert [replace(row, replicas=1) for row in reduced.stages] == [replace(row, replicas=1) for row in plan.stages]
     assert reduced.depth_mode == mode
@@ -66,7 +63,6 @@ def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: 
 def test_a_worker_of_several_stages_needs_another_in_each() -> None:
     plan = replace(Plan.uniform(2, replicas=(2, 2)), cluster=Cluster.flat(3), worker_order=(0, 1, 1, 2))
     reduced = drop_worker(plan, 1)
-    assert reduced is not None
     assert Counter(reduced.worker_order) == Counter((0, 1))
     assert drop_worker(reduced, 0) is None
 
@@ -75,9 +71,7 @@ def test_a_worker_of_several_stages_needs_another_in_each() -> None:
 def test_a_last_replica_has_nobody_to_agree_with(sums: str) -> None:
     plan = Plan.uniform(2, replicas=(3, 1)).choosing(sums=sums)
     reduced = drop_worker(plan, 0)
-    assert reduced is not None
     assert str(reduced.choices.sums) == sums
     alone = drop_worker(reduced, 0)
-    assert alone is not None
     assert str(alone.choices.sums) == "full"
     assert drop_worker(Plan.uniform(2, replicas=(2, 2)).with_mesh("model:2"), 0) is None

@@ -1,7 +1,5 @@
 """Pauses of the garbage collector."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """From orders to programs: nothing lost, nothing moved, one channel a direction."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice, takewhile

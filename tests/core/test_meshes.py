@@ -1,7 +1,5 @@
 """Meshes and layouts: which rank has which part of a tensor, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What ports carry: against counting minibatch by minibatch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from math import lcm
 

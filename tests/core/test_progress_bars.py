@@ -1,7 +1,5 @@
 """Progress bars: where they are shown, and that one is shown at a time."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

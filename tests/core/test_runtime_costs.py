@@ -1,7 +1,5 @@
 """What the runtime adds: the record, and what a plan and a simulation make of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """From measured links to a cluster: levels from machines, ports from fans, kinds from speeds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

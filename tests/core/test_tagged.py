@@ -1,7 +1,5 @@
 """Tags and interpolated backwards of nF1B, against the order followed op by op and the papers' own claims."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 from math import exp

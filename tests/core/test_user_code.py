@@ -1,7 +1,5 @@
 """What is said of an error in the user's own code."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipedream.core.user_code import elide_middle, with_place

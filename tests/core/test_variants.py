@@ -1,7 +1,5 @@
 """Comparisons: the verdict is the figures', and what is missing is said."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipedream.core.variants import ACCUMULATING, DDP, ONE_WORKER, OverLink, RecipeComparison, Variant

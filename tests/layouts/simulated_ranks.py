@@ -1,7 +1,5 @@
 """All ranks of a partitioned step in one process, and whole tensors from the ranks' parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Training steps as operators: random ones, and a transformer's."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """`pipedream layout`, over ranks and by name: from operators and from recipes, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

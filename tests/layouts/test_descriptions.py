@@ -1,7 +1,5 @@
 """Layers and functions of torch are described, and their parts make the whole."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts by name: the published example, exhaustive search, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Bucket elimination: the least sum of tables, in two orders."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import prod
 

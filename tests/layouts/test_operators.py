@@ -1,7 +1,5 @@
 """Operators as text: what is read, and what is refused with its place."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from pathlib import Path
@@ -47,7 +45,6 @@ def test_affine_indices_are_those_of_python(terms: dict[str, int], offset: int, 
     text = " + ".join(data.draw(st.permutations([*parts, f"({offset})"])))
     (line,) = read_lines(f"y[a] = x[{text}]")
     (index,) = line.operands[0].indices
-    assert index is not None
     assert (dict(index.terms), index.offset) == (terms, offset)
 
 

@@ -1,7 +1,5 @@
 """Tofu's partition: its published costs, each cut against exhaustive search, its baselines and its refusals."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import prod
 from typing import Any

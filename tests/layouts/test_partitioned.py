@@ -1,7 +1,5 @@
 """Steps that are partitioned operator by operator compute what one process computes, and send what was predicted."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Names of indices that all lines share: what they change, and what they do not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Two machines are two network namespaces; for Slurm they have names, a controller
 folders and the network interface are replaced.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

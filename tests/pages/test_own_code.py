@@ -1,7 +1,5 @@
 """The pages for those who come from a plain loop and from Hugging Face: their code gives what a plain loop gives."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

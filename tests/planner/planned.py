@@ -1,7 +1,5 @@
 """The plan of one search."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pipedream as pd

@@ -1,7 +1,5 @@
 """Running sums whose differences are rounded once."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import accumulate, combinations_with_replacement
 

@@ -1,7 +1,5 @@
 """Replica counts with a small common multiple: every plan can run, and is the fastest of those that can."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import lcm
@@ -62,10 +60,8 @@ def test_is_the_fastest_with_so_short_a_cycle(
         except PlanError:
             assert got is None or cycle_of(got) > most  # refused when its memory is counted
             continue
-        assert got is not None
         assert tie_break_key(got) == tie_break_key(best)
         fastest = PipelineSearch.of(space).best_pipeline(whole)
-        assert fastest is not None
         assert got.bound_s == fastest.slowest_stage_s
         if cycle_of(fastest) <= most:
             assert got == fastest

@@ -1,7 +1,5 @@
 """A plan's depth against the memory of a worker."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans of graphs whose cuts carry several values, against every chain of downsets."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

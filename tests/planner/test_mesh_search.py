@@ -1,7 +1,5 @@
 """Cuts, replicas and meshes together, against every plan; and never slower than one mesh for all."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,7 +78,6 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert above >= best_s * (1 - 1e-9)
     if best_s < float("inf"):
         answer = programs[1].best()
-        assert answer is not None
         assert fits_rank_memory(space, answer[1])
         assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
         search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks,
@@ -173,7 +170,6 @@ def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
         assert periods.within(float("inf")) is None
         return
     choices = periods.within(best[0] * (1 + 1e-9))
-    assert choices is not None
     assert fits_rank_memory(space, choices)
     assert space.plan_of(choices).slowest_stage_s == pytest.approx(best[0])
     assert best[0] == 0 or periods.within(best[0] * (1 - 1e-9)) is None

@@ -1,7 +1,5 @@
 """Offloaded activations: no more than must be, counted by plan and simulation, and named in a refusal."""
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress
@@ -180,7 +178,6 @@ def test_a_refusal_says_which_sequences_would_fit(share: float) -> None:
     with pytest.raises(ShortageError) as refusal:
         plan_of(limit, profile=profile, activations="")
     advice = re.search(r"sequences of about (\d+) of the 64 that were profiled \(an estimate", str(refusal.value))
-    assert advice is not None
     plan_of(limit, profile=profile.of_length(int(advice[1])), activations="")
     with pytest.raises(ShortageError):
         plan_of(limit, profile=profile.of_length(int(advice[1]) + 4), activations="")

@@ -1,7 +1,5 @@
 """The search on the places that are left finds what the search on all of them finds."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One worker, data parallelism or a pipeline: the choice, its promise and its refusals."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A stage's fields against plain sums over its layers; cuts made by hand."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans for replicas that agree by less: what their sums cost, in the planner, the plan and the simulation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """PipeDream-2BW's planner by hand: its seconds, its choice of w, d and microbatches, its memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

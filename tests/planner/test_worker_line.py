@@ -1,7 +1,5 @@
 """Plans over levels, uneven machines and unlike workers, against every plan there is."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise, permutations

@@ -1,7 +1,5 @@
 """The slowness of work whose cores others use, from made-up counters of the kernel."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """This machine is measured within a few seconds, with what the roofline model needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

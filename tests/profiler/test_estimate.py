@@ -1,7 +1,5 @@
 """What is computed without running equals what is counted when it runs; flops and seconds have closed forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Bytes are exact, seconds are sane, and the model is left as it was."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One rank of a mesh, measured in one process: its parts, and the collectives that it counts."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

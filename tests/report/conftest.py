@@ -1,7 +1,5 @@
 """Timelines to draw: simulated, and bent as if they had been measured."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reads a page: its tags are balanced, and nothing is left open."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "link"}

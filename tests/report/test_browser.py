@@ -1,7 +1,5 @@
 """The page of a run in a real browser: drawn, readable at a laptop's size, without a complaint on the console."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

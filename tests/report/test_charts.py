@@ -1,7 +1,5 @@
 """The loss curve, inside its frame and honest about what it leaves out; ticks, lanes and colours of pictures."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import pairwise
@@ -117,7 +115,6 @@ def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, f
 def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:
     timeline = simulated("pipedream", total=100)
     window = middle_window(timeline, 12, [10, 30, 90])
-    assert window is not None
     assert (window.first, window.last) == (54, 66)
     assert window.end_s - window.start_s == 36.0
     assert middle_window(timeline, 12, range(0, 100, 20)) is None
@@ -125,17 +122,14 @@ def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:
 
 def test_steady_window_shows_whole_minibatches(simulated: Simulated) -> None:
     window = middle_window(simulated("gpipe", split=4, total=68), 8)
-    assert window is not None
     assert (window.first, window.last) == (28, 36)  # the middle would be 30
 
 
 def test_start_window(simulated: Simulated) -> None:
     timeline = simulated("pipedream", total=40)
     window = start_window(timeline, 12)
-    assert window is not None
     assert (window.first, window.last, window.start_s) == (0, 12, 0.0)
     short = start_window(simulated("pipedream", total=3), 12)
-    assert short is not None
     assert (short.last, short.end_s) == (3, simulated("pipedream", total=3).makespan_s)
     assert start_window(Timeline("x", "measured", 1, (), 0), 12) is None
 

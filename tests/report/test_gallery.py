@@ -1,7 +1,5 @@
 """The gallery: committed pages are what the objects give today."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """The picture of a timeline in the terminal: golden, and by what it must hold for any."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from importlib import import_module

@@ -1,7 +1,5 @@
 """What nouns show of themselves: a line, a table, and HTML with a picture."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sys

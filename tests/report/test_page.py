@@ -1,7 +1,5 @@
 """The page of a run: balanced, self-contained, complete, and calm when something is not known."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The picture of a timeline as SVG: well formed, one box an op, the right words in the right place."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from xml.etree import ElementTree

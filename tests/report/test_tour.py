@@ -1,7 +1,5 @@
 """The notebook of the tour runs, and shows what it says that it shows."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

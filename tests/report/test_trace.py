@@ -1,7 +1,5 @@
 """The trace file, against the rules of Chrome's trace event format."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace

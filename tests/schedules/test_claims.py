@@ -1,7 +1,5 @@
 """Every registered method keeps its paper's closed forms: all of them simulated, over many depths and counts."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from math import lcm
@@ -54,8 +52,6 @@ def test_bubble_of_one_minibatch(name: str) -> None:
         for times in ((1.0, 2.0),) if schedule.splits_backward else (TIMES[(p + m) % 3],):
             ratio, claimed = schedule.claims.ratio, schedule.claims.bubble
             timed = make_schedule(name, p, m, times if ratio is None else (times[0], times[0] * ratio))
-            assert timed is not None
-            assert claimed is not None
             assert run_metrics(run(timed, m)).bubble == pytest.approx(claimed(p, m), abs=1e-9), (p, m, times)
 
 
@@ -86,7 +82,6 @@ def check_counts(p: int, m: int, schedule: pd.Schedule) -> None:
 def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: int) -> None:
     schedule = build(name, pd.Plan.uniform(p))
     timeline = run(schedule, total)
-    assert schedule.claims.in_flight is not None
     assert [in_flight(timeline, s) for s in range(p)] == [schedule.claims.in_flight(p, total, s) for s in range(p)]
 
 
@@ -96,7 +91,6 @@ def test_staleness_settles_at_the_claim(name: str) -> None:
     for p in (1, 3, 4):
         schedule = build(name, pd.Plan.uniform(p))
         timeline = run(schedule, 6 * p)
-        assert schedule.claims.staleness is not None
         for tag in timeline.gradient_versions:
             if tag.microbatch >= 2 * p:
                 assert tag.staleness == schedule.claims.staleness(p, 6 * p, tag.stage)
@@ -162,7 +156,6 @@ def test_makespan_of_a_split_backward(name: str, times: tuple[float, float, floa
     least = build(name, uniform(name, p)).claims.least(p)
     for m in (least, least + 1, 3 * p + 1):
         schedule = build(name, uniform(name, p, f, i + w), m)
-        assert schedule.claims.makespan_s is not None
         program = lower(schedule)
         for n in (1, 3):
             timeline = simulate(program, costs(schedule.plan, weight_s=w), n * m)
@@ -180,7 +173,6 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
     for name, rows in beyond.items():
         for (f, i, w), m in rows:
             schedule = build(name, uniform(name, 4, f, i + w), m)
-            assert schedule.claims.makespan_s is not None
             timeline = simulate(lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)
             assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
 

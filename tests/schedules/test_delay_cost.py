@@ -1,7 +1,5 @@
 """What stale gradients cost is said as it was measured."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import median

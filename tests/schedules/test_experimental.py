@@ -1,7 +1,5 @@
 """Experimental methods: found by scanning their folder, needed by nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pipedream

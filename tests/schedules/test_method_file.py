@@ -1,7 +1,5 @@
 """A method in a file of the user's: drawn, proved, simulated, planned for and run by its path."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ A forward and a backward take one slot each, an update and a message none; every
 worker and its needs allow. ``'`` marks an update after an op, ``.`` a slot in which the worker waits.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from importlib import import_module
 

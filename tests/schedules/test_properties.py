@@ -1,7 +1,5 @@
 """What a method declares about itself, against the schedules that it builds, and asks of replicated plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RoundPipe: its closed forms against a loop over slots, what travels, and programs that break its rules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,7 +61,6 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
     coarse = [f * len(range(first, min(first + forwards, stages - 1))) for first in range(0, stages - 1, forwards)]
     assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(coarse, stages, f, b), p, m))
     if forwards == 1 and b >= f:
-        assert schedule.claims.makespan_s is not None
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
 
 
@@ -180,8 +177,6 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
         assert copies <= min(forwards, len(placement.passes_on_copies(rank, forward=True)))
     if forwards == 1:
         claims = schedule.claims
-        assert claims.in_flight is not None
-        assert claims.versions is not None
         assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
         assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
     verify(lower(evaluation(schedule.plan, placement)))

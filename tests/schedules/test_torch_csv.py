@@ -1,7 +1,5 @@
 """PyTorch's notation: its own schedules are read, proved and run; ours are written, and its loader takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

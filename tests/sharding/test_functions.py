@@ -1,7 +1,5 @@
 """What a model says of how its tensors are sharded changes where numbers are, and not the numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product

@@ -1,8 +1,6 @@
 """Operators on tensors that are sharded compute what they compute on whole ones, and none gathers without being
 seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints belong to no mesh: each rank writes its own part of a tensor, and reads the part that it needs."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Mapping
@@ -81,7 +79,6 @@ def _check(actual: Outcome, expected: Outcome) -> None:
 def _count_written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
     path = folders.find_newest_checkpoint(folder)
-    assert path is not None
     manifest = pieces.verify_checkpoint(path)
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
     elements = dict.fromkeys(manifest.files, 0)

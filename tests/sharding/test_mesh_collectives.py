@@ -1,7 +1,5 @@
 """The collectives of a stage run without data are those of training: kinds, numbers and bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +81,6 @@ WORDS = {
 
 
 def _describe_collectives(stage: StageCollectives | None) -> tuple[str, ...]:
-    assert stage is not None
     return tuple("; ".join(map(str, stage.measured[name])) for name in ("forward", "backward", "update"))
 
 

@@ -1,7 +1,5 @@
 """`pipedream train --mesh` with a mesh for each stage, and `pipedream compare --mesh`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixtures of experts on a mesh choose and compute as in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,7 +87,6 @@ def _compare_layers() -> list[str]:
         layout = pipedream.Layout(experts).of_model(copied)
         for name, whole_weight in list(copied.named_parameters()):
             names = layout.names_of(name)
-            assert names is not None
             dims = layout.placements(names, whole_weight.shape, pipedream.Mesh("data:2,model:2"))
             cuts = [whole if dim is None else Shard(dim) for dim in dims]
             part = distribute_tensor(whole_weight.detach(), mesh, cuts, src_data_rank=None)

@@ -1,7 +1,5 @@
 """A rank of a mesh takes the bytes that are predicted."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

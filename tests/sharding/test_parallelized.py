@@ -1,7 +1,5 @@
 """Layers that the user shards by `parallelize_module` train as on single ranks; anything else is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every legal layout of a random model trains as one process does; another one is refused with the reason."""
 
-from __future__ import annotations
-
 import re
 
 import hypothesis

@@ -1,7 +1,5 @@
 """The clock by hand: deadlocks, ranks in turns, and sums of tied weights; test_clock_oracle has its oracle."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

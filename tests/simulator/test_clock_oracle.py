@@ -1,7 +1,5 @@
 """The fast clock against the slow one, and the buckets of a sum by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

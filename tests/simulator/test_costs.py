@@ -1,7 +1,5 @@
 """Seconds of a plan's ops and messages; ops that jitter and ranks that are slow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import sqrt
 from statistics import fmean, stdev

@@ -1,7 +1,5 @@
 """Closed forms of time: makespan of flushing orders, period of asynchronous ones, at both depths."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import lcm

@@ -4,8 +4,6 @@ What is checked is read off the simulated spans by rules of this file's own, not
 to three replicas at each of three stages every method is proved: no draw can miss one.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from contextlib import suppress

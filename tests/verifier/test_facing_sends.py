@@ -5,8 +5,6 @@ an op that waits for its whole device (an allocation that frees memory, the firs
 `torch.cuda.synchronize`), both wait for ever.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path

@@ -4,8 +4,6 @@ The second half is what makes the first worth something: the proof decides, and 
 real runtime and compared with plain PyTorch, or with the serial loop of the method's published rule.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

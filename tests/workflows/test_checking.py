@@ -1,7 +1,5 @@
 """Plans that a person edited: a valid one is predicted, an invalid one is refused with one message."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Options that exclude each other: Python and the command read one table and use one wording."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

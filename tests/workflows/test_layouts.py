@@ -1,7 +1,5 @@
 """Plans whose workers have several stages: cut evenly, laid out as the method asks, and checked worker by worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

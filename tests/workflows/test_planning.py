@@ -1,7 +1,5 @@
 """Planning by a request: its options are listed once, and each automatic plan can be run."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

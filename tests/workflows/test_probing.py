@@ -1,7 +1,5 @@
 """Probing: what is measured on which machines, and that it comes to what is there."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from functools import partial

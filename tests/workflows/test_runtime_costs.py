@@ -1,7 +1,5 @@
 """What the runtime costs is measured by its own run: in one process, over several, and for a profile."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sweeps: rows agree with plan and simulate, crossovers are where the lead changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models larger than the machine: profiled on the meta device and planned, by the door and by the command."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
