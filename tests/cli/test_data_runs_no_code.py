@@ -32,6 +32,7 @@ METHODS = (Method(mine),)
 RECIPE = """
 import torch
 from torch import nn
+import pipedream
 
 def recipe():
     torch.manual_seed(0)
@@ -82,17 +83,8 @@ def test_the_user_may_name_it(method: Path, run_command: RunCommand) -> None:
 def test_a_plan_in_python(method: Path) -> None:
     replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
     plan = pd.Plan.load("plan.json")
-    verbs: list[Callable[..., Any]] = [
-        pd.simulate,
-        partial(
-            pd.Pipeline,
-            nn.Sequential(nn.Linear(3, 2)),
-            loss=nn.CrossEntropyLoss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            sample=torch.zeros(4, 3),
-        ),
-    ]
-    for verb in verbs:
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "sample": torch.zeros(4, 3)}
+    for verb in (pd.simulate, partial(pd.Pipeline, nn.Sequential(nn.Linear(3, 2)), **options)):
         with pytest.raises(ScheduleError, match=r"read the file and, if you trust it, .* schedule='mine.py' in Python"):
             verb(plan)
 
@@ -118,15 +110,8 @@ def test_train_from_a_checkpoint(
     Path("recipe.py").write_text(RECIPE)
     arguments: dict[str, Any] = {}
     exec(RECIPE, arguments)
-    train_recipe(
-        lambda seed: arguments["recipe"](),
-        workers=1,
-        schedule=None if phases else "mine.py",
-        phases=phases,
-        minibatches=2,
-        out="run",
-        quiet=True,
-    )
+    options = {"schedule": None if phases else "mine.py", "phases": phases, "workers": 1, "minibatches": 2}
+    train_recipe(lambda seed: arguments["recipe"](), out="run", quiet=True, **options)
     method.with_suffix(".ran").unlink()
     registry._run_file.cache_clear()
     assert "the checkpoint run/checkpoints/minibatch-00000002 names the method 'mine.py', a Python file" in refused(

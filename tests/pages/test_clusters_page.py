@@ -37,6 +37,7 @@ import os, time
 from functools import partial
 import torch
 from torch import nn
+import pipedream
 
 
 class Engine(nn.Module):  # no chain: a residual connection, two inputs, a function between modules
