@@ -75,10 +75,8 @@ def test_a_plan_is_simulated_on_another_cluster(
 
     assert makespan_s() == pytest.approx(4.0 + 2 * 1.0)
     assert makespan_s("--cluster", "pipedream-b:1") == pytest.approx(4.0 + 2 * 1.25 / 150)
-    assert (
-        pd.Plan.load(Path(path)).on(Cluster.flat(2, 1.0)).note,
-        pd.Plan.load(Path(path)).on(Cluster.flat(2)).bound_s,
-    ) == ("", 0.0)
+    plan = pd.Plan.load(Path(path))
+    assert (plan.on(Cluster.flat(2, 1.0)).note, plan.on(Cluster.flat(2)).bound_s) == ("", 0.0)
     assert "the stages take 2 workers, the cluster has 1; plan again for that cluster" in refused(
         "simulate", path, "--cluster", "pipedream-c:1"
     )

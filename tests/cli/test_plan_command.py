@@ -57,9 +57,8 @@ def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path:
     assert (answer["update_delay"], answer["note"]) == ([1, 0, 0], "cut by hand")
     plan = pd.Plan.load(out)
     assert plan.update_delay == (1, 0, 0)
-    assert plan == pd.plan(
-        pd.Profile.load(profile), pd.Cluster.flat(4), shape="2-1-1", cuts=(2, "layer5"), update_delay=1
-    )
+    request = {"shape": "2-1-1", "cuts": (2, "layer5"), "update_delay": 1}
+    assert plan == pd.plan(pd.Profile.load(profile), pd.Cluster.flat(4), **request)
     assert plan_json(capfd, profile, "--workers", "2", "--cuts", "4")["config"] == "1-1"
     assert cli.main(["simulate", out, "--schedule", "pipedream", "--minibatches", "8"]) == 0
 
@@ -68,15 +67,26 @@ def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path:
     ("options", "message"),
     [
         (
-            ["--straight", "--config", "2-1"],
+            "--workers 3 --straight --config 2-1",
             "--straight was given with --config 2-1, but each of them sets the shape of the plan; give one",
         ),
-        (["--in-flight", "deep"], "write noam, full, auto or counts as in 3,2,1"),
-        (["--update-delay", "2"], "Invalid value"),
+        ("--workers 3 --in-flight deep", "write noam, full, auto or counts as in 3,2,1"),
+        ("--workers 3 --update-delay 2", "Invalid value"),
+        ("--workers 4 4 --bandwidth 1e9", "--workers gives 2 levels of the network and --bandwidth 1"),
+        ("--workers 4 --bandwidth 1e9 2e9", "--workers gives 1 levels of the network and --bandwidth 2"),
+        ("--workers 4 --bandwidth 0", "'0' is not a bandwidth; write for example 1e9"),
+        ("--workers two", "--workers two was asked for; give a whole number from 1 on"),
+        ("--workers 1000000", "width must be between 1 and 100000, found 1000000"),
+        ("", "the number of workers is missing; give --workers N"),
+        ("--workers 2 --plot a.svg", "No such option: --plot"),
+        ("--workers 2 --explain", "--explain was given with --schedule pipedream"),
+        ("--workers 2 --allow-asynchronous", "--allow-asynchronous was given with --schedule pipedream"),
+        ("--workers 2 --strategy 2bw --schedule 1f1b", "--strategy 2bw was given with --schedule 1f1b"),
+        ("--workers 2 --strategy 2bw --config 1-1", "PipeDream-2BW's planner chooses the stages and the depth itself"),
     ],
 )
-def test_refusals(profile: str, options: list[str], message: str, refused: Callable[..., str]) -> None:
-    assert message in refused("plan", profile, "--workers", "3", *options)
+def test_refusals(profile: str, options: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("plan", profile, *options.split())
 
 
 def test_train_takes_a_plan_or_a_shape(
@@ -156,37 +166,6 @@ def test_levels_of_the_network(
     assert described["speedup_over_data_parallel"] == pytest.approx(parallel_s / described["simulated_s"])
     again = plan_json(capfd, *network, profile)  # the file may follow the values
     assert again | {"planning_s": 0} == described | {"planning_s": 0}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--workers", "4", "4", "--bandwidth", "1e9"], "--workers gives 2 levels of the network and --bandwidth 1"),
-        (["--workers", "4", "--bandwidth", "1e9", "2e9"], "--workers gives 1 levels of the network and --bandwidth 2"),
-        (["--workers", "4", "--bandwidth", "0"], "'0' is not a bandwidth; write for example 1e9"),
-        (["--workers", "two"], "--workers two was asked for; give a whole number from 1 on"),
-        (["--workers", "1000000"], "width must be between 1 and 100000, found 1000000"),
-        ([], "the number of workers is missing; give --workers N"),
-    ],
-)
-def test_refused_clusters(profile: str, options: list[str], message: str, refused: Callable[..., str]) -> None:
-    assert message in refused("plan", profile, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--plot", "a.svg"], "No such option: --plot"),
-        (["--explain"], "--explain was given with --schedule pipedream"),
-        (["--allow-asynchronous"], "--allow-asynchronous was given with --schedule pipedream"),
-        (["--strategy", "2bw", "--schedule", "1f1b"], "--strategy 2bw was given with --schedule 1f1b"),
-        (["--strategy", "2bw", "--config", "1-1"], "PipeDream-2BW's planner chooses the stages and the depth itself"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(
-    profile: str, options: list[str], message: str, refused: Callable[..., str]
-) -> None:
-    assert message in refused("plan", profile, "--workers", "2", *options)
 
 
 def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
