@@ -216,41 +216,15 @@ def _graph() -> Profile:
     return Profile("graph", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 6, batch=1)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "replicas", "says"),
-    [
-        ((1,), None, None),
-        ((2,), None, None),
-        ((4,), None, r"before layer 4 .*layers 'd' and 'f' share a parameter .* cut at one of \[1, 2, 3\]"),
-        ((6,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
-        ((0,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
-        ((3, 1), None, r"cuts \(3, 1\) were asked for; give layer indices in increasing"),
-        ((3, 3), None, r"cuts \(3, 3\) were asked for; give layer indices in increasing"),
-        ((1, 3), (1, 1), r"are for 2 stages, cuts \(1, 3\) make 3; give one count for each stage"),
-        ((1,), (0, 1), r"every stage needs at least one worker"),
-        ((1,), (3, 2), r"take 5 workers, the cluster has 4; ask for fewer"),
-    ],
-)
-def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, ...] | None, says: str | None) -> None:
-    if says is None:
-        assert manual_plan(_graph(), pd.Cluster.flat(4), cuts, replicas).config == "1-1"
-        return
-    with pytest.raises(PlanError, match=says):
-        manual_plan(_graph(), pd.Cluster.flat(4), cuts, replicas)
+GRAPH = _graph()
 
 
 def test_cuts_by_name() -> None:
     cluster = pd.Cluster.flat(4)
-    by_name = manual_plan(_graph(), cluster, ("b", 3), (1, 2, 1), update_delay=1)
-    assert by_name == manual_plan(_graph(), cluster, (1, 3), (1, 2, 1), update_delay=1)
+    by_name = manual_plan(GRAPH, cluster, ("b", 3), (1, 2, 1), update_delay=1)
+    assert by_name == manual_plan(GRAPH, cluster, (1, 3), (1, 2, 1), update_delay=1)
     assert by_name.update_delay == (0, 1, 0)
-    with pytest.raises(
-        PlanError, match="before layer 'z' was asked for, the model's layers are a, b, c, d, e, f; name one"
-    ):
-        manual_plan(_graph(), cluster, ("z",))
-    with pytest.raises(PlanError, match="before layer 4 was asked for: it would separate tied layers"):
-        manual_plan(_graph(), cluster, ("e",))
-    assert manual_plan(_graph(), cluster, ("c",)).stages[0].output_bytes == 2  # what a and b made; c reads both
+    assert manual_plan(GRAPH, cluster, ("c",)).stages[0].output_bytes == 2  # what a and b made; c reads both
 
 
 def _named(*names: str) -> Profile:
@@ -268,20 +242,6 @@ def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
     assert manual_plan(BLOCKS, pd.Cluster.flat(2), (name,)).stages[1].first == place
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("embed", r"'embed' was asked for, which begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
-        ("h.3.mlp.up", r"which is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4.norm'"),
-        ("h.12", r"but the model has no layer or module of this name; cut before 'h.\d+' or"),
-        ("transformer", r"the model has no layer or module of this name; cut before 'h.0.norm' or"),
-    ],
-)
-def test_a_module_that_cannot_be_cut_is_named(name: str, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        manual_plan(BLOCKS, pd.Cluster.flat(2), (name,))
-
-
 def test_a_call_within_a_layer_is_named() -> None:
     calls = tuple(
         Call(name, 2 * i, 2 * i + 1) for i, name in enumerate(("stem", "attn.q", "attn.k", "attn.v", "attn.q@2"))
@@ -293,9 +253,36 @@ def test_a_call_within_a_layer_is_named() -> None:
     assert manual_plan(profile, pd.Cluster.flat(2), ("attn.q@2",)).stages[1].first == 2
 
 
-def test_refuses_no_microbatch_and_too_little_memory() -> None:
-    with pytest.raises(PlanError, match="split into 0 microbatches"):
-        manual_plan(TINY, pd.Cluster.flat(2), (2,), microbatches=0)
-    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) holds 1 in flight and needs 1.00 kB"):
-        manual_plan(TINY, pd.Cluster.flat(2, memory_bytes=1000), (2,))
+@pytest.mark.parametrize(
+    ("profile", "cuts", "how", "says"),
+    [
+        (GRAPH, (4,), {}, r"before layer 4 .*layers 'd' and 'f' share a parameter .* cut at one of \[1, 2, 3\]"),
+        (GRAPH, (6,), {}, r"the model has 6 layers, a cut lies between 1 and 5"),
+        (GRAPH, (0,), {}, r"the model has 6 layers, a cut lies between 1 and 5"),
+        (GRAPH, (3, 1), {}, r"cuts \(3, 1\) were asked for; give layer indices in increasing"),
+        (GRAPH, (3, 3), {}, r"cuts \(3, 3\) were asked for; give layer indices in increasing"),
+        (GRAPH, (1, 3), {"replicas": (1, 1)}, r"are for 2 stages, cuts \(1, 3\) make 3; give one count for each stage"),
+        (GRAPH, (1,), {"replicas": (0, 1)}, r"every stage needs at least one worker"),
+        (GRAPH, (1,), {"replicas": (3, 2)}, r"take 5 workers, the cluster has 4; ask for fewer"),
+        (GRAPH, ("z",), {}, "before layer 'z' was asked for, the model's layers are a, b, c, d, e, f; name one"),
+        (GRAPH, ("e",), {}, "before layer 4 was asked for: it would separate tied layers"),
+        (BLOCKS, ("embed",), {}, r"begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
+        (BLOCKS, ("h.3.mlp.up",), {}, r"is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4"),
+        (BLOCKS, ("h.12",), {}, r"but the model has no layer or module of this name; cut before 'h.\d+' or"),
+        (BLOCKS, ("transformer",), {}, r"the model has no layer or module of this name; cut before 'h.0.norm' or"),
+        (TINY, (2,), {"microbatches": 0}, "split into 0 microbatches"),
+        (TINY, (2,), {"memory": 1000}, r"stage 1 \(layers 2 to 2\) holds 1 in flight and needs 1.00 kB"),
+    ],
+)
+def test_refuses_cuts_and_says_why(profile: pd.Profile, cuts: Any, how: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        manual_plan(profile, pd.Cluster.flat(4, memory_bytes=how.pop("memory", None)), cuts, **how)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_cuts_that_are_legal(cut: int) -> None:
+    assert manual_plan(GRAPH, pd.Cluster.flat(4), (cut,)).config == "1-1"
+
+
+def test_memory_that_is_just_enough() -> None:
     assert manual_plan(TINY, pd.Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001
