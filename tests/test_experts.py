@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import pipedream

@@ -21,8 +21,7 @@ from accuracy_recipe import ASKED, recipe
 from scaffold import format_range, format_table
 from worker_processes import Disturbance
 
-from pipedream import Cluster, Plan, Profile
-from pipedream import plan as make_plan
+from pipedream import Cluster, Plan, Profile, plan as make_plan
 from pipedream.core.units import format_bytes, format_number
 from pipedream.core.variants import (
     ACCUMULATED,

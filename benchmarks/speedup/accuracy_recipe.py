@@ -45,8 +45,7 @@ def characters(seed: int, settings: dict[str, Any]) -> Recipe:
     NAdam with long momentum tolerates stale gradients, and is as good without (Ajanthan et al., ICML 2025, section 5).
     """
     sys.path.append(str(ROOT / "benchmarks" / "convergence"))
-    from tasks import char_gpt_units, measure_per_token
-    from tasks import characters as windows
+    from tasks import char_gpt_units, characters as windows, measure_per_token
 
     torch.manual_seed(seed)
     train, test = windows()

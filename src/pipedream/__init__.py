@@ -17,12 +17,14 @@ from pipedream.core.display import Tabular as _Tabular
 from pipedream.core.garbage import pause_collection as _pause_collection
 
 if TYPE_CHECKING:
-    from pipedream import callbacks as callbacks
-    from pipedream import capture as capture
-    from pipedream import experts as experts
-    from pipedream import loggers as loggers
-    from pipedream import metrics as metrics
-    from pipedream import schedules as schedules
+    from pipedream import (
+        callbacks as callbacks,
+        capture as capture,
+        experts as experts,
+        loggers as loggers,
+        metrics as metrics,
+        schedules as schedules,
+    )
     from pipedream.core.errors import PipelineError as PipelineError
     from pipedream.core.hardware.cluster import Cluster as Cluster
     from pipedream.core.model.profile import Profile as Profile
@@ -32,16 +34,20 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.phase import Phase as Phase
     from pipedream.core.schedule.schedule import Schedule as Schedule
     from pipedream.core.schedule.timeline import Timeline as Timeline
-    from pipedream.layouts import Operators as Operators
-    from pipedream.layouts import lay_out as lay_out
-    from pipedream.layouts import operators as operators
-    from pipedream.layouts import partition as partition
-    from pipedream.layouts import register_operator as register_operator
+    from pipedream.layouts import (
+        Operators as Operators,
+        lay_out as lay_out,
+        operators as operators,
+        partition as partition,
+        register_operator as register_operator,
+    )
     from pipedream.pipeline import Pipeline as Pipeline
     from pipedream.recipe import Recipe as Recipe
     from pipedream.runtime.results.results import Done as Done
-    from pipedream.runtime.stage.auxiliary import add_auxiliary_loss as add_auxiliary_loss
-    from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale as auxiliary_loss_scale
+    from pipedream.runtime.stage.auxiliary import (
+        add_auxiliary_loss as add_auxiliary_loss,
+        auxiliary_loss_scale as auxiliary_loss_scale,
+    )
     from pipedream.training.emulate import emulate as emulate
     from pipedream.training.train import run as run
     from pipedream.workflows.plan import plan as plan

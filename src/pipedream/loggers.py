@@ -3,8 +3,10 @@
 pipedream.Recipe(..., loggers=[pipedream.loggers.WandbLogger(project="digits")])
 """
 
-from pipedream.runtime.results.loggers import CSVLogger as CSVLogger
-from pipedream.runtime.results.loggers import Logger as Logger
-from pipedream.runtime.results.loggers import MLFlowLogger as MLFlowLogger
-from pipedream.runtime.results.loggers import TensorBoardLogger as TensorBoardLogger
-from pipedream.runtime.results.loggers import WandbLogger as WandbLogger
+from pipedream.runtime.results.loggers import (
+    CSVLogger as CSVLogger,
+    Logger as Logger,
+    MLFlowLogger as MLFlowLogger,
+    TensorBoardLogger as TensorBoardLogger,
+    WandbLogger as WandbLogger,
+)

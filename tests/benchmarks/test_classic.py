@@ -4,10 +4,8 @@ import math
 from functools import cache
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from paper_tables import classic as classic_module
-from paper_tables import classic_states
+from hypothesis import given, strategies as st
+from paper_tables import classic as classic_module, classic_states
 from paper_tables.classic import classic, solve
 from paper_tables.classic_states import CutStates
 from paper_tables.graph_txt import GraphNode, GraphText

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Started
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import pipedream as pd

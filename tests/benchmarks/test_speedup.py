@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Started
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from published import published
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pipedream as pd
-from pipedream.capture import capture
-from pipedream.capture import placeholder as placeholders
+from pipedream.capture import capture, placeholder as placeholders
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.structure import walk
 from pipedream.core.user_code import is_users_file

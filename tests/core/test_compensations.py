@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.plan import Plan

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import drawn
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.plan.depth import raise_to_legal

@@ -6,8 +6,7 @@ from itertools import count, islice, takewhile
 
 import pytest
 from drawn import STRAIGHT, laid_out
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import ScheduleError

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 from drawn import MESHES, placements
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
 from pipedream.core.errors import PlanError

@@ -5,8 +5,7 @@ from math import lcm
 
 import pytest
 from drawn import clusters
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import SumLink, ports_s

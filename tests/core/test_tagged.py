@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from delayed import nf1b
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.schedule.lowering import lower

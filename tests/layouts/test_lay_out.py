@@ -5,8 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError

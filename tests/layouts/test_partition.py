@@ -5,8 +5,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipedream import Operators, partition
 from pipedream.core.errors import PlanError

@@ -1,8 +1,7 @@
 """Names of indices that all lines share: what they change, and what they do not."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipedream import Layout, Mesh, Operators, partition
 from pipedream.core.errors import PlanError

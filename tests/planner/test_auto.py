@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import pipedream as pd
 from pipedream import cli, schedules

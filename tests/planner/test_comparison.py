@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 import pipedream as pd
 from pipedream import cli
@@ -23,8 +22,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import list_finalists
-from pipedream.workflows import plan as planning
-from pipedream.workflows import stage_search
+from pipedream.workflows import plan as planning, stage_search
 from pipedream.workflows.methods import score
 from pipedream.workflows.stage_search import StageSearch, make_candidate
 

@@ -6,8 +6,7 @@ from itertools import pairwise, product
 from operator import and_, or_
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.planner.cuts import Lattice, bit_indices, min_cut_downset, narrowest_cuts

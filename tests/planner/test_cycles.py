@@ -6,8 +6,7 @@ from math import lcm
 
 import pytest
 from every_plan import exhaustive
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import schedules

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from every_plan import every_plan, exhaustive, peak_bytes
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from marks import seeds
 
 import pipedream as pd

@@ -11,8 +11,7 @@ import pytest
 from drawn import runtime_costs
 from every_plan import exhaustive
 from exactly import best_plans
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import PlanError

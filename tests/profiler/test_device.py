@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.errors import ArtifactError, ProfileError
 from pipedream.core.hardware.devices import DEVICES, Device
-from pipedream.profiler import device as device_module
-from pipedream.profiler import device_of, dtype_of, measure_device
+from pipedream.profiler import device as device_module, device_of, dtype_of, measure_device
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ from collections import Counter
 from importlib import import_module
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.text import choose_slot, grid, grid_rich

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant
 from pipedream.report.variants import variants_page, variants_svg

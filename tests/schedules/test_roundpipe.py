@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import combinations, groupby, pairwise
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError

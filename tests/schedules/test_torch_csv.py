@@ -13,8 +13,7 @@ import reference
 import torch
 import torch_schedules
 import zoo
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import DeadlockError, ScheduleError

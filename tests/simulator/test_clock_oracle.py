@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 from drawn import runs, schedules
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 import pipedream as pd

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from drawn import runs
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster, Level, Workers

@@ -7,8 +7,7 @@ from itertools import accumulate
 
 import pytest
 from drawn import runs, straight
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.matrices import Matrices

@@ -5,8 +5,7 @@ from fractions import Fraction
 from math import lcm
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from marks import thinned
 
 import pipedream as pd

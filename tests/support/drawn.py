@@ -9,8 +9,7 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers

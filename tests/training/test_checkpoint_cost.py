@@ -10,8 +10,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.training.checkpoint_cost import FIRST, SHARE, CheckpointCost
 

@@ -17,8 +17,7 @@ import commands
 import processes
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset

@@ -11,8 +11,7 @@ from typing import Any
 import commands
 import processes
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream import Cluster, PipelineError, Plan, Timeline, metrics, simulate
 from pipedream.core.model.graph import Layer, LayerGraph

@@ -12,8 +12,7 @@ from functools import cache
 import cases
 import pytest
 from cases import Case
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from marks import thinned
 
 import pipedream.workflows.prepare

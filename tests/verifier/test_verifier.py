@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 from drawn import STRAIGHT, Case, cases, laid_out
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.errors import DeadlockError, PlanError, ScheduleError

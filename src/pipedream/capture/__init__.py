@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from pipedream.capture.captured import Captured as Captured
-from pipedream.capture.captured import build_captured as build_captured
-from pipedream.capture.captured import find_layers as find_layers
+from pipedream.capture.captured import (
+    Captured as Captured,
+    build_captured as build_captured,
+    find_layers as find_layers,
+)
 from pipedream.capture.chain import find_chain
 from pipedream.capture.compare import split
 from pipedream.capture.errors import check_model
 from pipedream.capture.plain_model import PlainModel as PlainModel
-from pipedream.capture.preserve_state import list_cuda_devices as list_cuda_devices
-from pipedream.capture.preserve_state import preserve_state as preserve_state
+from pipedream.capture.preserve_state import list_cuda_devices as list_cuda_devices, preserve_state as preserve_state
 from pipedream.capture.slice_forward import call_model as call_model
-from pipedream.capture.stand_ins import has_stand_ins
-from pipedream.capture.stand_ins import stand_ins as stand_ins
+from pipedream.capture.stand_ins import has_stand_ins, stand_ins as stand_ins
 
 
 def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:

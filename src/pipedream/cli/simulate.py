@@ -16,8 +16,7 @@ from pipedream.report.methods import methods_svg
 from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.simulate import compare_methods, share_model
-from pipedream.workflows.simulate import simulate as simulated
+from pipedream.workflows.simulate import compare_methods, share_model, simulate as simulated
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
 _SHARE = " on a worker, which its stages share"

@@ -7,27 +7,31 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipedream.layouts.description.operators import DescribedStep as DescribedStep
-    from pipedream.layouts.description.operators import Operators as Operators
+    from pipedream.layouts.description.operators import DescribedStep as DescribedStep, Operators as Operators
     from pipedream.layouts.layer import partition_layer as partition_layer
-    from pipedream.layouts.report import compare_layouts as compare_layouts
-    from pipedream.layouts.report import compare_partitions as compare_partitions
-    from pipedream.layouts.report import format_layouts as format_layouts
-    from pipedream.layouts.report import format_partitions as format_partitions
+    from pipedream.layouts.report import (
+        compare_layouts as compare_layouts,
+        compare_partitions as compare_partitions,
+        format_layouts as format_layouts,
+        format_partitions as format_partitions,
+    )
     from pipedream.layouts.search.exchanges import Exchanges as Exchanges
     from pipedream.layouts.search.lay_out import lay_out as lay_out
-    from pipedream.layouts.search.partition import METHODS as METHODS
-    from pipedream.layouts.search.partition import Partition as Partition
-    from pipedream.layouts.search.partition import check_request as check_request
-    from pipedream.layouts.search.partition import complete_partition as complete_partition
-    from pipedream.layouts.search.partition import partition as partition
-    from pipedream.layouts.step import GroupRanks as GroupRanks
-    from pipedream.layouts.step import PartitionedStep as PartitionedStep
+    from pipedream.layouts.search.partition import (
+        METHODS as METHODS,
+        Partition as Partition,
+        check_request as check_request,
+        complete_partition as complete_partition,
+        partition as partition,
+    )
+    from pipedream.layouts.step import GroupRanks as GroupRanks, PartitionedStep as PartitionedStep
     from pipedream.layouts.tracing.registry import register_operator as register_operator
-    from pipedream.layouts.tracing.trace import TracedStep as TracedStep
-    from pipedream.layouts.tracing.trace import describe_step as describe_step
-    from pipedream.layouts.tracing.trace import operators as operators
-    from pipedream.layouts.tracing.trace import trace as trace
+    from pipedream.layouts.tracing.trace import (
+        TracedStep as TracedStep,
+        describe_step as describe_step,
+        operators as operators,
+        trace as trace,
+    )
 
 _NAMES = {
     "description.operators": ("DescribedStep", "Operators"),

@@ -23,8 +23,7 @@ from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.progress import format_time_left
-from pipedream.core.progress import progress as show_progress
+from pipedream.core.progress import format_time_left, progress as show_progress
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.units import format_seconds
 from pipedream.options import TrainingOptions, plain

@@ -42,8 +42,7 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.probe import detect_cluster, measure_runtime
-from pipedream.workflows.profile import MAX_RANKS
-from pipedream.workflows.profile import profile as profile_model
+from pipedream.workflows.profile import MAX_RANKS, profile as profile_model
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from pipedream import metrics, planner, schedules
-from pipedream import simulator as clock
+from pipedream import metrics, planner, schedules, simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipedream import metrics, schedules
-from pipedream import simulator as clock
+from pipedream import metrics, schedules, simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan

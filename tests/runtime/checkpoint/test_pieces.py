@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pipedream.core.artifact import decode

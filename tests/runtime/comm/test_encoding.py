@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from encoded import rounded
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.plan.messages import BLOCK, ENCODINGS, Messages

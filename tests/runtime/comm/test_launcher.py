@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.launcher import detect_launcher, read_launcher

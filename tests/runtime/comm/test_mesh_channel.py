@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from drawn import MESHES, placements
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.core.plan.layout import Crossing, with_crossings
 from pipedream.core.plan.mesh import Mesh, box_of, pieces

@@ -17,8 +17,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed import distributed_c10d
 

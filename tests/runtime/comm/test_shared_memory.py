@@ -9,8 +9,7 @@ from threading import Thread
 import pytest
 import torch
 from exchange import message_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.comm.channel import drain

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from drawn import Case, cases
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from loaders import Numbers, Plain, Shuffled, listed, seed_all
 from torch.utils.data import DataLoader
 

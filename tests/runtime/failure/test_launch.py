@@ -17,8 +17,7 @@ from typing import Any
 import commands
 import pytest
 
-from pipedream.runtime.failure import launch as launching
-from pipedream.runtime.failure import processes
+from pipedream.runtime.failure import launch as launching, processes
 from pipedream.runtime.failure.agent import Agent, Worker
 from pipedream.runtime.failure.launch import _Failure, launch
 from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, read_lost, write_error

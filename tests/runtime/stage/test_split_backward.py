@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from first_minibatches import assert_equal, piped, plain
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
