@@ -43,6 +43,7 @@ from pipedream.runtime.checkpoint.parameters import list_stage_names, select_tra
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
+from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -147,7 +148,8 @@ class Pipeline:
         training.begin()
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
         stream = training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
-        yield from self.followed.during(stream)
+        with watching_epochs(loader, lambda: training.position, lambda: self._local.data.begun):
+            yield from self.followed.during(stream)
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)

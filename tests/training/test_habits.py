@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 import pipedream as pd
 from pipedream.callbacks import EarlyStopping
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
+from pipedream.runtime.data.epochs import watching_epochs
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 EPOCHS = 3
@@ -192,6 +195,106 @@ def test_a_sampler_that_counts_is_not_counted_twice() -> None:
         list(pipeline.train(loader, until_epoch=1))
         list(pipeline.train(loader, epochs=EPOCHS - 1))
         assert_equal(pipeline.state_dict(), expected)
+
+
+class Augmented(Dataset[Any]):
+    """Its samples depend on the epoch."""
+
+    def __init__(self, holder: Any = None) -> None:
+        self.epoch, self.holder, self.data = 0, holder or self, dataset()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + self.holder.epoch, y
+
+
+class Stream(IterableDataset[Any]):
+    epoch = 0
+    set_epoch = Augmented.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(x + self.epoch, y) for x, y in dataset()])
+
+
+class Batches(Stream):
+    """An iterable that is no DataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(list(super().__iter__()), batch_size=8))
+
+
+LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # a loader, and what is told the epoch
+    "sampler": (lambda: loader_of("sampler"), lambda loader: loader.sampler),
+    "batches": (lambda: loader_of("batches"), lambda loader: loader.batch_sampler),
+    "sampler of batches": (
+        lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Shuffled(), 8, False)),
+        lambda loader: loader.batch_sampler.sampler,
+    ),
+    "wrapped": (lambda: loader_of("wrapped"), lambda loader: loader.sampler),
+    "data set": (lambda: DataLoader(Augmented(), batch_size=8), lambda loader: loader.dataset),
+    "stream": (lambda: DataLoader(Stream(), batch_size=8), lambda loader: loader.dataset),
+    "iterable": (Batches, lambda loader: loader),
+    "inner": (
+        lambda: DataLoader(Subset(Augmented(Shuffled()), range(24)), batch_size=8),
+        lambda loader: loader.dataset.dataset.holder,
+    ),
+}
+
+
+class Tells(pd.callbacks.Callback):
+    def __init__(self, tell: Callable[[int], object]) -> None:
+        self.tell = tell
+
+    def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
+        if done.ends_epoch:
+            self.tell(done.epoch + 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "when"), [("1f1b", "loop"), ("1f1b", "begin"), ("roundpipe", "callback"), ("pipedream", "loop")]
+)
+@pytest.mark.parametrize("kind", LATE)
+def test_an_epoch_that_is_set_within_a_train_is_followed_or_refused(kind: str, schedule: str, when: str) -> None:
+    """By a number that the pipeline cannot foresee: it may have read ahead."""
+    make, find = LATE[kind]
+    plain, loader = make(), make()
+    expected = train_plainly(plain, lambda epoch: find(plain).set_epoch(10 * epoch), EPOCHS)
+
+    def tell(epoch: int) -> None:
+        find(loader).set_epoch(10 * epoch)
+
+    tell(0)
+    options: dict[str, Any] = {"callbacks": [Tells(tell)]} if when == "callback" else {}
+    epoch, refused, microbatches = 0, "", None if schedule == "pipedream" else 2
+    with suppress(PipelineError), pipeline_of(net(), schedule, microbatches, **options) as pipeline:
+        try:
+            for done in pipeline.train(loader, epochs=EPOCHS):
+                if when == "loop" and done.ends_epoch:
+                    tell(done.epoch + 1)
+                if when == "begin" and done.epoch != epoch:
+                    tell(epoch := done.epoch)
+        except PipelineError as error:
+            refused = str(error)
+            raise
+        assert_equal(pipeline.state_dict(), expected)
+    assert "set_epoch" not in vars(find(loader))
+    assert not refused or "comes too late" in refused
+    assert bool(refused) == (schedule == "pipedream" or when == "begin")
+
+
+def test_a_data_set_can_be_sent_while_its_epochs_are_watched() -> None:
+    data_set = Augmented()
+    with watching_epochs(DataLoader(data_set), lambda: (1, 0), lambda: 0):
+        copy = pickle.loads(pickle.dumps(data_set))
+        data_set.set_epoch(3)
+        copy.set_epoch(5)
+    assert (data_set.epoch, copy.epoch) == (3, 5)
 
 
 # -- losses that count ----------------------------------------------------------------------------------------

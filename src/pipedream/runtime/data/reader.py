@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.channel import Receiver
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message, StopReason
 from pipedream.runtime.comm.values import map_tensors, tensors_in
+from pipedream.runtime.data.epochs import count_above, follow_epoch, set_epoch
 from pipedream.runtime.data.rng import DataOrder, from_json, to_json
 
 _KEPT_STATES = 3
@@ -32,7 +32,6 @@ _SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
 _SHARES = ("num_replicas", "num_processes", "world_size")
 _END = object()
 _OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))
-_COUNTED: Any = WeakIdKeyDictionary()  # loader -> the epoch set last, and how much it is above the pipeline's
 
 
 class Minibatch(NamedTuple):
@@ -149,8 +148,10 @@ class LoaderReader(Reader):
 
     Attributes:
         adapt: called once with each batch, before the loader makes the next one.
+        begun: the last epoch that was begun.
     """
 
+    begun = -1
     adapt: Callable[[Any], Any] = staticmethod(lambda batch: batch)
     _minibatches: Generator[Minibatch, None, None]
     _peeked: Minibatch | None = None
@@ -162,7 +163,7 @@ class LoaderReader(Reader):
         self._epochs = epochs
         self._initial_state = state
         self._first_epoch = epochs.first
-        follow_epoch(loader, epochs, (state or {}).get("above", 0))
+        follow_epoch(loader, epochs.first, epochs.skip, (state or {}).get("above", 0))
         if state:
             order.restore(state["order"], loader)
             self._first_epoch = min(state["epoch"], epochs.first)
@@ -212,11 +213,16 @@ class LoaderReader(Reader):
         fixed = {id(tensor): tensor for tensor in tensors_in(batch)} if is_fixed else {}
         return map_tensors(self.adapt(batch), _copy_tensor, replaced=fixed)
 
+    def _begin_epoch(self, epoch: int) -> None:
+        self.begun = epoch
+        set_epoch(self._loader, epoch)
+        self.save_epoch_state(epoch)
+
     def save_epoch_state(self, epoch: int) -> None:
         """Keeps the order at the start of an epoch."""
         self._epoch_states[epoch] = {"epoch": epoch, "order": self._order.snapshot(self._loader)}
-        if _list_counting(self._loader):
-            self._epoch_states[epoch]["above"] = _COUNTED[self._loader][1]
+        if above := count_above(self._loader):
+            self._epoch_states[epoch]["above"] = above
         for by_epoch in (self._epoch_states, self._marks):
             while len(by_epoch) > 2:
                 del by_epoch[min(by_epoch)]
@@ -306,8 +312,7 @@ class IterableReader(LoaderReader):
             )
         number = 0
         for epoch in range(self._first_epoch, self._epochs.end):
-            set_epoch(self._loader, epoch)
-            self.save_epoch_state(epoch)
+            self._begin_epoch(epoch)
             restored = self._restore_loader(epoch)
             if restored is None:
                 self._start_epoch()
@@ -442,31 +447,6 @@ def tee(reader: LoaderReader, readers: int) -> Sequence[Reader]:
         return [reader]
     queues: list[deque[Minibatch]] = [deque() for _ in range(readers)]
     return [_TeeReader(reader, queues, queue) for queue in queues]
-
-
-def _list_counting(loader: Any) -> list[Any]:
-    """Returns those of the samplers and the loader that have ``set_epoch``."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler, loader]
-    return [part for part in {id(part): part for part in parts}.values() if hasattr(part, "set_epoch")]
-
-
-def follow_epoch(loader: Any, epochs: EpochRange, saved: int) -> None:
-    """Lets a stream's epochs count from where the user's own ``set_epoch`` has begun, 1 for instance."""
-    if parts := _list_counting(loader):
-        number = next((part.epoch for part in parts if type(getattr(part, "epoch", None)) is int), 0)
-        last, above = _COUNTED.get(loader, (None, saved))
-        if number > epochs.first if last is None else number != last and not epochs.skip:  # some count by themselves
-            above = number - epochs.first
-        _COUNTED[loader] = number, above
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of the loader and its samplers."""
-    for part in _list_counting(loader):
-        above = _COUNTED[loader][1]
-        part.set_epoch(epoch + above)
-        _COUNTED[loader] = epoch + above, above
 
 
 def _check_samplers(loader: Any) -> None:

@@ -26,7 +26,6 @@ from pipedream.runtime.data.reader import (
     Mark,
     Minibatch,
     empty_epoch_error,
-    set_epoch,
     shut_down_workers,
 )
 from pipedream.runtime.data.rng import DataOrder, read_state, seed_generator, seeded_rng
@@ -276,8 +275,7 @@ class ShardedReader(LoaderReader):
             return False
         first = self._drawn
         self._next_epoch += 1
-        set_epoch(self._loader, epoch)
-        self.save_epoch_state(epoch)
+        self._begin_epoch(epoch)
         indices = _EpochIndices(epoch, self._sharded, self._order, self, first)
         if indices.empty:
             raise empty_epoch_error(epoch)

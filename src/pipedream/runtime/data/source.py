@@ -344,6 +344,11 @@ class DataSources:
         """Whether a loader may be read here; elsewhere it may be any."""
         return bool(self._ranks_here)
 
+    @property
+    def begun(self) -> int:
+        """The last epoch that the training data is read of here; -1 if none is."""
+        return -1 if self._training.reader is None else self._training.reader.begun
+
     def open_training(
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Source]:
