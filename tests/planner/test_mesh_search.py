@@ -11,6 +11,7 @@ from drawn import meshed_cluster, meshed_profile
 from marks import seeds
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import MeshSearch, SearchSpace, mesh_search
@@ -67,10 +68,11 @@ def test_equals_exhaustive_search(seed: int) -> None:
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
     all_ranks, single = draw.random() < 0.3, draw.random() < 0.7
     recompute = draw.choice(["never", "never", "auto"])
-    base = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]))
+    choices = Choices(recompute=recompute)
+    base = SearchSpace.of(profile, cluster, choices=choices, update_delay=draw.choice([0, 0, 1]))
     space = MeshSpace.over(base, meshes)
     best_s = exhaustive_s(space, single=single, all_ranks=all_ranks, recompute=recompute)
-    options = {"all_ranks": all_ranks, "allow_single_stage": single, "recompute": recompute}
+    options = {"all_ranks": all_ranks, "allow_single_stage": single}
     programs = [MeshProgram(space, how, **options) for how in MESH_PROGRAMS]  # type: ignore[arg-type]
     below, exact, above = (float("inf") if (best := program.best()) is None else best[0] for program in programs)
     assert exact == pytest.approx(best_s)
@@ -80,7 +82,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
         answer = programs[1].best()
         assert fits_rank_memory(space, answer[1])
         assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
-        search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks,
+        search = MeshSearch.of(profile, cluster, meshes, choices=choices, all_ranks=all_ranks,
                                update_delay=space.update_delay)  # fmt: skip
         plan = search._search(search.space, "any" if single else "pipeline")
         assert plan.slowest_stage_s == pytest.approx(best_s), "without the meshes that others beat"
@@ -118,7 +120,7 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
     profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
     recompute, all_ranks = draw.choice(["never", "never", "auto", "always"]), draw.random() < 0.3
-    search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks)
+    search = MeshSearch.of(profile, cluster, meshes, choices=Choices(recompute=recompute), all_ranks=all_ranks)
     best_s = exhaustive_s(search.space, single=True, all_ranks=all_ranks, recompute=recompute)
     try:
         plan = search._search(search.space, "any")
@@ -138,7 +140,10 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
     monkeypatch.setattr(mesh_search, "_MAX_WORK", draw.choice([0.0, 3e8]))
     profile, cluster = meshed_profile(draw, 6), meshed_cluster(draw, limited=seed % 3 > 0, levels=1 + seed % 2)
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
-    options: dict[str, Any] = {"recompute": draw.choice(["never", "auto"]), "update_delay": draw.choice([0, 1])}
+    options: dict[str, Any] = {
+        "choices": Choices(recompute=draw.choice(["never", "auto"])),
+        "update_delay": draw.choice([0, 1]),
+    }
     shared = MeshSearch.of(profile, cluster, meshes, **options)
 
     def find(search: MeshSearch, shape: Any, slower: float) -> Plan | str:

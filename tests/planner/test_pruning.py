@@ -10,6 +10,7 @@ from marks import seeds
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.choices import Choices
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
 from pipedream.planner.dynamic_program.recurrence import (
@@ -64,7 +65,8 @@ def test_the_best_plan_stays(seed: int) -> None:
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
         line = WorkerLine.of(cluster, draw.choice(list_orders(cluster, 100)[0]))
         recompute = draw.choice(["never", "never", "auto", "always"])
-        full = DynamicProgram(space, states, starts, draw.random() < 0.5, line, recompute)
+        space = replace(space, choices=Choices(recompute=recompute))
+        full = DynamicProgram(space, states, starts, draw.random() < 0.5, line)
         pruned = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
         assert pruned.best() == full.best()
         fewer += len(pruned.space.positions) < len(space.positions)

@@ -17,6 +17,7 @@ import pipedream as pd
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.choices import Choices
 from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search
 from tests.planner.planned import search_plan
 
@@ -101,7 +102,9 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
     cluster = pd.Cluster.flat(workers, bandwidth, 0.2, memory)
 
     def make() -> PlanSearch:
-        return PlanSearch.of(profile, cluster, recompute=recompute, all_workers=all_workers, update_delay=1)
+        return PlanSearch.of(
+            profile, cluster, choices=Choices(recompute=recompute), all_workers=all_workers, update_delay=1
+        )
 
     def find(search: PlanSearch, shape: Any, slower: float) -> pd.Plan | str:
         try:

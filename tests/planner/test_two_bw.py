@@ -8,6 +8,7 @@ import pipedream as pd
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.choices import Choices
 from pipedream.planner import two_bw
 from pipedream.planner.two_bw import two_bw_s
 from pipedream.workflows.methods import occupancy_of, score
@@ -72,16 +73,16 @@ def test_memory_is_two_versions_and_what_is_in_flight() -> None:
 
 def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> None:
     """c_extra = 4/3; only inputs are kept, which lets a plan fit that did not."""
-    free = pd.Cluster.flat(2)
+    free, automatic = pd.Cluster.flat(2), Choices(recompute="auto")
     seconds = [
-        two_bw_s(two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=again), 4)
-        for again in (False, True)
+        two_bw_s(two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=again), 4)
+        for again in (Choices(), Choices(recompute="always"))
     ]
     assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
-    both = two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    both = two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=automatic)
     assert not any(stage.recompute for stage in both.stages)
     tight = pd.Cluster.flat(2, 20.0, memory_bytes=1000)
-    again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=automatic)
     assert all(stage.recompute for stage in again.stages)
 
 

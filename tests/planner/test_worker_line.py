@@ -13,6 +13,7 @@ from marks import seeds
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
 from pipedream.core.schedule.occupancy import stash
 from pipedream.planner import SearchSpace
@@ -107,6 +108,7 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
             "update_delay": draw.choice([0, 1]),
         }
         recompute = draw.choice(["never", "auto", "always"])
+        options["choices"] = Choices(recompute=recompute)
         space = SearchSpace.of(profile, cluster, **options)
         orders = list_orders(cluster, 50)[0]
         if len(orders) > 6:
@@ -115,14 +117,14 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
         if least is None:
             refused += 1
             with pytest.raises(PlanError, match="the least that any of them needs"):
-                search_plan(profile, cluster, recompute=recompute, **options)
+                search_plan(profile, cluster, **options)
             continue
         if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
             with pytest.raises(PlanError, match="at depth noam stage"):
-                search_plan(profile, cluster, recompute=recompute, **options)
+                search_plan(profile, cluster, **options)
             continue
         try:
-            got = search_plan(profile, cluster, recompute=recompute, **options)
+            got = search_plan(profile, cluster, **options)
         except PlanError:
             assert best != least
             crowded += 1
@@ -196,8 +198,3 @@ def test_orders_are_told_up_to_symmetry() -> None:
     many = Cluster((Level(20, 1.0),), kinds=(Workers(10, "a"), Workers(10, "b", 2.0)))
     assert count(many) == (2, "in the cluster's order or any of 2 that keep like ones adjacent")
     assert count(many, 1) == (1, "in the cluster's order only")
-
-
-def test_refuses_an_unknown_recomputation() -> None:
-    with pytest.raises(PlanError, match="unknown recompute 'often'; give never, auto, always"):
-        search_plan(random_chain(random.Random(0)), Cluster.flat(1), recompute="often")

@@ -281,5 +281,4 @@ def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> Cluste
 def inner_site(cluster: Cluster, replicas: int) -> Site:
     """The site of a stage that has neighbours, if all links were like the slowest."""
     flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
-    flat = replace(flat, message_shares=cluster.message_shares, sum_costs=cluster.sum_costs)
     return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)

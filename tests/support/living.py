@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import apply_depth
@@ -95,7 +96,7 @@ def plan_of(run: Living) -> Plan:
         warmup=1,
         runs=1,
     )
-    cluster = replace(Cluster.flat(sum(run.replicas)), hosts_optimizers=run.optimizer_state == "host")
+    cluster, choices = Cluster.flat(sum(run.replicas)), Choices(optimizer_state=run.optimizer_state)
     stages = len(run.replicas)
     cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
     plan = manual_plan(
@@ -103,10 +104,10 @@ def plan_of(run: Living) -> Plan:
         cluster,
         cuts,
         run.replicas,
+        choices=choices,
         occupancy=occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
-    plan = plan.choosing(optimizer_state=run.optimizer_state)
     if not run.recompute:
         return plan
     from pipedream.planner.tables.search_space import SearchSpace
@@ -114,6 +115,7 @@ def plan_of(run: Living) -> Plan:
     space = SearchSpace.of(
         profile,
         plan.cluster,
+        choices=choices,
         occupancy=occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )

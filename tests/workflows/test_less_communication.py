@@ -39,7 +39,7 @@ def test_a_plan_counts_the_bytes_of_each_direction(messages: str, shares: tuple[
 
 def test_numbers_of_two_bytes_have_less_to_lose() -> None:
     plan = pd.plan(replace(PROFILE, dtype="bfloat16"), SLOW, messages="int8,bfloat16", **HOW)
-    assert plan.choices.messages.on(SLOW).message_shares == (8.5 / 16, 1.0)
+    assert plan.costs.terms[0].message_shares == (8.5 / 16, 1.0)
 
 
 def test_encoding_costs_time_at_both_ends() -> None:

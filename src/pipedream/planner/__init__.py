@@ -10,7 +10,6 @@ from pipedream.planner.comparison import (
     compare_by_simulation as compare_by_simulation,
     with_score as with_score,
 )
-from pipedream.planner.dynamic_program.recurrence import check_recompute as check_recompute
 from pipedream.planner.manual import check_cuts as check_cuts, manual_plan as manual_plan, place_of as place_of
 from pipedream.planner.mesh_search import MeshSearch as MeshSearch
 from pipedream.planner.search import (

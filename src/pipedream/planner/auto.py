@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
@@ -32,7 +33,7 @@ class SearchOptions:
     in_flight: str | tuple[int, ...]
     update_delay: int
     all_workers: bool
-    recompute: str
+    choices: Choices
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,7 @@ class _Alternatives:
         space = SearchSpace.of(
             profile,
             self.cluster,
+            choices=self.options.choices,
             update_delay=candidate.update_delay,
             microbatches=candidate.microbatches,
             occupancy=occupancy,
@@ -82,7 +84,7 @@ class _Alternatives:
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")
         except PlanError:
-            search = PlanSearch(space, self.options.recompute, self.options.all_workers, names_rivals=False)
+            search = PlanSearch(space, self.options.all_workers, names_rivals=False)
             planned = search.best(finalist.shape, slower=finalist.slower)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
@@ -104,13 +106,13 @@ class _Alternatives:
     def _plan_unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
         key = id(profile), update_delay
         if key not in self._searches:
-            again = "always" if self.options.recompute == "always" else "never"
+            again = ALWAYS if self.options.choices.recompute == ALWAYS else NEVER  # memory is not limited
             search = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
+                choices=replace(self.options.choices, recompute=again),
                 update_delay=update_delay,
                 all_workers=self.options.all_workers,
-                recompute=again,
             )
             self._searches[key] = replace(search, names_rivals=False)
         if (*key, finalist) not in self._plans:

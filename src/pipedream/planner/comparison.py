@@ -418,7 +418,7 @@ def _list_message_seconds(plan: Plan) -> list[float]:
         crossed = [level for level, (senders, receivers) in enumerate(sides) if not senders & receivers]
         seconds = 0.0
         if crossed:
-            size = stage.output_bytes * sum(cluster.message_shares) / plan.microbatches
+            size = stage.output_bytes * 2 * plan.costs.message_share / plan.microbatches
             bandwidth_bytes_per_s, latency_s = cluster.link(crossed[-1])
             seconds = size / bandwidth_bytes_per_s + 2 * latency_s
         boundaries_s.append(seconds)

@@ -8,8 +8,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.choices import ALWAYS, AUTOMATIC
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MAX_LISTED = 12  # layers in an error
@@ -22,7 +22,6 @@ def manual_plan(
     replicas: tuple[int, ...] | None = None,
     *,
     in_flight: str | tuple[int, ...] = "noam",
-    recompute: str = "never",
     **of_space: Any,
 ) -> Plan:
     """Returns the plan with a cut before each of the given layers, in the order of the model's graph.
@@ -30,7 +29,6 @@ def manual_plan(
     Args:
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
-        recompute: see `PlanSearch`.
         of_space: arguments of `SearchSpace.of`.
 
     Raises:
@@ -53,9 +51,9 @@ def manual_plan(
             "more workers"
         )
     space = SearchSpace.of(profile, cluster, downsets=(), **of_space)
-    check_recompute(recompute)
-    plan = space.build_plan(positions, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
-    if recompute == "auto":
+    recompute = space.choices.recompute
+    plan = space.build_plan(positions, counts, note="cut by hand", recompute=(recompute == ALWAYS,) * len(counts))
+    if recompute == AUTOMATIC:
         peaks = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
         limits = (site.memory_bytes for site in plan.costs.sites)
         redone = (limit is not None and peak > limit for peak, limit in zip(peaks, limits, strict=True))

@@ -24,7 +24,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner.arrays import Tables
 from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
-from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
+from pipedream.planner.dynamic_program.recurrence import Shortage, refuse
 from pipedream.planner.search import fitting_plan, parse_counts
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
@@ -47,7 +47,6 @@ class MeshSearch:
     """
 
     space: MeshSpace
-    recompute: str = "never"
     all_ranks: bool = False
     cuts: tuple[int, ...] | None = None
     cycle: int = 0
@@ -59,7 +58,6 @@ class MeshSearch:
         cluster: Cluster,
         meshes: Sequence[Mesh],
         *,
-        recompute: str = "never",
         all_ranks: bool = False,
         cuts: tuple[int, ...] | None = None,
         **space: Any,
@@ -70,11 +68,10 @@ class MeshSearch:
             cuts: the layers at which stages begin; None: any.
             space: the space that `SearchSpace.of` made.
         """
-        check_recompute(recompute)
         base = SearchSpace.of(profile, cluster, **space)
         if cuts is not None:
             base = with_positions(base, (0, *cuts, len(profile.layers)))
-        return cls(_drop_beaten(MeshSpace.over(base, meshes), all_ranks), recompute, all_ranks, cuts)
+        return cls(_drop_beaten(MeshSpace.over(base, meshes), all_ranks), all_ranks, cuts)
 
     def best(
         self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
@@ -113,7 +110,6 @@ class MeshSearch:
             counts,
             self.all_ranks,
             shape != "pipeline",
-            self.recompute,
             self.cuts is not None,
             self.cycle,
         )

@@ -52,17 +52,16 @@ class PipelineSearch:
     """
 
     space: SearchSpace
-    recompute: str
     lines: tuple[WorkerLine, ...]
     order_kind: str
     names_rivals: bool = True
     _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
+    def of(cls, space: SearchSpace) -> PipelineSearch:
         max_orders = int(min(max(_MAX_WORK // _estimate_work(space), 1), _MAX_ORDERS))
         orders, kind = list_orders(space.cluster, max_orders)
-        return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders), kind)
+        return cls(space, tuple(WorkerLine.of(space.cluster, order, space.terms) for order in orders), kind)
 
     @property
     def workers(self) -> int:
@@ -96,7 +95,7 @@ class PipelineSearch:
         for number, count in enumerate(tried.tolist()):
             for line, row in zip(self.lines, sites, strict=True):
                 site, most = row[number], row[number].memory_bytes
-                for recompute in RECOMPUTE[self.recompute]:
+                for recompute in RECOMPUTE[self.space.choices.recompute]:
                     if most is not None and self.space.need_bytes(0, end, 1, 0, recompute, count) > most:
                         continue
                     passes_s = forward_s, backward_s + forward_s if recompute else backward_s
@@ -161,7 +160,7 @@ class PipelineSearch:
     def _build_programs(
         self, space: SearchSpace, states: _States, starts: _States | None, allow_single_stage: bool
     ) -> Iterable[DynamicProgram]:
-        return (DynamicProgram(space, states, starts, allow_single_stage, line, self.recompute) for line in self.lines)
+        return (DynamicProgram(space, states, starts, allow_single_stage, line) for line in self.lines)
 
     def _find_best(
         self,

@@ -19,7 +19,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_excess, format_seconds
-from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
+from pipedream.planner.dynamic_program.recurrence import refuse
 from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_slower_links
 
@@ -48,24 +48,18 @@ class PlanSearch:
     plan's bound then says how far from optimal it may be.
 
     Attributes:
-        recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
-            those that do not fit the memory otherwise, 'always' all.
         all_workers: 'any' and 'pipeline' leave no worker idle.
         names_rivals: notes say what other plans take, which takes longer.
     """
 
     space: SearchSpace
-    recompute: str = "never"
     all_workers: bool = False
     names_rivals: bool = True
 
     @classmethod
-    def of(
-        cls, profile: Profile, cluster: Cluster, *, recompute: str = "never", all_workers: bool = False, **of_space: Any
-    ) -> PlanSearch:
+    def of(cls, profile: Profile, cluster: Cluster, *, all_workers: bool = False, **of_space: Any) -> PlanSearch:
         """`of_space` are arguments of `SearchSpace.of`."""
-        check_recompute(recompute)
-        return cls(SearchSpace.of(profile, cluster, **of_space), recompute, all_workers)
+        return cls(SearchSpace.of(profile, cluster, **of_space), all_workers)
 
     def best(
         self,
@@ -120,7 +114,7 @@ class PlanSearch:
         return self._base_searches if space is self.space else self._make_new_searches(space)
 
     def _make_new_searches(self, space: SearchSpace) -> PipelineSearch:
-        return replace(PipelineSearch.of(space, self.recompute), names_rivals=self.names_rivals)
+        return replace(PipelineSearch.of(space), names_rivals=self.names_rivals)
 
     def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
         return _add_bound(_plan_with_counts(self._make_searches(space), counts), space, space)

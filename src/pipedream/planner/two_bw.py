@@ -22,10 +22,12 @@ from dataclasses import replace
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.core.units import format_bytes, format_seconds
+from pipedream.planner.dynamic_program.recurrence import RECOMPUTE
 from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -43,7 +45,7 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
         for s in range(len(plan.stages) - 1)
     ]
     sends_s = [
-        transfer_s(stage.output_bytes * plan.cluster.message_share / microbatches, *link)
+        transfer_s(stage.output_bytes * plan.costs.message_share / microbatches, *link)
         for stage, link in zip(plan.stages, links, strict=False)
     ]
     for stage, site, sum_s, before_s, after_s in zip(
@@ -60,8 +62,8 @@ def two_bw(
     cluster: Cluster,
     occupancy: Callable[[int], MethodOccupancy],
     *,
+    choices: Choices = DEFAULTS,
     microbatches: int | None = None,
-    recompute: bool | None = False,
 ) -> Plan:
     """Finds the replicas w, the stages d and the microbatches with the greatest throughput by the paper's model.
 
@@ -70,7 +72,6 @@ def two_bw(
     Args:
         occupancy: microbatches -> what the stages of a plan hold.
         microbatches: number per minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
-        recompute: None tries both.
 
     Raises:
         PlanError: no plan fits the memory, or none can have this number of microbatches.
@@ -83,15 +84,16 @@ def two_bw(
         if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
         try:
-            base = replace(PlanSearch.of(profile, cluster.without_memory_limits()).best((w,) * stages), cluster=cluster)
+            search = PlanSearch.of(profile, cluster.without_memory_limits(), choices=choices)
+            base = replace(search.best((w,) * stages), cluster=cluster)
         except PlanError:  # no chain of the graph's cuts has this many stages
             continue
         splits = [workers << power for power in range((max_microbatches // workers).bit_length())]
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
                 continue
-            space = SearchSpace.of(profile, cluster, microbatches=m, occupancy=occupancy(m))
-            for recomputes in (False, True) if recompute is None else (recompute,):
+            space = SearchSpace.of(profile, cluster, choices=choices, microbatches=m, occupancy=occupancy(m))
+            for recomputes in RECOMPUTE[choices.recompute]:
                 rows = tuple(replace(stage, recompute=recomputes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
                 if candidate.first_stage_over_memory is None:

@@ -17,7 +17,7 @@ from math import factorial, prod
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import PortLoad, Site, SumLink, all_reduce_bytes, busiest_ports
+from pipedream.core.plan.cost import PLAIN, PortLoad, Site, SumLink, Terms, all_reduce_bytes, busiest_ports
 from pipedream.planner.arrays import FloatArray, IntArray, RunExtremes
 
 
@@ -138,10 +138,11 @@ class WorkerLine:
 
     cluster: Cluster
     order: tuple[int, ...]
+    terms: Terms
 
     @classmethod
-    def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> WorkerLine:
-        return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
+    def of(cls, cluster: Cluster, order: Iterable[int] = (), terms: Terms = PLAIN) -> WorkerLine:
+        return cls(cluster, tuple(order) or tuple(range(cluster.workers)), terms)
 
     def take_last(self, workers: int) -> tuple[int, ...]:
         """Returns `Plan.worker_order` of a plan on the last `workers` of the line; () if it is the default."""
@@ -164,7 +165,7 @@ class WorkerLine:
                     speed,
                     None if memory == np.inf else int(memory),
                     SumLink(rate, latency_s, self.cluster.sums),
-                    self.cluster.sum_costs,
+                    self.terms.sums,
                     busiest_ports(PortLoad(*port) for port in by_port),
                 )
             sites.append(distinct[row])
@@ -182,11 +183,11 @@ class WorkerLine:
         weights: list[FloatArray] = []
         sum_share = (
             np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
-        ) * self.cluster.sum_costs.share
+        ) * self.terms.sums.share
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):
             runs, rate = self._runs[number], level.link_bytes_per_s
-            message_rate = rate / self.cluster.message_share
+            message_rate = rate / self.terms.message_share
             first_run, last_run = runs.index[first], runs.index[last]
             is_split = first_run != last_run
             reach = np.where(is_split, number, reach)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.messages import Messages
@@ -349,7 +348,7 @@ def _make_stage_state(
     if blueprint.placement.shares_weights:
         stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
     hosted = None
-    if plan.choices.optimizer_state == HOST and stored is None:
+    if plan.choices.hosts_optimizers and stored is None:
         _refuse_mesh(sharding)
         layout = StageLayout(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         hosted = store.host(stage, replica, parameters, layout)

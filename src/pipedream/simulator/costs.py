@@ -46,6 +46,7 @@ class Costs:
         runtime: seconds of the runtime; on a worker of speed 1, like the seconds of ops.
         launch_s: seconds of the host to launch each pass of a microbatch at each stage, while a GPU computes; () if
             unknown.
+        message_shares: see `Terms`.
     """
 
     forward_s: tuple[float, ...]
@@ -64,6 +65,7 @@ class Costs:
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     launch_s: tuple[tuple[float, float], ...] = ()
     recompute_s: tuple[float, ...] = ()
+    message_shares: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         vectors = {
@@ -194,7 +196,7 @@ class Costs:
 
     def channel_bytes(self, channel: Channel) -> float:
         """Returns the bytes of a message on the wire."""
-        activation_share, gradient_share = self.cluster.message_shares
+        activation_share, gradient_share = self.message_shares
         shares = {Carries.ACTIVATION: activation_share, Carries.GRADIENT: gradient_share}
         return self._count_bytes_in_memory(channel) * shares.get(channel.carries, 1.0)
 
@@ -278,6 +280,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         sync_s=plan.costs.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
+        message_shares=plan.costs.terms[0].message_shares,
         workers=tuple(sorted(set(plan.worker_order))),
         buckets=tuple(bucket_costs(stage.trained_bytes, site) for stage, site in zip(stages, sites, strict=True))
         if overlap

@@ -12,7 +12,6 @@ from itertools import takewhile
 from typing import Any
 
 from pipedream.core.plan.activations import window_bytes
-from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
@@ -164,7 +163,7 @@ class _StageTrace:
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         kept_tensors = program.updates.kept_tensors(program.weights.staleness(stage))
         kept_tensors += program.gradient_sets - 1
-        kept_tensors += (planned.replicas > 1) * program.plan.costs.sum_costs[stage].kept_tensors
+        kept_tensors += (planned.replicas > 1) * program.plan.costs.terms[stage].sums.kept_tensors
         matrix_bytes, temporary_bytes = program.updates.matrix_bytes(planned.matrices)
         kept_bytes = kept_tensors * self.weights_bytes + matrix_bytes
         # An update needs one more of the kept tensors.
@@ -173,7 +172,7 @@ class _StageTrace:
         state_bytes = planned.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
         state_bytes += planned.optimizer_bytes + kept_bytes
         messages = message_bytes(sizes, in_flight[stage], planned.recompute, peers_of(plan.replicas, in_flight)[stage])
-        if plan.choices.optimizer_state == HOST and not program.placement.shares_weights:
+        if plan.choices.hosts_optimizers and not program.placement.shares_weights:
             if plan.costs.on_gpus:
                 state_bytes -= planned.optimizer_bytes + kept_bytes
                 self.update_bytes = self.weights_bytes

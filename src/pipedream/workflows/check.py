@@ -8,9 +8,7 @@ from itertools import accumulate, pairwise
 
 from pipedream import metrics, planner, schedules, simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.memory import hosted_copies_s, peers_of, place_state, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
@@ -22,7 +20,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
-from pipedream.planner.tables.search_space import offload_stage
+from pipedream.planner.tables.search_space import count_bytes, offload_stage
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import check_machines, check_passes_on_copies, occupancy_of, resolve_method, score
 
@@ -144,7 +142,8 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
     downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,
-        _place_optimizers(plan),
+        plan.cluster,
+        choices=plan.choices,
         microbatches=plan.microbatches,
         occupancy=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
@@ -166,7 +165,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
         unit="minibatch",
         bound_s=0.0,
     )
-    return space.with_bytes(profiled), tuple(differences)
+    return count_bytes(space, profiled), tuple(differences)
 
 
 def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
@@ -217,14 +216,14 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, usages = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [usage.in_flight for usage in usages])
-    stages, cluster = [], _place_optimizers(plan)
+    stages, hosts = [], plan.choices.hosts_optimizers
     for s, (stage, usage, stage_peers) in enumerate(zip(plan.stages, usages, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
             versions=usage.versions,
             in_flight=usage.in_flight,
             deferred=usage.deferred,
-            **place_state(usage.on_host, usage.double_buffered, cluster, plan.costs.on_gpus),
+            **place_state(usage.on_host, usage.double_buffered, hosts, plan.costs.on_gpus),
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             update_delay=plan.update_delay[s],
@@ -232,14 +231,15 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
             offload=stage.offload,
             peers=stage_peers,
             matrix_bytes=usage.matrix_bytes(stage.matrices),
-            kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.sum_costs[s].kept_tensors,
+            kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.terms[s].sums.kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))
 
 
-def _place_optimizers(plan: Plan) -> Cluster:
-    return replace(plan.cluster, hosts_optimizers=plan.choices.optimizer_state == HOST)
+def _count_copies_s(plan: Plan, stage: Stage) -> float:
+    is_copied = plan.costs.on_gpus and plan.choices.hosts_optimizers
+    return float(hosted_copies_s(stage.trained_bytes, plan.cluster)) if is_copied else 0.0
 
 
 def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
@@ -247,14 +247,12 @@ def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
 
     The rest of the peaks is that of `before`, such as the model's input. Raises a PlanError if a stage does not fit.
     """
-    is_planned, on_gpus = before.method()[0] == built.name, plan.costs.on_gpus
+    is_planned = before.method()[0] == built.name
     rows = zip(before.stages, _add_bytes(before, built).stages, _add_bytes(plan, built).stages, strict=True)
     stages = []
     for planned, counted, stage in rows:
         rest_bytes = is_planned * max(planned.peak_bytes - counted.peak_bytes, 0)
-        copies_s, before_s = (
-            float(hosted_copies_s(stage.trained_bytes, _place_optimizers(timed), on_gpus)) for timed in (plan, before)
-        )
+        copies_s, before_s = (_count_copies_s(timed, stage) for timed in (plan, before))
         memory = replace(stage.memory, message_bytes=stage.memory.message_bytes + rest_bytes)
         peak_bytes, update_s = stage.peak_bytes + rest_bytes, stage.update_s + copies_s - before_s
         stages.append(replace(stage, memory=memory, peak_bytes=peak_bytes, update_s=update_s))

@@ -13,6 +13,7 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.choices import ALWAYS
 from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
@@ -358,7 +359,7 @@ class _MixedSearch:
                 self.profile,
                 request.workers_and_links,
                 self.meshes,
-                recompute="always" if recomputes else request.recompute,
+                choices=replace(request.choices, recompute=ALWAYS) if recomputes else request.choices,
                 all_ranks=request.all_workers,
                 cuts=self._places,
                 occupancy=occupancy_of(request.schedule, parts),

@@ -12,7 +12,7 @@ from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import HOST
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -147,14 +147,20 @@ def resolve_method(plan: Plan, schedule: str | None, microbatches: int | None = 
     return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
 
 
-def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
+def adapt_plan_to_method(
+    plan: Plan, profile: Profile, choices: Choices, schedule: str, microbatches: int | None
+) -> Plan:
     """Returns a plan that names its method and its m, by default the method's own."""
     built = schedules.build(schedule, plan, microbatches)
     if built.microbatches == 1:
         return replace(plan, schedule=built.name)
     if microbatches is None:
         space = planner.SearchSpace.of(
-            profile, plan.cluster, occupancy=occupancy_of(schedule, built.microbatches), microbatches=built.microbatches
+            profile,
+            plan.cluster,
+            choices=choices,
+            occupancy=occupancy_of(schedule, built.microbatches),
+            microbatches=built.microbatches,
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
@@ -174,10 +180,10 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
     for machine in map(range, starts, starts[1:]):
         replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
         free_bytes = cluster.host_bytes
-        if free_bytes is not None and plan.choices.activations == HOST:
+        if free_bytes is not None and plan.choices.activations:
             moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
             free_bytes -= check_activations_room(sum(moved), free_bytes)
-        if shares_weights or plan.choices.optimizer_state == HOST:
+        if shares_weights or plan.choices.hosts_optimizers:
             versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
             gradient_sets = built.gradient_sets if built else 1
             check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes, gradient_sets)

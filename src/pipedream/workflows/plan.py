@@ -12,11 +12,11 @@ from typing import Any
 
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError, ShortageError
-from pipedream.core.hardware.cluster import Cluster, SumCosts
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import HOST, NEVER
+from pipedream.core.plan.choices import ALWAYS, HOST, NEVER, Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
@@ -134,7 +134,7 @@ def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
     if request.recompute == "never" and find_plan(recompute="auto"):
         yield "recomputation (--recompute auto)"
     on_gpus = profile.runtime.overlap_device or any(layer.forward_launch_s for layer in profile.layers)
-    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and request.choices.optimizer_state != HOST else {}
+    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and not request.choices.hosts_optimizers else {}
     if on_gpus and not request.choices.activations and request.recompute != "always":
         offloads = {"activations": HOST} | offloads
     single_offloads = [{name: place} for name, place in offloads.items()]
@@ -196,16 +196,10 @@ def _split_until_it_fits(find_plan: Callable[..., Plan | None], counts: range) -
 
 def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **changes: Any) -> Plan | None:
     """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
-    cluster = request.workers_and_links
-    if "activations" in changes:
-        cluster = _add_activations(cluster, changes["activations"])
-    if "optimizer_state" in changes:
-        cluster = _host_optimizers(cluster)
-    changed = replace(request, cluster=cluster, **changes)
+    changed = _add_copy_rate(replace(request, **changes))
     with suppress(PipelineError):
         shorter = profile.of_length(length) if length else profile
         plan = _compare(*_take_rank(shorter, changed)).plan
-        plan = replace(plan, choices=replace(plan.choices, optimizer_state=changed.choices.optimizer_state))
         methods.check_machines(plan)
         return plan
     return None
@@ -216,7 +210,7 @@ def _describe_offloads(plan: Plan) -> str:
     if plan.choices.activations:
         sizes = ", ".join(format_bytes(stage.memory.moved_bytes) for stage in plan.stages)
         words.append(f"activations {in_memory} (--activations host; {sizes} for the stages)")
-    if plan.choices.optimizer_state == HOST:
+    if plan.choices.hosts_optimizers:
         words.append(f"optimizers {in_memory} (--optimizer-state host)")
     return " and ".join(words)
 
@@ -245,18 +239,15 @@ def _count_bases(profile: Profile, name: str) -> int:
 
 
 def _add_exchange(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
-    """Returns the plan with its messages and sums in place of their costs in cluster and runtime."""
-    choices = replace(request.choices.of_values(8 * profile.value_bytes), activations=plan.choices.activations)
-    plan = replace(
-        plan,
-        cluster=replace(
-            plan.cluster, message_shares=(1.0, 1.0), sum_costs=SumCosts(), activations="", hosts_optimizers=False
-        ),
-        runtime=replace(plan.runtime, encoding_s_per_byte=0.0),
-        choices=replace(choices.on_replicas(plan.replicas), recompute=NEVER),
-    )
+    """Returns the plan with all choices of the request; a search's plan may lack those of a method that replicates."""
+    choices = replace(_choose(profile, request, plan.replicas), activations=plan.choices.activations)
+    plan = replace(plan, choices=choices)
     methods.check_machines(plan)
     return plan
+
+
+def _choose(profile: Profile, request: PlanRequest, replicas: Sequence[int]) -> Choices:
+    return request.choices.of_values(8 * profile.value_bytes).of_plan(replicas)
 
 
 def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, PlanRequest]:
@@ -277,37 +268,23 @@ def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, 
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    choices = request.choices.of_values(8 * profile.value_bytes)
-    messages, sums = choices.messages, choices.sums
-    if choices.activations:
-        cluster = _add_activations(cluster, choices.activations)
-    if messages:
-        profile = replace(profile, runtime=messages.add_costs(profile.runtime))
-        cluster = messages.on(cluster)
-    if choices.optimizer_state == HOST:
-        cluster = _host_optimizers(cluster)
-    if sums.is_low_rank and not profile.matrices:
+    if request.choices.sums.is_low_rank and not profile.matrices:
         raise PlanError(
-            f"sums={sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
+            f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
             "model again"
         )
-    if not sums.is_exact:
-        sum_costs = sums.costs(profile.trained_bytes, profile.matrices, profile.value_bytes)
-        cluster = replace(cluster, sum_costs=sum_costs)
-    return profile, replace(request, cluster=cluster)
+    return profile, _add_copy_rate(replace(request, cluster=cluster))
 
 
-def _host_optimizers(cluster: Cluster) -> Cluster:
-    """Returns the cluster with optimizers in the memory of its machines, and the rate of copies from GPUs there."""
+def _add_copy_rate(request: PlanRequest) -> PlanRequest:
+    """Returns the request with the rate of copies between GPUs and machines, if its choices need it: a datasheet's,
+    unless it was measured.
+    """
+    cluster, choices = request.workers_and_links, request.choices
     on_gpus = any(not device.startswith("cpu") for device in cluster.devices)
-    rate = cluster.host_bytes_per_s or (pcie_bytes_per_s(cluster.devices) if on_gpus else None)
-    return replace(cluster, hosts_optimizers=True, host_bytes_per_s=rate)
-
-
-def _add_activations(cluster: Cluster, where: str) -> Cluster:
-    """Returns the cluster with a place for activations, and the rate of copies there, else a datasheet's."""
-    rate = cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices)
-    return replace(cluster, activations=where, host_bytes_per_s=rate)
+    if cluster.host_bytes_per_s or not (choices.activations or (choices.hosts_optimizers and on_gpus)):
+        return request
+    return replace(request, cluster=replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices)))
 
 
 def _search_meshes(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
@@ -336,9 +313,8 @@ def _compare(
     if not request.choices.activations:
         return _compare_by_planner(profile, request, names, score_plan, rival_s)
     comparisons = []
-    cluster = replace(request.workers_and_links, activations="")
     with suppress(PlanError):
-        unmoved = replace(request, activations="", cluster=cluster)
+        unmoved = replace(request, activations="")
         comparisons.append(_compare_by_planner(profile, unmoved, names, score_plan, rival_s))
     try:
         comparisons.append(_compare_by_planner(profile, request, names, score_plan, rival_s))
@@ -383,13 +359,12 @@ def _compare_by_planner(
 
 
 def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
-    planner.check_recompute(request.recompute)
     plan = planner.two_bw(
         profile,
         request.workers_and_links,
         lambda m: methods.occupancy_of("pipedream_2bw", m),
+        choices=request.choices,
         microbatches=request.microbatches,
-        recompute={"never": False, "auto": None, "always": True}[request.recompute],
     )
     return replace(plan, schedule="pipedream_2bw")
 
@@ -410,8 +385,8 @@ def _list_references(
         for candidate in candidates
         if candidate.period_s is not None
     }
-    cluster = replace(request.workers_and_links, sum_costs=SumCosts())
-    workers = cluster.workers
+    cluster = request.workers_and_links
+    workers, choices = cluster.workers, request.choices.exact
     split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
     for schedule, m, shape in [("pipedream", 1, "data-parallel"), *split, ("pipedream", 1, "1")]:
         config = str(workers) if shape == "data-parallel" else shape
@@ -423,7 +398,7 @@ def _list_references(
             schedule=schedule,
             microbatches=m if m > 1 else None,
             shape=shape,
-            recompute=request.recompute,
+            **choices.words,
         )
         try:
             plan = _add_exchange(_compare(profile, reference).plan, profile, reference)  # not what else would fit
@@ -459,8 +434,10 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    straight = planner.PlanSearch.of(profile, line, versions=lambda in_flight, update_delay: 1).best("straight")
-    recompute = request.recompute == "always"
+    choices = replace(request.choices, recompute=NEVER)
+    one_version: Any = {"versions": lambda in_flight, update_delay: 1}
+    straight = planner.PlanSearch.of(profile, line, choices=choices, **one_version).best("straight")
+    recompute = request.choices.recompute == ALWAYS
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
     plan = replace(
@@ -471,6 +448,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
         cluster=cluster,
         worker_order=order,
         bound_s=0.0,
+        choices=_choose(profile, request, (layout.replicas,) * count),
     )
     built = schedules.build(schedule, plan, request.microbatches)
     plan, m = built.plan, built.microbatches  # the method may let stages recompute
@@ -480,7 +458,8 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
             f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
         )
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
-    space = planner.SearchSpace.of(profile, cluster, occupancy=methods.occupancy_of(schedule, m), microbatches=m)
+    occupancy = methods.occupancy_of(schedule, m)
+    space = planner.SearchSpace.of(profile, cluster, choices=choices, occupancy=occupancy, microbatches=m)
     plan = space.with_bytes(plan)
     _check_worker_memory(plan)
     methods.check_machines(plan, built)
@@ -513,7 +492,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     parts = parsed.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
     options: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
-    options |= {"recompute": request.recompute}
+    options |= {"choices": request.choices}
     if request.cuts is None:
         plan = planner.PlanSearch.of(profile, line, **options).best("straight", request.in_flight)
     else:
@@ -527,7 +506,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
             plan, cluster=cluster, worker_order=parsed.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
         )
         _check_worker_memory(plan)
-    return methods.adapt_plan_to_method(plan, profile, name, parts)
+    return methods.adapt_plan_to_method(plan, profile, request.choices, name, parts)
 
 
 def _check_worker_memory(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.choices import ALWAYS, Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
 from pipedream.core.progress import progress
@@ -79,7 +80,7 @@ class StageSearch:
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
             plan = self._plan_for_few_microbatches(microbatches or 1, one_stage=shape == "any")
-        plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, microbatches)
+        plan = adapt_plan_to_method(plan, self.profile, self._choices, self.request.schedule, microbatches)
         if microbatches is not None:
             return plan
         batch = self.profile.batch
@@ -89,7 +90,7 @@ class StageSearch:
         ):  # again, with those of the method
             m = max(min(plan.microbatches, limit), *plan.replicas)
             plan = self.plan_with_microbatches(m, shape, slower)
-            plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
+            plan = adapt_plan_to_method(plan, self.profile, self._choices, self.request.schedule, m)
         return plan
 
     def _plan_finalists(
@@ -173,12 +174,15 @@ class StageSearch:
             site_workers = range(first, first + stage.replicas)
             order += [number * site.workers + worker for worker in site_workers for number in range(sites)]
         stages = tuple(replace(stage, replicas=sites * stage.replicas) for stage in plan.stages)
-        plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order))
         parts = plan.microbatches
         occupancy = occupancy_of(request.schedule, parts)
-        space = planner.SearchSpace.of(self.profile, cluster, occupancy=occupancy, microbatches=parts)
+        space = planner.SearchSpace.of(
+            self.profile, cluster, choices=request.choices, occupancy=occupancy, microbatches=parts
+        )
+        plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order))
+        plan = replace(plan, choices=space.choices.of_plan(plan.replicas))
         plan = apply_depth(space, plan, request.in_flight)
-        return adapt_plan_to_method(plan, self.profile, request.schedule, request.microbatches)
+        return adapt_plan_to_method(plan, self.profile, request.choices, request.schedule, request.microbatches)
 
     def plan_with_microbatches(
         self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0, limit_s: float = inf
@@ -195,7 +199,7 @@ class StageSearch:
             microbatches=parts,
             in_flight=request.in_flight,
             update_delay=request.update_delay,
-            recompute=self._recompute,
+            choices=self._choices,
         )
 
     def _plan_for_few_microbatches(self, limit: int, *, one_stage: bool) -> Plan:
@@ -234,8 +238,9 @@ class StageSearch:
         return StageSearch(self.profile, replace(self.request, cluster=cluster))
 
     @property
-    def _recompute(self) -> str:
-        return "always" if self._method.recomputes else self.request.recompute
+    def _choices(self) -> Choices:
+        choices = self.request.choices
+        return replace(choices, recompute=ALWAYS) if self._method.recomputes else choices
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:
@@ -245,7 +250,7 @@ class StageSearch:
                 occupancy=occupancy_of(self.request.schedule, parts),
                 microbatches=parts,
                 update_delay=self.request.update_delay,
-                recompute=self._recompute,
+                choices=self._choices,
                 all_workers=self.request.all_workers,
             )
             self._searches[parts] = replace(search, names_rivals=not self._is_simulated)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from pipedream.core.artifact import NOT_STORED, Artifact
+from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
@@ -91,24 +91,6 @@ class Workers:
             raise ValueError(f"memory must be positive, found {self.memory_bytes}")
 
 
-class SumCosts(NamedTuple):
-    """Costs of the sums over a stage's replicas, relative to its weights (`SumMethod.costs`).
-
-    Attributes:
-        share: bytes sent for each byte of the weights, the mean per update.
-        messages: messages for each one of a plain sum, for the latency.
-        overlaps: sums begin inside the backward.
-        work_s_per_byte: seconds of the processor for each byte of the weights.
-        kept_tensors: tensors that a replica keeps for each weight.
-    """
-
-    share: float = 1.0
-    messages: float = 1.0
-    overlaps: bool = True
-    work_s_per_byte: float = 0.0
-    kept_tensors: int = 0
-
-
 @dataclass(frozen=True)
 class Cluster(Artifact):
     """Workers, their memory and the links between them.
@@ -120,12 +102,8 @@ class Cluster(Artifact):
         kinds: the workers in order, each kind with its memory and device; () if all are identical.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
         host_bytes: memory of each machine beside its GPUs; None if unknown.
-        sum_costs: costs of sums over replicas.
         host_bytes_per_s: rate of copies between a GPU and the memory of its machine while all workers of the machine
             copy; None if unknown.
-        message_shares: bytes on the wire for each byte of an activation, and of a gradient (`Messages.on`).
-        activations: where to offload activations (`Plan.activations`).
-        hosts_optimizers: optimizers are in the memory of the machines.
 
     Raises:
         ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
@@ -140,10 +118,6 @@ class Cluster(Artifact):
     sums: str = "ring"
     host_bytes: int | None = None
     host_bytes_per_s: float | None = None
-    sum_costs: SumCosts = field(default=SumCosts(), metadata=NOT_STORED)
-    message_shares: tuple[float, float] = field(default=(1.0, 1.0), metadata=NOT_STORED)
-    activations: str = field(default="", metadata=NOT_STORED)
-    hosts_optimizers: bool = field(default=False, metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -231,11 +205,6 @@ class Cluster(Artifact):
         """Returns bandwidth (bytes/s) and latency (s) of messages that cross this level."""
         crossed = self.levels[: level + 1]
         return min(inner.link_bytes_per_s for inner in crossed), max(inner.latency_s for inner in crossed)
-
-    @property
-    def message_share(self) -> float:
-        """Bytes on the wire for each byte of an activation and its gradient together."""
-        return sum(self.message_shares) / 2
 
     def sum_link(self, level: int) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s) of sums that cross this level."""

@@ -6,13 +6,15 @@ of `Choices`, of the user's options (`PlanRequest`, `ModelOptions`, `TrainingOpt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
+from pipedream.core.model.matrices import Matrices
+from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
 
@@ -89,6 +91,10 @@ class Choices:
         return cls(**chosen)
 
     @property
+    def hosts_optimizers(self) -> bool:
+        return self.optimizer_state == HOST
+
+    @property
     def words(self) -> dict[str, Any]:
         """The texts of those that are not the default."""
         return {name: str(value) for name, value in _list_chosen(self).items()}
@@ -98,6 +104,16 @@ class Choices:
         """The approximate ones, as a user writes them; '' if the result is that of one process."""
         return ", ".join(f"{name}={text}" for name, text in self.words.items() if name in ("sums", "messages"))
 
+    @property
+    def exact(self) -> Choices:
+        """The choices without the approximate ones."""
+        return replace(self, sums=SumMethod(), messages=Messages())
+
+    def terms(self, trained_bytes: float, matrices: Iterable[Matrices]) -> Terms:
+        """Returns what the choices cost some weights."""
+        sums = self.sums.costs(trained_bytes, matrices, self.messages.value_bits / 8)
+        return Terms(sums, self.messages.shares)
+
     def of_values(self, bits: int) -> Choices:
         """Returns the choices for a model whose values have this many bits."""
         return replace(self, messages=replace(self.messages, value_bits=bits))
@@ -105,6 +121,10 @@ class Choices:
     def check(self, replicas: Sequence[int]) -> None:
         """Raises a `PlanError` for stages with these replicas."""
         self.sums.check_replicas(replicas)
+
+    def of_plan(self, replicas: Sequence[int]) -> Choices:
+        """Returns the choices of a new plan with these replicas, which moves no activations yet."""
+        return replace(self.on_replicas(replicas), activations="", recompute=NEVER)
 
     def on_replicas(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices that have a meaning for stages with these replicas."""
@@ -119,6 +139,9 @@ def _list_chosen(source: Any) -> dict[str, Any]:
     if isinstance(source, Choices):
         values = {c.name: values[c.name] for c in fields(source) if str(values[c.name]) != str(c.default)}
     return {name: value for name, value in values.items() if value}
+
+
+DEFAULTS = Choices()
 
 
 class Chooser:

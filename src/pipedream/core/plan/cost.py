@@ -19,11 +19,47 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.core.hardware.cluster import Cluster, SumCosts
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.collective import EXCHANGE
 
 Numbers = float | NDArray[Any]
 """One value, or an array: the planner computes many stages at once."""
+
+
+class SumCosts(NamedTuple):
+    """Costs of the sums over a stage's replicas, relative to its weights (`SumMethod.costs`).
+
+    Attributes:
+        share: bytes sent for each byte of the weights, the mean per update.
+        messages: messages for each one of a plain sum, for the latency.
+        overlaps: sums begin inside the backward.
+        work_s_per_byte: seconds of the processor for each byte of the weights.
+        kept_tensors: tensors that a replica keeps for each weight.
+    """
+
+    share: float = 1.0
+    messages: float = 1.0
+    overlaps: bool = True
+    work_s_per_byte: float = 0.0
+    kept_tensors: int = 0
+
+
+class Terms(NamedTuple):
+    """What `Choices` cost a stage.
+
+    Attributes:
+        sums: of the sums over its replicas.
+        message_shares: bytes on the wire for each byte of an activation, and of a gradient.
+    """
+
+    sums: SumCosts = SumCosts()
+    message_shares: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def message_share(self) -> float:
+        """Bytes on the wire for each byte of an activation and its gradient together."""
+        return sum(self.message_shares) / 2
+
 
 # As in torch's DistributedDataParallel, a small first bucket starts the network early. Nothing hides the last one, so
 # buckets should be small, but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of
@@ -32,6 +68,7 @@ Numbers = float | NDArray[Any]
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 PLAIN_SUMS = SumCosts()
+PLAIN = Terms()
 GPU_BUCKET_BYTES = 25 << 20
 """Between GPUs, where latency counts for more; as in torch's DistributedDataParallel."""
 
@@ -177,7 +214,14 @@ class Site:
     ports: tuple[PortLoad, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, after: int | None = None) -> Site:
+    def of(
+        cls,
+        cluster: Cluster,
+        workers: Sequence[int],
+        before: int | None = None,
+        after: int | None = None,
+        terms: Terms = PLAIN,
+    ) -> Site:
         """Returns the site of a stage on some workers of a cluster.
 
         `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends.
@@ -185,7 +229,7 @@ class Site:
         """
         count = len(workers)
         sum_bytes = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # one sum per `count` minibatches
-        sum_bytes *= cluster.sum_costs.share
+        sum_bytes *= terms.sums.share
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
             members_by_component = Counter(cluster.component(number, worker) for worker in workers)
@@ -194,7 +238,7 @@ class Site:
             for component, members in members_by_component.items():
                 share = members / count
                 first, second = (
-                    share * cluster.message_share / rate if side not in (None, component) else 0.0 for side in sides
+                    share * terms.message_share / rate if side not in (None, component) else 0.0 for side in sides
                 )
                 ports[PortLoad(first, second, sum_bytes / rate if len(members_by_component) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
@@ -203,7 +247,7 @@ class Site:
             min(cluster.speeds[worker] for worker in workers),
             min(memories, default=None),
             SumLink.across(cluster, cluster.reach(*workers)),
-            cluster.sum_costs,
+            terms.sums,
             busiest_ports(ports),
         )
 
@@ -247,6 +291,7 @@ def ports_s(
     stage_workers: Sequence[Sequence[int]],
     output_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
+    message_share: float = 1.0,
 ) -> dict[tuple[int, int], float]:
     """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
@@ -258,7 +303,7 @@ def ports_s(
     for workers, received_bytes, sent_bytes, size in zip(
         stage_workers, edges, edges[1:], parameter_bytes, strict=False
     ):
-        port_bytes = (received_bytes + sent_bytes) * cluster.message_share
+        port_bytes = (received_bytes + sent_bytes) * message_share
         port_bytes += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
             ports[0, worker] += port_bytes / len(workers) / cluster.levels[0].link_bytes_per_s
@@ -272,7 +317,7 @@ def ports_s(
                 for sender, sending_count in senders.items():
                     for receiver, receiving_count in receivers.items():
                         if sender != receiver:
-                            seconds = sending_count * receiving_count / cycle * size * cluster.message_share / rate
+                            seconds = sending_count * receiving_count / cycle * size * message_share / rate
                             ports[number, sender] += seconds
                             ports[number, receiver] += seconds
         for components, size in zip(components_by_stage, parameter_bytes, strict=True):

@@ -206,25 +206,25 @@ def moments(
     return (*peaks, build(trained, remaining_bytes, step_bytes))
 
 
-def place_state(shares_weights: bool, double_buffered: bool, cluster: Cluster, on_gpus: Any) -> dict[str, bool]:
+def place_state(shares_weights: bool, double_buffered: bool, hosts: bool, on_gpus: Any) -> dict[str, bool]:
     """Returns the arguments of `moments` that say where weights and optimizers are.
 
     Args:
+        hosts: optimizers are chosen to be in the memory of the machine.
         shares_weights: ranks share the weights, in the memory of their machine.
         double_buffered: gradients are one update stale, as in 2BW.
     """
-    hosted, on_host = cluster.hosts_optimizers and not shares_weights, shares_weights and bool(on_gpus)
+    hosted, on_host = hosts and not shares_weights, shares_weights and bool(on_gpus)
     overlaps = double_buffered and (hosted or (shares_weights and not on_host))
     return {"on_host": on_host, "hosted": hosted, "on_gpus": bool(on_gpus), "overlaps": overlaps}
 
 
-def hosted_copies_s(trained_bytes: Numbers, cluster: Cluster, on_gpus: bool) -> Numbers:
+def hosted_copies_s(trained_bytes: Numbers, cluster: Cluster) -> Numbers:
     """Returns the seconds in which an update brings gradients from a GPU to the host, and the weights back.
 
-    0 without hosted optimizers, or if the rate of copies is not known.
+    0 if the rate of copies is not known.
     """
-    rate = cluster.host_bytes_per_s if cluster.hosts_optimizers and on_gpus else None
-    return 2 * trained_bytes / rate if rate else 0.0
+    return 2 * trained_bytes / cluster.host_bytes_per_s if cluster.host_bytes_per_s else 0.0
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipedream.core.errors import PipelineError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Carries
 
@@ -70,11 +69,10 @@ class Messages:
     def encoding(self, carries: Carries) -> str:
         return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, "full")
 
-    def on(self, cluster: Cluster) -> Cluster:
-        """Returns a cluster with the bytes on the wire for each byte before encoding."""
-        if not self:
-            return cluster
-        return replace(cluster, message_shares=(self._share(self.activations), self._share(self.gradients)))
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Bytes on the wire for each byte of an activation, and of a gradient."""
+        return self._share(self.activations), self._share(self.gradients)
 
     def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
         """Returns costs for each byte before encoding, the mean of an activation and its gradient."""

@@ -17,7 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import ALWAYS, HOST, NEVER, Choices
+from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
@@ -202,18 +202,9 @@ class Plan(Tabular, Artifact):
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         workers = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
-        sums, messages = self.choices.sums, self.choices.messages
-        cluster, runtime, value_bytes = (
-            messages.on(self.cluster),
-            messages.add_costs(self.runtime),
-            messages.value_bits / 8,
-        )
-        # While a plan is being searched for, its cluster has the sum costs of the whole model.
-        sum_costs = (
-            self.cluster.sum_costs if sums.is_exact else sums.costs(stage.trained_bytes, stage.matrices, value_bytes)
-            for stage in self.stages
-        )
-        return PlanCosts(self.stages, workers, cluster, self.tied_weights, runtime, tuple(sum_costs))
+        terms = tuple(self.choices.terms(stage.trained_bytes, stage.matrices) for stage in self.stages)
+        runtime = self.choices.messages.add_costs(self.runtime)
+        return PlanCosts(self.stages, workers, self.cluster, self.tied_weights, runtime, terms)
 
     @property
     def slowest_stage_s(self) -> float:
@@ -330,7 +321,7 @@ def with_choices(plan: Plan, choices: Choices) -> Plan:
         stages = tuple(replace(stage, recompute=True, offload=False) for stage in stages)
         choices = replace(choices, activations="")
     elif choices.activations != plan.choices.activations:
-        moves = choices.activations == HOST
+        moves = bool(choices.activations)
         stages = tuple(replace(stage, offload=moves and not stage.recompute) for stage in stages)
     return replace(plan, stages=stages, choices=replace(choices, recompute=NEVER))
 
@@ -398,18 +389,17 @@ def _describe_exchange(plan: Plan) -> list[str]:
     ]
     choices = plan.choices
     if not choices.sums.is_exact:
-        pairs = zip(plan.stages, plan.costs.sum_costs, strict=True)
-        sizes = [format_bytes(stage.trained_bytes * costs.share) for stage, costs in pairs if stage.replicas > 1]
+        pairs = zip(plan.stages, plan.costs.terms, strict=True)
+        sizes = [format_bytes(stage.trained_bytes * terms.sums.share) for stage, terms in pairs if stage.replicas > 1]
         lines.append(f"sums: {choices.sums}, {', '.join(sizes)} an update in the mean (approximate)")
     if choices.activations:
         lines.append(describe_offloads(plan))
-    if choices.optimizer_state == HOST:
+    if choices.hosts_optimizers:
         size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
         what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
         lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}")
     if choices.messages:
-        share = plan.costs.cluster.message_share
-        sizes = [format_bytes(stage.output_bytes * share) for stage in plan.stages[:-1]]
+        sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
         lines.append(f"messages: {choices.messages}, {', '.join(sizes)} each way in the mean (approximate)")
     return lines
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.core.hardware.cluster import Cluster, SumCosts
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import Site, SumLink, ports_s, transfer_s
+from pipedream.core.plan.cost import Site, SumLink, Terms, ports_s, transfer_s
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 
 NO_GAP = 2e-6
@@ -21,7 +21,7 @@ class PlanCosts:
 
     Attributes:
         stage_workers: workers of each stage.
-        sum_costs: of the sums over each stage's replicas.
+        terms: what the plan's choices cost each stage.
     """
 
     stages: tuple[Stage, ...]
@@ -29,7 +29,7 @@ class PlanCosts:
     cluster: Cluster
     tied: tuple[TiedWeights, ...]
     runtime: RuntimeCosts
-    sum_costs: tuple[SumCosts, ...]
+    terms: tuple[Terms, ...]
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -39,9 +39,13 @@ class PlanCosts:
     def sites(self) -> tuple[Site, ...]:
         before = [None, *(workers[-1] for workers in self.stage_workers[:-1])]
         after = [*(workers[0] for workers in self.stage_workers[1:]), None]
-        clusters = {costs: replace(self.cluster, sum_costs=costs) for costs in set(self.sum_costs)}
-        rows = zip(self.sum_costs, self.stage_workers, before, after, strict=True)
-        return tuple(Site.of(clusters[costs], workers, first, last) for costs, workers, first, last in rows)
+        rows = zip(self.stage_workers, before, after, self.terms, strict=True)
+        return tuple(Site.of(self.cluster, *row) for row in rows)
+
+    @property
+    def message_share(self) -> float:
+        """See `Terms.message_share`."""
+        return self.terms[0].message_share
 
     @property
     def on_gpus(self) -> bool:
@@ -61,7 +65,7 @@ class PlanCosts:
         return tuple(
             float(
                 transfer_s(
-                    stage.output_bytes * self.cluster.message_share,
+                    stage.output_bytes * self.message_share,
                     *self.cluster.link(self.cluster.reach(*senders, *receivers)),
                 )
             )
@@ -88,7 +92,7 @@ class PlanCosts:
                 (
                     (largest_group[s] + largest_group[s + 1] - 2)
                     * self.stages[s].output_bytes
-                    * cluster.message_share
+                    * self.message_share
                     / level.link_bytes_per_s
                     for largest_group, level in zip(largest_groups, cluster.levels[1:], strict=True)
                 ),
@@ -174,5 +178,6 @@ class PlanCosts:
             for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
         )
         sent_bytes = [stage.output_bytes for stage in self.stages]
-        summed_bytes = [s.trained_bytes * costs.share for s, costs in zip(self.stages, self.sum_costs, strict=True)]
-        return max(*compute_s, *ports_s(self.cluster, self.stage_workers, sent_bytes, summed_bytes).values())
+        summed_bytes = [s.trained_bytes * terms.sums.share for s, terms in zip(self.stages, self.terms, strict=True)]
+        ports = ports_s(self.cluster, self.stage_workers, sent_bytes, summed_bytes, self.message_share)
+        return max(*compute_s, *ports.values())

@@ -17,8 +17,8 @@ from math import inf, prod
 from typing import Self
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import SumCosts
 from pipedream.core.model.matrices import Matrices
+from pipedream.core.plan.cost import SumCosts
 
 FULL = "full"
 _SIXTEEN_BITS = ("bfloat16", "float16")

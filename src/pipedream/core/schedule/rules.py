@@ -15,7 +15,6 @@ from math import lcm
 from typing import NamedTuple
 
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor
@@ -107,7 +106,7 @@ class Rules:
     @property
     def overlaps_updates(self) -> bool:
         """Whether updates on the host overlap the next minibatch's passes, which read older weights."""
-        is_hosted = self.placement.shares_weights or self.plan.choices.optimizer_state == HOST
+        is_hosted = self.placement.shares_weights or self.plan.choices.hosts_optimizers
         return self.trains and is_hosted and isinstance(self.weights, DoubleBuffer)
 
     @property

@@ -54,7 +54,6 @@ class MeshCosts:
     counts: tuple[int, ...] | None = None
     all_ranks: bool = False
     allow_single_stage: bool = True
-    recompute: str = "never"
     every_cut: bool = False
     cycle: int = 0
 
@@ -88,10 +87,10 @@ class MeshCosts:
         """Seconds; infinite where a stage is not allowed, or does not fit."""
         cost = partial(self._compute_cost, workers.mesh, workers.lies, before=before, after=after)
         need = partial(self._compute_need, workers)
-        return limit_costs(self.recompute, workers.lies.site.memory_bytes, cost, need)
+        return limit_costs(self.space.choices.recompute, workers.lies.site.memory_bytes, cost, need)
 
     def _compute_least_need(self, workers: MeshWorkers, before: int | None, after: int | None) -> FloatArray:
-        need = least_need(self.recompute, partial(self._compute_need, workers))
+        need = least_need(self.space.choices.recompute, partial(self._compute_need, workers))
         return np.where(self._allowed, need, np.inf)
 
     def _compute_cost(

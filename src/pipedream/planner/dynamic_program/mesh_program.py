@@ -192,7 +192,7 @@ class MeshProgram(MeshCosts):
     def _must_recompute(self, workers: MeshWorkers, place: int, end: int) -> bool:
         most = workers.lies.site.memory_bytes
         must = most is not None and self._compute_need(workers, False)[place, end] > most
-        return self.recompute == "always" or (self.recompute == "auto" and bool(must))
+        return self.space.choices.recompute == "always" or (self.space.choices.recompute == "auto" and bool(must))
 
 
 _FAR = 1 << 29  # more workers than any cluster has
@@ -277,7 +277,9 @@ class MeshPeriods(MeshProgram):
             ends = np.flatnonzero(may & (in_flight <= self._find_most(workers, period_s, place)))
             if len(ends):
                 end = int(ends[0])
-                again = self.recompute == "always" or bool(in_flight[end] > self._find_room(workers, False)[place, end])
+                again = self.space.choices.recompute == "always" or bool(
+                    in_flight[end] > self._find_room(workers, False)[place, end]
+                )
                 span = int(self._places[place]), int(self._places[end])
                 return StageChoice(*span, replicas, self.space.meshes[workers.mesh], again), end
         raise AssertionError("the tables have no such stage")
@@ -290,7 +292,7 @@ class MeshPeriods(MeshProgram):
                 self._find_room(workers, recompute)[places],
                 0,
             )
-            for recompute in RECOMPUTE[self.recompute]
+            for recompute in RECOMPUTE[self.space.choices.recompute]
         )
         return reduce(np.maximum, ways)
 

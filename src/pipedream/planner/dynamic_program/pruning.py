@@ -47,7 +47,7 @@ def prune_places(
     is_kept = before + after <= workers
     # What is counted exactly has a plan: all counted stages are allowed, wherever they are, and memory is unlimited.
     every = {(w, count) for w in range(1, workers + 1) for count in sites if count <= w}
-    is_exact = space.cluster.is_flat and not space.cluster.is_limited and pipelines.recompute != "always"
+    is_exact = space.cluster.is_flat and not space.cluster.is_limited and space.choices.recompute != "always"
     is_exact &= pipelines.starts is None and set(pipelines.states) == every
     work_s = float(sum(space.passes_s(0, len(space.profile.layers))))
     while not is_enough(is_kept.sum()) and high - low > _CLOSE * high:
@@ -104,7 +104,7 @@ def _find_least_replicas(
     trained = space.trained[places]
     work = (forward + backward) / (period_s * speed)
     before, after = np.ceil(work * (1 - _SLACK)), np.ceil((work[-1] - work) * (1 - _SLACK))
-    sends = space.crossing[places].astype(float) * space.cluster.message_share
+    sends = space.crossing[places].astype(float) * space.terms.message_share
     sends[[0, -1]] = 0.0
     # Two lower bounds of the replicas: from the compute, and from the messages, which all cross the innermost level.
     sends /= space.cluster.levels[0].link_bytes_per_s * period_s

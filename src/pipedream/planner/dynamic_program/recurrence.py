@@ -44,12 +44,6 @@ With the ways in which a stage may run, the faster one first: without recomputat
 """
 
 
-def check_recompute(recompute: str) -> None:
-    """Raises PlanError if `recompute` is not one of `RECOMPUTE`."""
-    if recompute not in RECOMPUTE:
-        raise PlanError(f"unknown recompute {recompute!r}; give {', '.join(RECOMPUTE)}")
-
-
 def limit_costs(
     recompute: str, memory_bytes: int | None, cost: Callable[[bool], FloatArray], need: Callable[[bool], IntArray]
 ) -> FloatArray:
@@ -116,7 +110,6 @@ class DynamicProgram:
         starts: the states that the first stage may have; None: all.
         allow_single_stage: a single stage is a plan too.
         line: None: the cluster's own.
-        recompute: one of `RECOMPUTE`.
     """
 
     space: SearchSpace
@@ -124,7 +117,6 @@ class DynamicProgram:
     starts: tuple[State, ...] | None = None
     allow_single_stage: bool = True
     line: WorkerLine | None = None
-    recompute: str = "never"
     _costs: Tables = field(default_factory=Tables, init=False)
 
     def best(self, note: str = "") -> Plan | None:
@@ -169,7 +161,7 @@ class DynamicProgram:
                 memory = self._sites[state].memory_bytes or 0
                 span = int(self._places[place]), int(self._places[end])
                 first, last = (self.space.downsets[at].bit_count() for at in span)
-                moves = describe_copies(self.space, *span, recompute=self.recompute != "never")
+                moves = describe_copies(self.space, *span, recompute=self.space.choices.recompute != "never")
                 return Shortage(int(most) + memory, memory, first, last, moves)
             place, choices = end, self._list_followers(state)
 
@@ -184,7 +176,7 @@ class DynamicProgram:
 
     @cached_property
     def _line(self) -> WorkerLine:
-        return self.line or WorkerLine.of(self.space.cluster)
+        return self.line or WorkerLine.of(self.space.cluster, terms=self.space.terms)
 
     @cached_property
     def _sites(self) -> dict[State, Site]:
@@ -275,10 +267,14 @@ class DynamicProgram:
         site, need = self._sites[state], partial(self._compute_need, state)
         key = id(site), 0 if site.memory_bytes is None else count_in_flight(state)  # equal sites are the same one
         cost = partial(self._compute_cost, site)
-        return self._costs.look_up(key, lambda: limit_costs(self.recompute, site.memory_bytes, cost, need))
+        return self._costs.look_up(
+            key, lambda: limit_costs(self.space.choices.recompute, site.memory_bytes, cost, need)
+        )
 
     def _compute_least_bytes(self, state: State) -> FloatArray:
-        return np.where(self._allowed, least_need(self.recompute, partial(self._compute_need, state)), np.inf)
+        return np.where(
+            self._allowed, least_need(self.space.choices.recompute, partial(self._compute_need, state)), np.inf
+        )
 
     def _compute_missing_bytes(self, state: State) -> FloatArray:
         memory = self._sites[state].memory_bytes
@@ -331,7 +327,7 @@ class DynamicProgram:
         sites = {(site.replicas, site.speed, site.sum_link): site for site in self._sites.values()}
         for site in sorted(sites.values(), key=lambda site: -site.replicas):
             site = site if self.space.cluster.is_flat else replace(site, ports=())  # else there are many ports
-            least[self._compute_cost(site, RECOMPUTE[self.recompute][0]) <= period] = site.replicas
+            least[self._compute_cost(site, RECOMPUTE[self.space.choices.recompute][0]) <= period] = site.replicas
         return find_spans(least, workers)
 
     def _walk(self, period: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -391,7 +387,9 @@ class DynamicProgram:
             must = (
                 memory is not None and self._compute_need((left, count), False)[indices[first], indices[last]] > memory
             )
-            recompute.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
+            recompute.append(
+                self.space.choices.recompute == "always" or (self.space.choices.recompute == "auto" and bool(must))
+            )
             left -= count
         order = self._line.take_last(workers)
         return self.space.build_plan(cuts, counts, note, order=order, recompute=tuple(recompute))

@@ -78,6 +78,7 @@ class MeshSpace(SearchSpace):
             self._spaces[mesh, reach] = SearchSpace.of(
                 profile_of_rank(self.profile, mesh, self.cluster, reach),
                 self.cluster,
+                choices=self.choices,
                 versions=self.versions,
                 update_delay=self.update_delay,
                 microbatches=self.microbatches,
@@ -113,14 +114,15 @@ class MeshSpace(SearchSpace):
         cluster, end = self.cluster, first + replicas * mesh.size
         if cluster.is_flat:
             wide_cluster = replace(cluster, levels=(replace(cluster.levels[0], width=replicas + 2),))
-            site = Site.of(wide_cluster, range(1, replicas + 1), 0, replicas + 1)
+            site = Site.of(wide_cluster, range(1, replicas + 1), 0, replicas + 1, self.terms)
             return self._number_site(site, (0,) * len(mesh.dimensions))
         starts = range(first, end, mesh.size)
         if not all(_may_be_worker(cluster, start, start + mesh.size) for start in starts):
             return None
         before, after = first - 1 if first else None, end if end < cluster.workers else None
         reaches = [reach_of(mesh, cluster, start) for start in starts]
-        return self._number_site(Site.of(cluster, starts, before, after), tuple(map(max, zip(*reaches, strict=True))))
+        site = Site.of(cluster, starts, before, after, self.terms)
+        return self._number_site(site, tuple(map(max, zip(*reaches, strict=True))))
 
     def _number_site(self, site: Site, reach: tuple[int, ...]) -> MeshSite:
         number = self._numbers.setdefault((replace(site, memory_bytes=None), reach), len(self._numbers))
@@ -155,6 +157,7 @@ class MeshSpace(SearchSpace):
             worker_order=() if self.cluster.is_flat or not idle_ranks else tuple(workers),
             graph=self.profile.graph if self.profile.graph.calls else None,
             runtime=self.profile.runtime,
+            choices=self.choices.of_plan(counts),
         )
 
     def choices_of(self, plan: Plan) -> tuple[StageChoice, ...]:

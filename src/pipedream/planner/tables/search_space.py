@@ -15,7 +15,8 @@ from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.cost import Site
+from pipedream.core.plan.choices import DEFAULTS, HOST, Choices
+from pipedream.core.plan.cost import Site, Terms
 from pipedream.core.plan.memory import (
     Peers,
     StageMemory,
@@ -47,6 +48,7 @@ class SearchSpace(PlaceSums):
     """A profile, a cluster and a way to train: what everything between two places would cost as a stage.
 
     Attributes:
+        choices: what its plans trade, of which they move no activations yet.
         versions: the weight versions alive at once, given the in-flight count and the update delay.
         update_delay: the update delay of a pipeline's replicated stages.
         positions: the places where a stage may begin or end, those after fewer layers first.
@@ -62,6 +64,7 @@ class SearchSpace(PlaceSums):
     update_delay: int
     microbatches: int
     positions: tuple[int, ...]
+    choices: Choices
     is_complete: bool = True
     occupancy: MethodOccupancy | None = None
     spare_bytes: int = 0
@@ -75,6 +78,7 @@ class SearchSpace(PlaceSums):
         profile: Profile,
         cluster: Cluster,
         *,
+        choices: Choices = DEFAULTS,
         versions: VersionsRule = stash,
         update_delay: int = 0,
         microbatches: int = 1,
@@ -111,9 +115,15 @@ class SearchSpace(PlaceSums):
             update_delay=update_delay,
             microbatches=microbatches,
             positions=tuple(places[downset] for downset in ordered),
+            choices=choices.of_values(8 * profile.value_bytes),
             is_complete=is_complete,
             occupancy=occupancy,
         )
+
+    @cached_property
+    def terms(self) -> Terms:
+        """What the choices cost, as the mean over the model."""
+        return self.choices.terms(self.profile.trained_bytes, self.profile.matrices)
 
     @cached_property
     def precedes(self) -> BoolArray:
@@ -122,9 +132,8 @@ class SearchSpace(PlaceSums):
             places = np.array(self.positions)
             in_order: BoolArray = places[:, None] < places[None, :]
             return in_order
-        inside = bool_rows([self.downsets[place] for place in self.positions], len(self.profile.layers)).astype(
-            np.float32
-        )
+        rows = bool_rows([self.downsets[place] for place in self.positions], len(self.profile.layers))
+        inside = rows.astype(np.float32)
         sizes = inside.sum(axis=1)
         contained: BoolArray = (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
         return contained
@@ -150,8 +159,9 @@ class SearchSpace(PlaceSums):
         return update_s + added_s
 
     def _step_s(self, first: Place, last: Place) -> Seconds:
-        step_s = super()._step_s(first, last)
-        return step_s + hosted_copies_s(self.trained_bytes(first, last), self.cluster, self._on_gpus)
+        is_copied = self.choices.hosts_optimizers and self._on_gpus
+        copies_s = hosted_copies_s(self.trained_bytes(first, last), self.cluster) if is_copied else 0.0
+        return super()._step_s(first, last) + copies_s
 
     def tied_s(self, first: Place, last: Place) -> Seconds:
         """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
@@ -165,12 +175,12 @@ class SearchSpace(PlaceSums):
     def runtime_s(
         self, first: Place, last: Place, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None
     ) -> Seconds:
+        runtime = self.choices.messages.add_costs(self.profile.runtime)
         device_s = sum(self.passes_s(first, last)) + update_s if self._on_gpus else 0.0
         launch_s = self.launch.between(first, last) if self._launches else 0.0
         received, sent = edges or self.bytes_of(first, last)[1:]
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
-        seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends, launch_s)
-        return seconds
+        return runtime.stage_s(device_s, received, sent, *ends, launch_s)
 
     def _needs_copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
@@ -249,12 +259,12 @@ class SearchSpace(PlaceSums):
             "versions": occupancy.versions,
             "in_flight": occupancy.in_flight,
             "deferred": occupancy.deferred,
-            **place_state(occupancy.on_host, occupancy.double_buffered, self.cluster, self._on_gpus),
+            **place_state(occupancy.on_host, occupancy.double_buffered, self.choices.hosts_optimizers, self._on_gpus),
             "per_update": -(-self.microbatches // replicas),
             "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
             "recompute": recompute,
-            "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.cluster.sum_costs.kept_tensors,
+            "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.terms.sums.kept_tensors,
             "matrix_bytes": self.matrix_bytes(occupancy.updates, first, last),
         }
 
@@ -309,6 +319,7 @@ class SearchSpace(PlaceSums):
             tied_weights=self.tied_weights(spans),
             graph=self.profile.graph if self.profile.graph.calls else None,
             runtime=self.profile.runtime,
+            choices=self.choices.of_plan(counts),
         )
 
     def tied_weights(self, spans: Sequence[tuple[int, int]]) -> tuple[TiedWeights, ...]:
@@ -322,7 +333,7 @@ class SearchSpace(PlaceSums):
 
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with its peak bytes and the seconds of its weight copies; see `fit_by_offloading`."""
-        return fit_by_offloading(self, plan) if self.cluster.activations else count_bytes(self, plan)
+        return fit_by_offloading(self, plan) if self.choices.activations else count_bytes(self, plan)
 
     def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
         """Returns the space that knows each stage's costs: this one, unless stages have meshes."""
@@ -374,7 +385,7 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
     A stage whose copies would lengthen its passes never does (`may_offload`), so the plan may not fit. Where workers
     have several stages, all that may do.
     """
-    ends, where = space.ends(plan), space.cluster.activations
+    ends = space.ends(plan)
     rows = zip(space.of_stages(plan), ends, plan.stages, strict=True)
     allowed = [bool(may_offload(subspace, *span, stage.recompute)) for subspace, span, stage in rows]
     offloads = [False] * len(plan.stages)
@@ -384,7 +395,7 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
             offload_stage(subspace, stage, *span, offload=offload)
             for (subspace, span, stage), offload in zip(rows, offloads, strict=True)
         ]
-        choices = replace(plan.choices, activations=where if any(offloads) else "")
+        choices = replace(plan.choices, activations=HOST if any(offloads) else "")
         plan = count_bytes(space, replace(plan, stages=tuple(stages), choices=choices))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
@@ -407,7 +418,7 @@ def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, *, of
 def may_offload(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> BoolArray:
     """Returns whether stages may offload their activations: their passes then take hardly longer."""
     cluster = space.cluster
-    may_at_all = bool(cluster.activations) and not recompute
+    may_at_all = bool(space.choices.activations) and not recompute
     if not may_at_all or cluster.host_bytes_per_s is None:
         return np.asarray(may_at_all)
     forward_s, backward_s = space.passes_s(first, last)
@@ -452,7 +463,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
 def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
     """Returns words for a stage that does not fit, if it does not offload because its copies would take too long."""
     rate = space.cluster.host_bytes_per_s
-    if not space.cluster.activations or rate is None or recompute or may_offload(space, first, last):
+    if not space.choices.activations or rate is None or recompute or may_offload(space, first, last):
         return ""
     return f" (offloading would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)})"
 

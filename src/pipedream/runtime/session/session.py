@@ -19,7 +19,6 @@ from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.choices import HOST
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
@@ -206,12 +205,12 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
         check_host_memory(plan.stages, versions, free_bytes(), blueprint.program.gradient_sets)
-    elif HOST in (plan.choices.activations, plan.choices.optimizer_state):
+    elif plan.choices.activations or plan.choices.hosts_optimizers:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         stages, room_bytes = [plan.stages[stage] for stage in _list_stages_here(local, local_stages)], free_bytes()
-        if plan.choices.activations == HOST:
+        if plan.choices.activations:
             room_bytes -= check_activations_room(sum(stage.memory.moved_bytes for stage in stages), room_bytes)
-        if plan.choices.optimizer_state == HOST:
+        if plan.choices.hosts_optimizers:
             check_host_memory(stages, None, room_bytes)
 
 
