@@ -1,7 +1,5 @@
 """Old bugs, each with its story, so that none comes back."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -18,16 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
-from pipedream import Pipeline
-from pipedream.core.errors import PipelineError
-from pipedream.core.plan.plan import Plan
 from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def two_stages() -> tuple[nn.Module, Plan]:
+def two_stages() -> tuple[nn.Module, pd.Plan]:
     """Returns a small model and a plan that cuts it in two."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     return model, plan_of(model, BATCHES[0][0], (2,))
@@ -55,7 +50,7 @@ def test_an_evaluation_in_the_loop_does_not_end_the_training() -> None:
     """Why a stream had ended was read from the worker after the evaluation, whose own stream had ended because its
     data was at its end: so training stopped at the first evaluation."""
     model, plan = two_stages()
-    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         numbers = []
         for done in pipeline.train(BATCHES, epochs=2):
             numbers.append(done.number)
@@ -67,7 +62,7 @@ def test_an_evaluation_in_the_loop_does_not_end_the_training() -> None:
 def test_an_interrupt_is_told_once() -> None:
     """Ctrl-C drained the pipeline and raised; the evaluation that followed raised again, and nothing was saved."""
     model, plan = two_stages()
-    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         stream = pipeline.train(BATCHES, epochs=100)
         while next(stream).number < 9:
             pass
@@ -85,7 +80,7 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     after the last one, because only its own next forward would have told it that the data was at its end."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     plan = plan_of(model, BATCHES[0][0], (), (2,))
-    with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+    with pd.Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         dones: list[Any] = list(pipeline.train(BATCHES, epochs=1))
     assert [done.number for done in dones] == list(range(7))
 
@@ -103,7 +98,7 @@ def test_a_loader_that_was_read_keeps_nothing() -> None:
                 yield x, torch.randint(0, 3, (6,))
 
     model, plan = two_stages()
-    with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
+    with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
         most = [sum(ref() is not None for ref in references) for _ in pipeline.train(Loader())]  # type: ignore[arg-type]
     assert max(most) <= plan.in_flight[0] + 2, "those in flight, the one that the loader is at, and one read ahead"
 
@@ -133,7 +128,7 @@ def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
         torch.manual_seed(3)
         model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
         plan = plan_of(model, batches[0][0], (2,))
-        with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
             states.append([done.loss for done in pipeline.train(batches, epochs=3)])
     assert states[0] == states[1]
 
@@ -156,9 +151,9 @@ def test_a_first_layer_that_works_in_place(schedule: str) -> None:
     outcomes = []
     for parts in (1, 4):
         torch.manual_seed(0)
-        with Pipeline(
+        with pd.Pipeline(
             nn.Sequential(InPlace(), nn.Linear(4, 2)).double(),
-            Plan.uniform(2),
+            pd.Plan.uniform(2),
             schedule=schedule,
             microbatches=parts,
             loss=F.cross_entropy,
@@ -187,9 +182,9 @@ def test_complex_weights_are_clipped_as_torch_does() -> None:
     loss.backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with Pipeline(
+    with pd.Pipeline(
         model,
-        Plan.uniform(2),
+        pd.Plan.uniform(2),
         schedule="gpipe",
         microbatches=1,
         loss=F.cross_entropy,
@@ -206,9 +201,9 @@ def test_complex_weights_are_clipped_as_torch_does() -> None:
 def test_sparse_embeddings(replicas: tuple[int, ...]) -> None:
     """With clipping, and with replicas, torch's own errors came; replicas are refused."""
     data = [(torch.randint(10, (8,)), torch.randint(2, (8,)))] * 2
-    with Pipeline(
+    with pd.Pipeline(
         nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)),
-        Plan.uniform(2, replicas=replicas),
+        pd.Plan.uniform(2, replicas=replicas),
         schedule="gpipe",
         microbatches=2,
         loss=F.cross_entropy,
@@ -219,7 +214,7 @@ def test_sparse_embeddings(replicas: tuple[int, ...]) -> None:
         if replicas == (1, 1):
             assert len([*pipeline.train(data)]) == 2
             return
-        with pytest.raises(PipelineError, match=r"shape \(10, 4\) is sparse, and its stage has replicas"):
+        with pytest.raises(pd.PipelineError, match=r"shape \(10, 4\) is sparse, and its stage has replicas"):
             [*pipeline.train(data)]
 
 
@@ -245,7 +240,7 @@ def test_conjugate_gradients(replicas: tuple[int, ...], clip: float | None) -> N
     cluster = pd.Cluster.flat(sum(replicas))
     plan = pd.plan(profile, cluster, schedule="gpipe", microbatches=2, shape=replicas, cuts=(1,))
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, clip_grad_norm=clip) as pipeline:
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, clip_grad_norm=clip) as pipeline:
         assert len(list(pipeline.train([(inputs, targets)]))) == 1
         for name, value in pipeline.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name])

@@ -1,7 +1,5 @@
 """Compensations of delay in the running pipeline: each equals its paper's equation, in the coordinates of the paper."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ import pipedream as pd
 from pipedream.cli import main
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,
@@ -321,7 +318,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         for done in pipeline.train(cases.Fresh(zoo.make("mlp").batches)):
             assert done.rate == 0.05, "the user's"
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
-    schedule = pd.schedules.build("nesterov_async", Plan.uniform(2))
+    schedule = pd.schedules.build("nesterov_async", pd.Plan.uniform(2))
     assert schedule.with_compensation(()).updates.compensation == ()
     with make_pipeline("mlp", schedule="one_step_ef", microbatches=3) as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
@@ -377,7 +374,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
 def test_named_methods_are_emulated_and_planned(name: str) -> None:
-    plan = scale_plan(Plan.uniform(2, 1e-4, 1e-4))
+    plan = scale_plan(pd.Plan.uniform(2, 1e-4, 1e-4))
     with build_emulated_pipeline(plan, schedule=name) as pipeline:
         assert len(list(pipeline.train(list(make_emulated_batches(pipeline, 4))))) == 4
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md, "A new schedule", followed step by step with the file that it shows."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

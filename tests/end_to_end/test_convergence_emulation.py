@@ -1,7 +1,5 @@
 """The serial emulation of benchmarks/convergence trains as the running pipeline does."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable
@@ -16,10 +14,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.planner import manual_plan
 from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES
@@ -75,17 +70,17 @@ def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     return losses, torch.cat([w.reshape(-1) for w in state.values()])
 
 
-def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> Plan:
+def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
     """Returns the plan of equal stages; nothing is timed."""
     graph = capture(nn.Sequential(*units), (sample,)).graph
     begins = [
         next(i for i, layer in enumerate(graph.layers) if layer.name.split(".")[0] == str(s)) for s in range(stages)
     ]
     profile = Profile("small", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), len(sample))
-    return manual_plan(profile, Cluster.flat(stages), tuple(begins[1:]), (1,) * stages)
+    return manual_plan(profile, pd.Cluster.flat(stages), tuple(begins[1:]), (1,) * stages)
 
 
-def _schedule(method: Method, plan: Plan) -> Schedule:
+def _schedule(method: Method, plan: pd.Plan) -> pd.Schedule:
     p = len(plan.stages)
     recomputes = method.paper(p, method.parts(p)).rule == "recompute"
     options: dict[str, Any] = {"backward_rule": "recompute"} if recomputes else {}

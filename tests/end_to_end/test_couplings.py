@@ -22,10 +22,8 @@ from torch import Tensor, nn
 import pipedream as pd
 from pipedream.capture import capture
 from pipedream.core.errors import PlanError, ScheduleError, WorkerError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import norm_delay
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
@@ -82,10 +80,10 @@ def profile_of(model: nn.Module, sample: Tensor) -> Profile:
     return Profile("untimed", graph, (LayerProfile(1.0, 2.0, 8, 8),) * len(graph.layers), 1)
 
 
-def cut(model: nn.Module, sample: Tensor, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> Plan:
+def cut(model: nn.Module, sample: Tensor, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> pd.Plan:
     """Returns a plan that may part tied layers."""
     profile = profile_of(model, sample).without_tied_groups()
-    return manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
+    return manual_plan(profile, pd.Cluster.flat(sum(replicas)), cuts, replicas)
 
 
 def plain_scaled(
@@ -117,16 +115,16 @@ def plain_scaled(
 
 
 PLANS = [
-    Plan.uniform(1),
-    Plan.uniform(4),
-    replace(Plan.uniform(4), in_flight=(8, 5, 2, 1)),
-    replace(Plan.uniform(2, replicas=(2, 2)), update_delay=(1, 0), in_flight=(4, 1)),
+    pd.Plan.uniform(1),
+    pd.Plan.uniform(4),
+    replace(pd.Plan.uniform(4), in_flight=(8, 5, 2, 1)),
+    replace(pd.Plan.uniform(2, replicas=(2, 2)), update_delay=(1, 0), in_flight=(4, 1)),
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.config} {plan.in_flight}")
 @pytest.mark.parametrize(("name", "parts"), [("pipedream", None), ("pipedream_vertical_sync", None), ("2bw", 8)])
-def test_the_norm_is_the_newest_that_nobody_has_to_wait_for(plan: Plan, name: str, parts: int | None) -> None:
+def test_the_norm_is_the_newest_that_nobody_has_to_wait_for(plan: pd.Plan, name: str, parts: int | None) -> None:
     schedule = build(name, plan, parts)
     delay = norm_delay(schedule)
     # Without messages' time and with any compute: an update never waits for the norms of the one so many before it.
@@ -251,7 +249,7 @@ def test_workers_with_several_stages_go_on_with_tied_weights(case: Case, tmp_pat
 
 def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
     profile = profile_of(zoo.make("tied").model, zoo.make("tied").batches[0][0])
-    plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     assert plan.config == "1-1"
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     with pytest.raises(
@@ -259,7 +257,7 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
     ):
         check_plan(plan, profile=profile, schedule="pipedream")
     with pytest.raises(PlanError, match=r"share a parameter .*a method whose stages all make the same updates"):
-        pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
+        pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
 @pytest.mark.parametrize("case", [tied("1f1b", epochs=1), tied("chimera", None, stages=2, epochs=1)], ids=str)
@@ -338,7 +336,7 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     assert (names, layers, size, trained) == (("0.table.weight",), (0, 3), 9 * 8 * 8, True)
     rows = tuple(replace(layer, forward_s=1.0, backward_s=2.0) for layer in profile.layers)
     profile = replace(profile, layers=rows)
-    cluster = Cluster.flat(2, 1e9)
+    cluster = pd.Cluster.flat(2, 1e9)
     searches: list[tuple[str, dict[str, Any]]] = [
         ("1f1b", {"shape": "pipeline"}), ("gpipe", {"shape": "straight"}), ("2bw", {"shape": "1-1"}),
         ("auto", {"shape": "pipeline"}), ("interleaved_1f1b", {}), ("zbv", {}), ("2bw", {"cuts": ("2",)}),
@@ -349,8 +347,8 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
         assert (tied.names, tied.stages) == (("0.table.weight",), (0, len(plan.stages) - 1))
         assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + size
         assert "tied: '0.table.weight' (stages 0," in str(plan)
-        assert Plan.from_json(plan.to_json()) == plan
-        slow = plan.on(Cluster.flat(2, 1e9, 10.0))  # with messages of 10 s each
+        assert pd.Plan.from_json(plan.to_json()) == plan
+        slow = plan.on(pd.Cluster.flat(2, 1e9, 10.0))  # with messages of 10 s each
         free = replace(slow, tied_weights=())
         if schedule == "gpipe":
             assert score(slow).period_s == pytest.approx(score(free).period_s + slow.costs.tied_sums_s[0])
@@ -363,7 +361,7 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     )
     with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.table.weight' and stay"):
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
-    two_bw = pd.plan(profile, Cluster.flat(4, 1e9), strategy="2bw")
+    two_bw = pd.plan(profile, pd.Cluster.flat(4, 1e9), strategy="2bw")
     assert two_bw.tied_weights or len(two_bw.stages) == 1
 
 
@@ -374,13 +372,13 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     graph = LayerGraph.chain(
         tuple(Layer(f"part{i}", "Part", parameters) for i, parameters in enumerate(names)), ((0, 2),)
     )
-    (tied,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
+    (tied,) = find_tied_weights(model, graph, pd.Plan.uniform(3).stages)
     assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.table.weight",), (0, 2), 9 * 8 * 8)
     inseparable = replace(graph, inseparable=graph.ties)
     with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
-        find_tied_weights(model, inseparable, Plan.uniform(3).stages)
+        find_tied_weights(model, inseparable, pd.Plan.uniform(3).stages)
     model[0].table.weight.requires_grad_(False)
-    assert find_tied_weights(model, graph, Plan.uniform(3).stages) == ()
+    assert find_tied_weights(model, graph, pd.Plan.uniform(3).stages) == ()
 
 
 class Skipping(nn.Module):
@@ -402,7 +400,7 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
     model, batches = Skipping().double(), zoo.make("tied").batches
     serial = deepcopy(model)
     profile = pd.profile(model, (batches[0][0],), runs=1, warmup=0)
-    plan = pd.plan(profile, Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
     assert [(tied.names, tied.stages) for tied in plan.tied_weights] == [(("words.weight",), (0, 1))]
     sgd = partial(torch.optim.SGD, lr=0.5)
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
@@ -446,9 +444,9 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
     model = nn.Sequential(first, nn.Linear(6, 6), second, nn.Linear(6, 3))
     profile = profile_of(model, torch.randn(4, 6))
     with pytest.raises(PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"):
-        pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+        pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     free = replace(profile, graph=replace(profile.graph, ties=(), inseparable=()))  # made without the model
-    plan = pd.plan(free, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    plan = pd.plan(free, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     with pytest.raises(PlanError, match="running statistics, which each stage would change by itself"):
         pd.Pipeline(model, plan, schedule="1f1b", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 
@@ -512,7 +510,7 @@ SHARED = {
 """Methods that put several stages on a worker: cuts, replicas, workers of the stages."""
 
 
-def trap_plan(schedule: str) -> Plan:
+def trap_plan(schedule: str) -> pd.Plan:
     """Returns a plan of the trapped model: three stages, unless the method wants more."""
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
     return replace(cut(trapped(), marked(())[0][0], cuts, replicas), worker_order=order)
@@ -757,7 +755,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     assert_near(state, dict(plain.state_dict()), 1e-5)
 
 
-def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Plan]:
+def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], pd.Plan]:
     """Returns a small model, minibatches of 2048 samples of one class, and a plan of two stages."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -823,7 +821,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler = torch.amp.GradScaler("cpu", **scaler_options)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
-        trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)),
+        trapped().float(), manual_plan(profile.without_tied_groups(), pd.Cluster.flat(1), (), (1,)),
         schedule="pipedream", loss=steep, optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
         list(pipeline.train(Fresh(batches)))

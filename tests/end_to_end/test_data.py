@@ -1,7 +1,5 @@
 """The data of real runs: each sample loaded once, by whoever trains on it, in the order of a plain loop."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections import Counter
 from dataclasses import replace

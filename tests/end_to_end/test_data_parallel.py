@@ -1,7 +1,5 @@
 """A one-stage plan is data parallelism: its weights are those of torch's DistributedDataParallel, to rounding."""
 
-from __future__ import annotations
-
 import processes
 import pytest
 import reference
@@ -34,11 +32,7 @@ def library(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
     """Trains by a one-stage plan."""
     animal = zoo.make(name)
     with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, 1, (replicas,)),
-        loss=animal.loss,
-        optimizer=OPTIMIZERS[optimizer],
-        seed=SEED,
+        animal.model, zoo.plan_of(animal, 1, (replicas,)), loss=animal.loss, optimizer=OPTIMIZERS[optimizer], seed=SEED
     ) as pipeline:
         done = [done.number for done in pipeline.train(batches_of(animal))]
         assert done == list(range(FULL))

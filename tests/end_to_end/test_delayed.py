@@ -1,7 +1,5 @@
 """Methods whose forward and backward read different weights train as their papers' equations say (`delayed`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each example is run as its reader would run it, and what it leaves is checked against plain PyTorch."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

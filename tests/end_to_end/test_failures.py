@@ -3,8 +3,6 @@
 Each run has two worker processes. A plan is given, so that nothing is profiled and a layer fails where the test says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

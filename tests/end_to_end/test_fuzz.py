@@ -3,8 +3,6 @@
 About a thousand wrong inputs a run; in continuous integration the same ones each time.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -25,8 +23,6 @@ from pipedream.cli import main
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint import folders
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -48,7 +44,7 @@ CHECKPOINT = Checkpoint(
 )  # fmt: skip
 
 
-def profile() -> Profile:
+def profile() -> pd.Profile:
     """Returns a small profile with times of its own."""
     from pipedream.capture import capture
     from pipedream.core.model.profile import LayerProfile
@@ -56,13 +52,13 @@ def profile() -> Profile:
     animal = zoo.make("mlp")
     graph = capture(animal.model, (animal.batches[0][0],)).graph
     rows = tuple(LayerProfile(1e-3 * (i + 1), 2e-3, 400, 100 * i) for i in range(len(graph.layers)))
-    return Profile("Sequential", graph, rows, 12, input_shapes=((12, 6),), dtype="float32", device="cpu: test")
+    return pd.Profile("Sequential", graph, rows, 12, input_shapes=((12, 6),), dtype="float32", device="cpu: test")
 
 
 NOUNS: dict[str, Artifact] = {
     "plan": PLAN,
     "profile": profile(),
-    "cluster": Cluster.flat(3, 1e9, 1e-4),
+    "cluster": pd.Cluster.flat(3, 1e9, 1e-4),
     "checkpoint": CHECKPOINT,
 }
 JUNK: st.SearchStrategy[Any] = st.one_of(

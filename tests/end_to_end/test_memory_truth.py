@@ -1,7 +1,5 @@
 """The bytes that were predicted of each worker are those that its allocator saw."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

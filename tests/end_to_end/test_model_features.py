@@ -1,7 +1,5 @@
 """All that a pipeline offers, with models that run by their own forward: alone, and on several processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from bisect import bisect_right
@@ -81,10 +79,7 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [
-        pytest.param("attention_lstm", 2, marks=pytest.mark.slow),
-        pytest.param("hf_t5", 3, marks=_marks("hf_t5", False)),
-    ],
+    [pytest.param("attention_lstm", 2, marks=pytest.mark.slow), pytest.param("hf_t5", 3, marks=_marks("hf_t5", False))],
 )
 def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
     chosen = {

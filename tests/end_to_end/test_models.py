@@ -1,7 +1,5 @@
 """Models of all kinds, as their users write them, train in a pipeline as they train in a plain loop."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re
@@ -115,10 +113,7 @@ def test_twenty_lengths(case: Case) -> None:
     check_same(plain_loop(case, batches, 2), actual, case.tolerance)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    spread(pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)),
-)
+@pytest.mark.parametrize("seed", spread(pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)))
 def test_random_models_at_random_cuts(seed: int) -> None:
     case = random_case(seed)
     batches = batches_of(case)

@@ -4,8 +4,6 @@ Each has its own addresses, its own loopback and no way to the other but that li
 wrong address to the others, or meets them on loopback, is found out here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -3,8 +3,6 @@
 A worker without a GPU refuses to offload; these tests let it, so that all but the copies of a GPU runs.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -23,10 +21,8 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.errors import PlanError, WorkerError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.memory import StageMemory
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.runtime.session import session
 from pipedream.runtime.stage import offload
@@ -85,7 +81,7 @@ def train(activations: str | None, model: nn.Sequential, **options: Any) -> None
     """Trains a row of modules with the first two in stage 0, and each other one in a stage."""
     names = [tuple(map(str, range(2))), *((str(i),) for i in range(2, len(model)))]
     stages = [Stage(int(stage_names[0]), int(stage_names[-1]) + 1, names=stage_names) for stage_names in names]
-    plan = Plan(tuple(stages), tuple(range(len(stages), 0, -1)), Cluster.flat(len(stages)))
+    plan = pd.Plan(tuple(stages), tuple(range(len(stages), 0, -1)), pd.Cluster.flat(len(stages)))
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]
     options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "check": False} | options
     with pd.Pipeline(model, plan, activations=activations, **options) as pipeline:
@@ -117,7 +113,7 @@ def test_only_the_stages_of_the_plan_offload(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(offload.Offload, "packing", watch)
     rows = (Stage(at, at + 1, names=(str(at),), offload=at == 1) for at in range(3))
-    plan = Plan(tuple(rows), (3, 2, 1), Cluster.flat(3), choices=Choices(activations="host"))
+    plan = pd.Plan(tuple(rows), (3, 2, 1), pd.Cluster.flat(3), choices=Choices(activations="host"))
     data = [(torch.randn(4, 8), torch.randn(4, 8))] * 5
     model = nn.Sequential(*make_linears(3))
     with pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=torch.optim.SGD, check=False) as pipeline:
@@ -180,7 +176,9 @@ def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch)
         )
         for at in range(2)
     ]
-    plan = Plan(tuple(stages), (2, 1), Cluster.flat(2), choices=Choices(activations="host", optimizer_state="host"))
+    plan = pd.Plan(
+        tuple(stages), (2, 1), pd.Cluster.flat(2), choices=Choices(activations="host", optimizer_state="host")
+    )
     for free_bytes, words in (
         (3_999_999, r"offloaded to the memory of one machine and need 4\.00 MB, .* 1\.00 B are missing"),
         (4_000_000, r"optimizer state of 2 stages were .* need 1\.60 kB, 1\.60 kB more than the 0 B that are free"),
@@ -199,11 +197,11 @@ def make_recipe(activations: str | None = None) -> pd.Recipe:
 
 def test_a_plan_of_an_earlier_version_says_what_to_do() -> None:
     stages = Stage(0, 1, names=("0",), offload=True), Stage(1, 2, names=("1",))
-    text = Plan(stages, (2, 1), Cluster.flat(2), choices=Choices(activations="host")).to_json()
+    text = pd.Plan(stages, (2, 1), pd.Cluster.flat(2), choices=Choices(activations="host")).to_json()
     cluster = '"memory_bytes": null,\n  "disk_bytes_per_s": 1e9, "disk_s_per_byte": 0.0,'
     older = text.replace('"offload": true', '"offload": 1.0').replace('"offload": false', '"offload": 0.0')
     older = older.replace('"memory_bytes": null,', cluster, 1)
     assert older.count("disk") == 2
-    assert Plan.from_json(older) == Plan.from_json(text)
+    assert pd.Plan.from_json(older) == pd.Plan.from_json(text)
     with pytest.raises(pd.PipelineError, match=DISK):
-        Plan.from_json(older.replace('"host"', '"disk:/x"'))
+        pd.Plan.from_json(older.replace('"host"', '"disk:/x"'))

@@ -4,8 +4,6 @@ All commands of all pages run in one folder, page by page, so a page may use wha
 that start processes are only parsed. Links between pages are checked here without Sphinx; `make docs` checks the rest.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -31,11 +29,7 @@ PAGES = [
         for name in ("quickstart", "methods", "planning", "checkpoints", "command_line", "partition")
     ),
 ]
-LINKED = [
-    *ROOT.glob("*.md"),
-    *sorted(DOCS.rglob("*.md")),
-    *sorted(ROOT.glob("benchmarks/*/README.md")),
-]
+LINKED = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("benchmarks/*/README.md"))]
 # `checkpoint` needs the folder that the `train` before them leaves.
 STARTS_PROCESSES = ("train", "compare", "checkpoint")
 

@@ -1,7 +1,5 @@
 """A stage that does its forward again trains to the bit as one that keeps its activations."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -18,8 +16,6 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 
 CASES = [
@@ -86,7 +82,7 @@ def trained(
         Stage(first, last, names=tuple(map(str, range(first, last))), recompute=recompute)
         for first, last in ((0, half), (half, len(model)))
     )
-    plan = Plan(stages, (2, 1), Cluster.flat(2))
+    plan = pd.Plan(stages, (2, 1), pd.Cluster.flat(2))
     with pd.Pipeline(
         model, plan, schedule=schedule, loss=noisy, optimizer=partial(torch.optim.SGD, lr=0.1), check=check
     ) as pipeline:
@@ -165,7 +161,7 @@ def test_only_inputs_wait(recompute: bool, most: int) -> None:
             Stage(2, 3, names=("2",)),
             Stage(3, 4, names=("3",)),
         )
-        plan = Plan(stages, (3, 2, 1), Cluster.flat(3))
+        plan = pd.Plan(stages, (3, 2, 1), pd.Cluster.flat(3))
         options: dict[str, Any] = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
         with pd.Pipeline(model, plan, schedule="pipedream", **options) as pipeline:
             list(pipeline.train([(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]))

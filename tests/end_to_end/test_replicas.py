@@ -4,8 +4,6 @@ Rounds and their means, the rate of a stage, one clock for schedulers, incomplet
 drains, versions: `reference.delayed` and `reference.plain` write them from the equations, without the library.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -155,10 +153,7 @@ IN_PROCESSES = {
         _case((2, 2, 1), "pipedream_2bw"),
         _case((3, 2), "gpipe"),
     ],
-    6: [
-        _case((3, 2, 1), "pipedream"),
-        _case((4, 2), "pipedream", depth="full", update_delay=(1, 1), **LONGER),
-    ],
+    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", update_delay=(1, 1), **LONGER)],
 }
 
 

@@ -5,8 +5,6 @@ rule, computed one minibatch after the other; several processes give, to the bit
 workers gives.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from typing import Any

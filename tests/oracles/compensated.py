@@ -4,8 +4,6 @@ Where a method predicts weights it is written so here: the optimizer steps w, fo
 reads it too. The library stores the prediction alone. The weight decay of both is taken where forwards read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ of them is swapped, when the backward comes, for the weights that the paper name
 forward is done again at those ('recompute').
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

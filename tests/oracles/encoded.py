@@ -1,7 +1,5 @@
 """Encoded messages in plain PyTorch: blocks one after the other, as docs/less_communication.md describes them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache, partial

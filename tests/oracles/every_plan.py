@@ -1,7 +1,5 @@
 """Every plan of a small space, one by one: the oracle that tests the dynamic program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import pairwise, product

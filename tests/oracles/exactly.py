@@ -1,7 +1,5 @@
 """The best plan of all, its memory counted with all its messages: the oracle of `pipedream.planner.plan`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from every_plan import ranked

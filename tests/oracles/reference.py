@@ -5,8 +5,6 @@ the gradient of each minibatch is taken at the mixture of versions that the rule
 minibatch reads the newest weights.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

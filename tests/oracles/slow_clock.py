@@ -6,8 +6,6 @@ which makes a new table; and so on until the table stays as it is. A sum begins 
 for the last one before it; where no message is in its way, its end is that of all its buckets, one by one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

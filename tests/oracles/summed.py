@@ -5,8 +5,6 @@ PowerSGD is written with one error for all replicas, since what its factors appr
 the sum of the errors.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Holds the tags of a run to the static table: which weights each gradient was taken at, and which it updated."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 

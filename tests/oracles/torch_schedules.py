@@ -1,7 +1,5 @@
 """PyTorch's own schedules, made without processes, and what its loader says to a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

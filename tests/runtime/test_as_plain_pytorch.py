@@ -6,8 +6,6 @@ accumulates gradients, since normalisation and counters go by microbatch in a pi
 refused without the comparison of the first minibatch.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Models that keep parts of their forward in full precision under autocast train as in a plain loop, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Modules that keep something from one forward for the next: exact with whole minibatches, refused with parts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy

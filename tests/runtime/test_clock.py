@@ -1,7 +1,5 @@
 """The clock of one process: workers by turns, those of the input stage in step."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Emulated stages: how long they wait, and the sizes of their results."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

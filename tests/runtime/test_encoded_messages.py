@@ -1,7 +1,5 @@
 """A pipeline with encoded messages trains as one process does in which values are rounded so at the cuts."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Models in a line: parts by name, and a forward that uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

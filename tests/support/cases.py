@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import pipedream as pd
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.experimental.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
@@ -154,7 +153,7 @@ class Case:
         """The learning-rate scheduler's factory, if there is one."""
         return SCHEDULERS[self.scheduled] if self.scheduled else None
 
-    def plan(self) -> Plan:
+    def plan(self) -> pd.Plan:
         """Returns the plan."""
         layout = LAYOUTS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
@@ -213,10 +212,10 @@ def stage_states(pipeline: pd.Pipeline) -> list[Any]:
     return [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
 
 
-def make_pipeline(animal: str | zoo.Animal, plan: Plan | Sequence[int] = (1, 1), **options: Any) -> pd.Pipeline:
+def make_pipeline(animal: str | zoo.Animal, plan: pd.Plan | Sequence[int] = (1, 1), **options: Any) -> pd.Pipeline:
     """Returns a pipeline of an animal, by a plan or with so many workers of each stage; it trains by SGD."""
     animal = zoo.make(animal) if isinstance(animal, str) else animal
-    plan = plan if isinstance(plan, Plan) else zoo.plan_of(animal, len(plan), tuple(plan))
+    plan = plan if isinstance(plan, pd.Plan) else zoo.plan_of(animal, len(plan), tuple(plan))
     return pd.Pipeline(animal.model, plan, **{"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]} | options)
 
 
@@ -345,7 +344,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     )  # fmt: skip
 
 
-def _reference_model(case: Case, plan: Plan, outcome: Outcome) -> torch.nn.Module:
+def _reference_model(case: Case, plan: pd.Plan, outcome: Outcome) -> torch.nn.Module:
     animal = zoo.make(case.animal, case.dtype)
     model = animal.reference or animal.model
     ends = [stage.names[-1] for stage in plan.stages[:-1]]
@@ -353,7 +352,7 @@ def _reference_model(case: Case, plan: Plan, outcome: Outcome) -> torch.nn.Modul
     return model if case.messages is None else encoded.sent_after(model, ends, case.messages, of_mean)
 
 
-def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
+def _of_paper(case: Case, plan: pd.Plan, outcome: Outcome) -> reference.Answer:
     animal, options = zoo.make(case.animal, case.dtype), dict(case.options)
     changes = {"rule": options.pop("backward_rule", None), "by": options.pop("by", None)}
     paper = delayed.PAPERS[case.schedule.removesuffix("_sc")](case.stages, outcome.split, **options)
@@ -515,7 +514,7 @@ def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Calla
     return whole
 
 
-def _rule(schedule: str, microbatches: int, plan: Plan, clip: str = "") -> reference.Phase:
+def _rule(schedule: str, microbatches: int, plan: pd.Plan, clip: str = "") -> reference.Phase:
     """Returns a method's rule. A delayed global norm is late by what the input stage has in flight, in updates."""
     late = plan.in_flight[0] + plan.update_delay[0] if clip == "delayed_global" else None
     if schedule in FLUSHING:
@@ -525,7 +524,7 @@ def _rule(schedule: str, microbatches: int, plan: Plan, clip: str = "") -> refer
     return reference.Phase(_versions(schedule, plan), microbatches, plan.replicas if microbatches == 1 else (), late)
 
 
-def _versions(schedule: str, plan: Plan) -> reference.Versions:
+def _versions(schedule: str, plan: pd.Plan) -> reference.Versions:
     """Returns the versions that are read as its paper writes it, k counting from the last drain.
 
     For the straight pipeline of p stages at the paper's depth (SOSP 2019, section 3.3):

@@ -3,8 +3,6 @@
 Scripts can be imported, too.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,14 +3,13 @@
 Drawn by a `random.Random`: profiles that know a rank of some meshes, and clusters for them.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import assume, strategies as st
 
+import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.collective import Collective
@@ -19,12 +18,9 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import Site
 from pipedream.core.plan.depth import raise_to_legal
-from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 from pipedream.schedules.kit.method import looped
@@ -46,14 +42,14 @@ STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(LAYOUTS))
 
 
 @st.composite
-def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
+def laid_out(draw: st.DrawFn, most: int = 4) -> pd.Schedule:
     """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     step = 2 if LAYOUTS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
     chunks = draw(st.integers(1, 3)) if LAYOUTS[name] in (looped, dispatched) else None
     if name == "roundpipe":  # of any number of stages
-        plan = Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
+        plan = pd.Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
     plan = uniform(name, workers, chunks=chunks)
     unit = workers * (2 if name in ("chimera_doubled", "dualpipev") else 1)
@@ -64,13 +60,13 @@ def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
         return build(name, plan, max(m - m % unit, unit))
 
 
-def schedules() -> st.SearchStrategy[Schedule]:
+def schedules() -> st.SearchStrategy[pd.Schedule]:
     """Draws a registered method on a plan that it can work with."""
     return st.one_of(straight(), straight(), laid_out())
 
 
 @st.composite
-def straight(draw: st.DrawFn) -> Schedule:
+def straight(draw: st.DrawFn) -> pd.Schedule:
     """Draws a method with one stage per worker, on any replicated plan of any legal depth and update delay."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     update_delay = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
@@ -79,7 +75,7 @@ def straight(draw: st.DrawFn) -> Schedule:
         update_delay = (0,) * len(replicas)  # it does not update delay
     in_flight = raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
-    plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
+    plan = pd.Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
         least = max(
             max(count_in_flight - 1, 1) * count for count_in_flight, count in zip(in_flight, replicas, strict=True)
@@ -147,7 +143,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
 
 
 @st.composite
-def runs(draw: st.DrawFn, of: st.SearchStrategy[Schedule] | None = None) -> tuple[Schedule, Costs, int]:
+def runs(draw: st.DrawFn, of: st.SearchStrategy[pd.Schedule] | None = None) -> tuple[pd.Schedule, Costs, int]:
     """Draws a schedule, by default of any registered method, with costs and a number of microbatches."""
     schedule = draw(schedules() if of is None else of)
     return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))
@@ -162,7 +158,7 @@ class Case(NamedTuple):
     order: tuple[int, ...] = ()
 
     def program(self) -> Program:
-        plan = Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
+        plan = pd.Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
         plan = replace(plan, in_flight=self.in_flight, update_delay=self.update_delay)
         return lower(build(self.name, plan, self.microbatches))
 
@@ -202,11 +198,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 MESHES = st.lists(st.integers(1, 3), max_size=2).map(
-    lambda sizes: Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
+    lambda sizes: pd.Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
 )
 
 
-def placements(draw: st.DrawFn, mesh: Mesh, dimensions: int) -> tuple[int | None, ...]:
+def placements(draw: st.DrawFn, mesh: pd.Mesh, dimensions: int) -> tuple[int | None, ...]:
     """No dimension of the tensor is cut twice."""
     free = draw(st.permutations([*range(dimensions), None, None]))
     return tuple(free[: len(mesh.dimensions)])
@@ -229,7 +225,7 @@ def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
             working_bytes=draw.choice([0, 2, 8]),
         )
 
-    def some(mesh: Mesh) -> tuple[Collective, ...]:
+    def some(mesh: pd.Mesh) -> tuple[Collective, ...]:
         kinds = ["all-reduce", "all-gather"]
         return tuple(
             Collective(draw.choice(kinds), over, draw.choice([1, 2]), draw.choice([1, 4, 16]), draw.random() < 0.5)
@@ -240,7 +236,7 @@ def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
     whole = tuple(layer(1.0) for _ in range(count))
 
     def rank(text: str) -> RankProfile:
-        mesh = Mesh(text)
+        mesh = pd.Mesh(text)
         layers = tuple(layer(draw.choice([1.0, 1.5]) / mesh.size) for _ in range(count))
         if draw.random() < 0.2:  # cuts nothing, so that a single rank beats it
             return RankProfile(text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1)

@@ -1,7 +1,5 @@
 """Messages of many sizes between two processes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

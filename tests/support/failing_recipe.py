@@ -1,16 +1,13 @@
 """A recipe whose layers and loader fail on request, with a plan, so that nothing is profiled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 
 SOON_S = 15.0
@@ -155,21 +152,16 @@ def recipe():
 '''
 
 
-def plan_for(workers: int, layers: int = 5) -> Plan:
+def plan_for(workers: int, layers: int = 5) -> pd.Plan:
     """Returns the plan of a chain as long as the recipe's, one stage a worker; the first cut is before layer 2."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     graph = capture(model, (torch.zeros(8, 4),)).graph
     profile = Profile("Sequential", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in range(layers)), 8)
-    return manual_plan(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
+    return manual_plan(profile, pd.Cluster.flat(workers), tuple(range(2, workers + 1)))
 
 
 def written(
-    folder: Path,
-    *,
-    first: str = "nn.Identity",
-    second: str = "nn.Identity",
-    loader: str = "",
-    samples: str = "",
+    folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "", samples: str = ""
 ) -> list[str]:
     """Writes the recipe and a plan for it; returns the arguments that train it.
 

@@ -1,7 +1,5 @@
 """Training runs whose live bytes are known from the allocator, and what was predicted of them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.profiler.sizes import Allocations
@@ -24,10 +20,7 @@ from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 from pipedream.workflows.methods import occupancy_of
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    "adamw": partial(torch.optim.AdamW, lr=0.001),
-}
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.001)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def model_of(run: Living) -> nn.Sequential:
 
 
 @cache
-def plan_of(run: Living) -> Plan:
+def plan_of(run: Living) -> pd.Plan:
     """Profiles the model and cuts it; peaks are those that the planner predicts."""
     torch.manual_seed(0)
     x, y = torch.randn(run.batch, 64), torch.randint(10, (run.batch,))
@@ -96,7 +89,7 @@ def plan_of(run: Living) -> Plan:
         warmup=1,
         runs=1,
     )
-    cluster, choices = Cluster.flat(sum(run.replicas)), Choices(optimizer_state=run.optimizer_state)
+    cluster, choices = pd.Cluster.flat(sum(run.replicas)), Choices(optimizer_state=run.optimizer_state)
     stages = len(run.replicas)
     cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
     plan = manual_plan(
@@ -123,7 +116,7 @@ def plan_of(run: Living) -> Plan:
     return apply_depth(space, replace(plan, stages=again), plan.in_flight)
 
 
-def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int]:
+def lived(run: Living, plan: pd.Plan, minibatches: int = 10) -> tuple[int, int, int]:
     """Trains as one rank; returns its stage, the most bytes that lived, and those before the first minibatch."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if dist.is_initialized():  # in a process of its own; shared memory is not that of torch's allocator

@@ -1,7 +1,5 @@
 """Loaders of all kinds, and what a plain loop over them gives."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of a pipeline over data that notes which process loaded what; in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random
@@ -160,10 +158,7 @@ def run(job: Job, folder: str) -> Ran:
     """Does a job; each rank has its own seed, and the loop draws numbers of its own."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with (
-        patch.object(source, "read_machine", lambda: job.machines[rank : rank + 1]),
-        pipeline_of(job) as pipeline,
-    ):
+    with patch.object(source, "read_machine", lambda: job.machines[rank : rank + 1]), pipeline_of(job) as pipeline:
         others = loader_of(job.kind, Notes(str(Path(folder) / "evaluated")))
         seed_all(SEED + rank)
         loader = loader_of(job.kind, Notes(folder, job.fails_at))

@@ -1,7 +1,5 @@
 """Which cases the default run and continuous integration have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

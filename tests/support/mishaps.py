@@ -1,7 +1,5 @@
 """Runs in which something goes wrong, and predictions; importable by the processes that run them."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any, NamedTuple

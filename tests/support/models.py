@@ -3,8 +3,6 @@
 Nothing is downloaded. Caches, dropout, tied weights and the kind of attention are what each model has by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

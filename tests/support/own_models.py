@@ -3,8 +3,6 @@
 Each trains in a plain loop in float64 and takes a few milliseconds per step. `models` has those of transformers too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

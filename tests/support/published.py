@@ -1,7 +1,5 @@
 """The profiles that were published with the original PipeDream, where this machine has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Random models, their layouts and how they are trained: alone, or in processes that are meshes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Random models: modules, nested blocks, skip connections and all kinds of code between them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

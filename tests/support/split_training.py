@@ -3,8 +3,6 @@
 The stages train as a method and a number of microbatches say (`pipelined`), or with a feature (`train_with`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

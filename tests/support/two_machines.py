@@ -1,7 +1,5 @@
 """Two machines, as far as one can be two: hosts of a slow network, which for most tests has no limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

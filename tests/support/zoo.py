@@ -4,8 +4,6 @@ Each gives what a pipeline can get wrong: dropout, statistics and work in place,
 gradient, padding, sequences of changing length, and a last minibatch with fewer samples than microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream
+import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 
 Batch = tuple[Tensor, Tensor]
@@ -57,7 +54,7 @@ def plan_of(
     replicas: tuple[int, ...] | None = None,
     depth: Any = "noam",
     cuts: tuple[int, ...] | None = None,
-) -> Plan:
+) -> pd.Plan:
     """Returns a plan, by default cut at the animal's own places, which may part tied layers; nothing is timed."""
     parameters = ((name, p.dtype, p.requires_grad) for name, p in animal.model.named_parameters())
     key = repr(animal.model), *parameters
@@ -67,7 +64,7 @@ def plan_of(
     costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
     profile = Profile(type(animal.model).__name__, graph, costs, 1).without_tied_groups()
     counts, cuts = replicas or (1,) * stages, animal.cuts[stages] if cuts is None else cuts
-    return manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts, in_flight=depth)
+    return manual_plan(profile, pd.Cluster.flat(sum(counts)), cuts, counts, in_flight=depth)
 
 
 def mlp(dtype: torch.dtype) -> Animal:

@@ -1,7 +1,5 @@
 """How often checkpoints are made, in runs whose clock is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What version 0.1 has written is still read: a recipe, a plan and a checkpoint, without the fields that came later."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

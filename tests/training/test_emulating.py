@@ -1,7 +1,5 @@
 """Emulation: a plan, scaled or not, is the same plan; its run looks like its simulation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Habits of training loops: epochs from 1, losses that count, metrics that write, hooks, stops between calls."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The training loop: what it measures."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from functools import partial

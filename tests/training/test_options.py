@@ -1,7 +1,5 @@
 """The options of training: listed and documented once, given as keyword arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError
 from pipedream.core.flags import flag_of
 from pipedream.options import MethodOptions, ModelOptions, PipelineOptions, TrainingOptions, model_options, plain
 from pipedream.training.job import Job
@@ -45,9 +42,9 @@ def test_what_makes_no_sense_is_refused() -> None:
         pd.run(lambda: None, epoch=1)  # type: ignore[call-arg, arg-type, return-value]
     for wrong in ({"epochs": 0}, {"keep": 0}, {"minibatches": 1.5}, {"checkpoint_every": -1}, {"stuck_after_s": -1.0}):
         (name,) = wrong
-        with pytest.raises(PipelineError, match=f"{name}=.* was asked for; give"):
+        with pytest.raises(pd.PipelineError, match=f"{name}=.* was asked for; give"):
             TrainingOptions(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(PipelineError, match="scheduler is 3, which cannot be called; metrics is not a dict"):
+    with pytest.raises(pd.PipelineError, match="scheduler is 3, which cannot be called; metrics is not a dict"):
         PipelineOptions(optimizer=torch.optim.SGD, scheduler=3, metrics=[])  # type: ignore[arg-type]
 
 

@@ -1,7 +1,5 @@
 """Phases: a run whose method changes at a drain trains as plain PyTorch would, each phase by its own rule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +20,6 @@ from marks import thinned
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
 from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.phase import Phase, phase_at, phases_text, read_phases
@@ -184,10 +180,7 @@ def test_a_run_in_phases_trains_as_plain_pytorch(case: Case) -> None:
 def test_the_comparison_can_fail() -> None:
     case = replace(RUNS[0], epochs=8, evaluate_at=())
     outcome = run(case)
-    for wrong in (
-        "1f1b/4:13,pipedream_2bw/1:37,1f1b/4",
-        "1f1b/4:13,pipedream:37,1f1b/2",
-    ):
+    for wrong in ("1f1b/4:13,pipedream_2bw/1:37,1f1b/4", "1f1b/4:13,pipedream:37,1f1b/2"):
         with pytest.raises(AssertionError):
             check(replace(case, phases=wrong), outcome)
 
@@ -328,8 +321,8 @@ def test_phases_and_a_schedule_are_not_both_said(other: dict[str, Any]) -> None:
 
 
 def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
-    deep = replace(Plan.uniform(3), in_flight=(7, 4, 1))
-    deeper, other = lower(build("pipedream", deep)), lower(build("gpipe", Plan.uniform(3), 4))
+    deep = replace(pd.Plan.uniform(3), in_flight=(7, 4, 1))
+    deeper, other = lower(build("pipedream", deep)), lower(build("gpipe", pd.Plan.uniform(3), 4))
     programs = with_common_channels([deeper, other])
     assert [p.channels for p in programs] == [programs[0].channels] * 2
     for common, a, b in zip(programs[0].channels, deeper.channels, other.channels, strict=True):
@@ -338,7 +331,7 @@ def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
     for program in programs:
         verify(program)
     with pytest.raises(ScheduleError, match="take methods of one placement"):
-        with_common_channels([deeper, lower(build("pipedream", Plan.uniform(2, replicas=(2, 1))))])
+        with_common_channels([deeper, lower(build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))))])
 
 
 def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
@@ -359,7 +352,7 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
     assert rows == [("1f1b", 2, 0, 4), ("pipedream", 1, 4, 22), ("gpipe", 3, 22, 30)]
     assert {4, 22} <= set(summary["drains"])
     assert summary["configuration"]["schedule"] == "pipedream", "figures are of the longest phase"
-    assert Plan.load(tmp_path / "whole" / "plan.json").schedule == "pipedream"
+    assert pd.Plan.load(tmp_path / "whole" / "plan.json").schedule == "pipedream"
     trace = json.loads((tmp_path / "whole" / "trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
     assert names == ["measured 1f1b", "measured pipedream", "measured gpipe"]
@@ -436,7 +429,7 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
 @pytest.mark.slow
 def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) -> None:
     plan = zoo.plan_of(zoo.make("mlp", torch.float32), 2, (1, 1))
-    (tmp_path / "mine.csv").write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
+    (tmp_path / "mine.csv").write_text(to_torch_csv(build("gpipe", pd.Plan.uniform(2), 4)))
     mine = replace(build("gpipe", plan, 3), name="my own")
     options: dict[str, Any] = {"plan": plan, "checkpoint_every": 3, "quiet": True, "evaluate_every": 0}
 
@@ -472,8 +465,8 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
         return pd.Recipe(model=model, loss=loss, optimizer=OPTIMIZERS["sgd"], train=data, name="wide")
 
     profile = profile_recipe(wide())
-    plan = pd.plan(profile, Cluster.flat(2), schedule="pipedream_2bw", microbatches=8, shape="pipeline")
-    tight = Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream_2bw", microbatches=8, shape="pipeline")
+    tight = pd.Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
     options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
     plan = replace(plan, cluster=tight)
     for limits in ({"cluster": tight}, {"plan": plan}):

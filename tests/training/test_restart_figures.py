@@ -1,7 +1,5 @@
 """What restarts have cost a run, counted in a file that outlives the workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs that go on by themselves: restarted from their newest checkpoint, and with fewer workers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run that stopped and went on: to the bit on the same plan, and as one process would on any other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

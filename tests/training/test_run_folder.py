@@ -1,7 +1,5 @@
 """Run folders that cannot be written or read: one message, and no traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import resource

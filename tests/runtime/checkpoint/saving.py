@@ -1,7 +1,5 @@
 """A little pipeline that saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Machines that share no folder: each keeps its part of a checkpoint, and all of them together resume."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

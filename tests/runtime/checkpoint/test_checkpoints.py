@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or not there, read without running anything, and clear about damage."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -295,10 +293,7 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (manifest_with(file="/etc/passwd"), "expected a file name without folders"),
         (head_with(files={"../../etc/passwd": 1}), "expected a file name without folders"),
         (head_with(options={"lr": math.nan}), "option lr is a number up to 1e60, found nan"),
-        (
-            head_with(options={"betas": {"__tuple__": [1e300, -5]}}),
-            r"option betas .* found 1e\+300",
-        ),
+        (head_with(options={"betas": {"__tuple__": [1e300, -5]}}), r"option betas .* found 1e\+300"),
         (head_with(minibatches=1 << 62), r"counts are from 0 to 1e\+15, found"),
     ],
 )

@@ -1,7 +1,5 @@
 """Where the weights of a stage come from and go to: drawn on the meta device, files, rank 0, the model's own format."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One run at a time writes into a folder; nothing is left of the lock of a run that was killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints at URLs: as whole, as checked and as exact as those on disk."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

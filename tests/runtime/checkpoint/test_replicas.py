@@ -1,7 +1,5 @@
 """Checkpoints of replicas that differ: a resumed run is the same to the bit, another plan takes what they share."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -85,11 +83,7 @@ def test_processes_and_a_single_one_resume_each_others_checkpoints(kind: tuple[A
 
 @pytest.mark.parametrize(
     "other",
-    [
-        ("every:2", "1f1b", (2,), "adamw"),
-        ("diloco:3", "1f1b", (3,), "adamw"),
-        ("full", "1f1b", (1, 1), "adamw"),
-    ],
+    [("every:2", "1f1b", (2,), "adamw"), ("diloco:3", "1f1b", (3,), "adamw"), ("full", "1f1b", (1, 1), "adamw")],
     ids=lambda kind: f"{kind[0]} {kind[2]}",
 )
 def test_another_plan_takes_what_the_replicas_share(

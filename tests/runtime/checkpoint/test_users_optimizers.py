@@ -1,7 +1,5 @@
 """Optimizers and schedulers of other libraries and of users resume exactly, with the same stages and with others."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

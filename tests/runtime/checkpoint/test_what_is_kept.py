@@ -1,7 +1,5 @@
 """What belongs to no stage is kept, too: in checkpoints, and in state dicts where plain PyTorch has it."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.runtime.checkpoint import folders, writer
 
 
@@ -141,7 +138,7 @@ def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[floa
     losses = []
     with pd.Pipeline(
         model,
-        pd.plan(profile, Cluster.flat(2), cuts=["last"]),
+        pd.plan(profile, pd.Cluster.flat(2), cuts=["last"]),
         schedule="1f1b",
         loss=RunningLoss(),
         optimizer=partial(Counting, lr=0.1),
@@ -244,7 +241,7 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
 
     def make(diary: Diary) -> tuple[Remembering, pd.Pipeline]:
         model = Remembering()
-        plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), Cluster.flat(1), schedule="1f1b")
+        plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), pd.Cluster.flat(1), schedule="1f1b")
         options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary]}
         return model, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options)
 
@@ -289,7 +286,7 @@ def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp
     numbers: list[int] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(4)]
-    plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), Cluster.flat(2), schedule="pipedream")
+    plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), pd.Cluster.flat(2), schedule="pipedream")
     options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
     with pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options) as trained:
         next(iter(trained.train(data)))

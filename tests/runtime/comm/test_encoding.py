@@ -1,7 +1,5 @@
 """Encodings keep their error bounds, hide nothing that is not finite, and leave alone what is not theirs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from encoded import rounded

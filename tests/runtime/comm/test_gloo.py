@@ -1,7 +1,5 @@
 """Channels between real processes: what is sent arrives, whatever was posted for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import processes

@@ -1,7 +1,5 @@
 """What srun and mpirun write about a process becomes what torchrun writes, of every process of a job."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Channels between different meshes: each rank receives its part of what the ranks of the other worker have."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Headers and payloads: what goes in comes out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

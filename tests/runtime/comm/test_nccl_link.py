@@ -1,7 +1,5 @@
 """Links over the strict stand-in for NCCL: what is right passes, and each way to stand still is refused."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

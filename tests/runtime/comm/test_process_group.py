@@ -1,7 +1,5 @@
 """Joining the others: which GPU a process has, what all must have in common, and over what they exchange texts."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

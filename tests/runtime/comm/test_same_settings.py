@@ -1,7 +1,5 @@
 """Settings as texts: equal for equal code, different for what changes a run, blind to what a rank has of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

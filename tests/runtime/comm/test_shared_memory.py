@@ -1,7 +1,5 @@
 """Messages through memory that two processes share; here both ends are in one."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from threading import Thread

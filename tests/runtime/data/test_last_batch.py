@@ -1,7 +1,5 @@
 """A last batch that leaves one sample to a microbatch, over which a model cannot normalise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The readers of the input stage: minibatches for each replica, over epochs, with drains between."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

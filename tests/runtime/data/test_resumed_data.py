@@ -1,7 +1,5 @@
 """A run that was left within an epoch continues with the samples that it lacks, whatever the size of its batches."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.schedules import METHODS
 
 SAMPLES = 48
@@ -131,7 +128,9 @@ def pipeline(replicas: tuple[int, ...], schedule: str, microbatches: int | None,
     torch.manual_seed(3)
     model = nn.Sequential(Seen(), nn.Linear(2, 2), nn.Linear(2, 2))
     profile = pd.profile(model, data(8), warmup=0, runs=1)
-    plan = pd.plan(profile, Cluster.flat(sum(replicas)), schedule=schedule, microbatches=microbatches, shape=replicas)
+    plan = pd.plan(
+        profile, pd.Cluster.flat(sum(replicas)), schedule=schedule, microbatches=microbatches, shape=replicas
+    )
     settings = {"loss": lambda y, batch: y.square().mean(), "optimizer": partial(torch.optim.SGD, lr=1e-4)}
     return pd.Pipeline(model, plan, check=False, **settings | options), model[0]
 
@@ -252,7 +251,7 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
     samples = data().double()
     model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float64) for _ in range(8)))
     profile = pd.profile(model, samples[:8], warmup=0, runs=1)
-    plan = pd.plan(profile, Cluster.flat(2), schedule=schedule)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule)
     loader = DataLoader(TensorDataset(samples, samples), 8, shuffle=True)
     losses = {}
     torch.manual_seed(3 if resume is None else 4)

@@ -1,7 +1,5 @@
 """Loaders that write later batches into the memory of earlier ones, which are still in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import shared_memory
@@ -134,11 +132,7 @@ def train(loader: Any, schedule: str, parts: int, replicas: tuple[int, ...], **o
 
 @pytest.mark.parametrize(
     ("schedule", "parts", "replicas"),
-    [
-        ("pipedream", 1, (1, 1, 1)),
-        ("1f1b", 2, (2, 1)),
-        ("pipedream_2bw", 4, (1, 1, 1)),
-    ],
+    [("pipedream", 1, (1, 1, 1)), ("1f1b", 2, (2, 1)), ("pipedream_2bw", 4, (1, 1, 1))],
 )
 def test_batches_in_reused_memory_train_as_others(schedule: str, parts: int, replicas: tuple[int, ...]) -> None:
     expected = train(BATCHES, schedule, parts, replicas)

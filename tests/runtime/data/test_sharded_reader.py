@@ -1,7 +1,5 @@
 """The order of the data is that of a plain loop, whoever reads it, whatever else draws, and from any position on."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -28,9 +26,7 @@ from loaders import (
     seed_all,
 )
 from marks import spread, thinned
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
@@ -66,8 +62,7 @@ def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int,
 
 
 @pytest.mark.parametrize(
-    "name",
-    thinned(pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS),
+    "name", thinned(pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS)
 )
 def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
@@ -349,8 +344,7 @@ def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> ShardedRead
 
 
 @pytest.mark.parametrize(
-    "name",
-    thinned(pytest.param(name, marks=pytest.mark.slow if name in WITH_PROCESSES else ()) for name in SHARDED),
+    "name", thinned(pytest.param(name, marks=pytest.mark.slow if name in WITH_PROCESSES else ()) for name in SHARDED)
 )
 def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> None:
     """Also from a position within an epoch, and whatever their own generators draw."""

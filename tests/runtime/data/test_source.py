@@ -3,8 +3,6 @@
 What arrives, who reads, and no deadlock.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace

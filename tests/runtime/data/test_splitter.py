@@ -1,7 +1,5 @@
 """Minibatches: counted and cut along their batch dimension."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext

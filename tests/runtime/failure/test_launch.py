@@ -1,7 +1,5 @@
 """Restarts: which failures lead to another attempt, and what is printed; who kills processes that stay stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -35,13 +33,7 @@ from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, re
             [(2, 0), (2, 1), (2, 2)],
             ["pipedream: restart 1 of 2 after: a", "pipedream: restart 2 of 2 after: b"],
         ),
-        (
-            {"max_restarts": 1},
-            ["a", "b"],
-            1,
-            [(2, 0), (2, 1)],
-            ["pipedream: restart 1 of 1 after: a", "pipedream: b"],
-        ),
+        ({"max_restarts": 1}, ["a", "b"], 1, [(2, 0), (2, 1)], ["pipedream: restart 1 of 1 after: a", "pipedream: b"]),
         ({"max_restarts": 5, "fewest": 1}, [2], 2, [(2, 0)], ["pipedream: bad"]),
         ({"max_restarts": 5}, ["a", 130], 130, [(2, 0), (2, 1)], ["pipedream: restart 1 of 5 after: a"]),
         (

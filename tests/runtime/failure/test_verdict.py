@@ -1,7 +1,5 @@
 """The failure detector, on a clock of the test: which ranks are blamed, when, and which never are."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -131,13 +129,7 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
 
 @pytest.mark.parametrize(
     ("done", "longest_s", "stuck_after_s", "limit_s"),
-    [
-        (9, 0.01, 10.0, 10.0),
-        (9, 2.0, 10.0, 40.0),
-        (9, 0.01, 3.0, 3.0),
-        (2, 0.01, 10.0, None),
-        (9, 0.01, 0.0, None),
-    ],
+    [(9, 0.01, 10.0, 10.0), (9, 2.0, 10.0, 40.0), (9, 0.01, 3.0, 3.0), (2, 0.01, 10.0, None), (9, 0.01, 0.0, None)],
     ids=["short ops", "long ops", "set", "the first few", "off"],
 )
 def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:

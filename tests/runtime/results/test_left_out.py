@@ -1,7 +1,5 @@
 """Values of targets that a loss written by hand leaves out are found before they come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loggers: what they get, which files they leave, and those of other packages."""
 
-from __future__ import annotations
-
 import csv
 import json
 import struct

@@ -1,7 +1,5 @@
 """Weights of a model's own loss: the weighted mean of the parts is the loss of the whole, or the split is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Weights of losses: the weighted mean of the pieces is the mean of the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -55,20 +53,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, Tensor]]]] = 
     "bce of logits": (nn.BCEWithLogitsLoss(), lambda: (_scores(), _scores().sigmoid())),
     "poisson": (nn.PoissonNLLLoss(), lambda: (_scores(), _scores().exp())),
     "kl": (nn.KLDivLoss(log_target=True), lambda: (_scores().log_softmax(1), _scores().log_softmax(1))),
-    "kl by batch": (
-        partial(F.kl_div, reduction="batchmean"),
-        lambda: (_scores().log_softmax(1), _scores().softmax(1)),
-    ),
+    "kl by batch": (partial(F.kl_div, reduction="batchmean"), lambda: (_scores().log_softmax(1), _scores().softmax(1))),
     "soft margin": (F.soft_margin_loss, lambda: (_scores(), _signs(N, C))),
     "hinge embedding": (nn.HingeEmbeddingLoss(), lambda: (_scores(), _signs(N, C))),
     "multi margin": (nn.MultiMarginLoss(), lambda: (_scores(), _picks())),
     "multilabel margin": (F.multilabel_margin_loss, lambda: (_scores(), torch.tensor([[1, 3, -1, 0]] * N))),
     "multilabel soft margin": (nn.MultiLabelSoftMarginLoss(), lambda: (_scores(), _scores().sigmoid())),
     "a mean over samples": (lambda output, y: ((output - y) ** 2).sum(1).mean(), lambda: (_scores(), _scores())),
-    "a pair": (
-        lambda output, y: (((output - y) ** 2)[y > 0].sum(), (y > 0).sum()),
-        lambda: (_scores(), _scores()),
-    ),
+    "a pair": (lambda output, y: (((output - y) ** 2)[y > 0].sum(), (y > 0).sum()), lambda: (_scores(), _scores())),
 }
 
 

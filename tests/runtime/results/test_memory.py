@@ -1,7 +1,5 @@
 """The measured peak is of the same thing as the predicted one: tensors, and not libraries or other ranks' models."""
 
-from __future__ import annotations
-
 import os
 import resource
 from functools import partial
@@ -17,7 +15,6 @@ from torch import nn
 import pipedream as pd
 from pipedream import metrics
 from pipedream.core.errors import WorkerError
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.results import memory
 from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
@@ -144,7 +141,7 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
     assert done == ["measured on cuda:0", "released"]
 
 
-def _train(width: int) -> tuple[Timeline, tuple[int, ...], int]:
+def _train(width: int) -> tuple[pd.Timeline, tuple[int, ...], int]:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
     x, y = torch.randn(64, width), torch.randn(64, width)
     optimizer: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

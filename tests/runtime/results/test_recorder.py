@@ -2,8 +2,6 @@
 microsecond after days.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Results travel with gradients, or in messages of their own; read at once, or a minibatch later."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import partial

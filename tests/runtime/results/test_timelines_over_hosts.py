@@ -1,7 +1,5 @@
 """Timelines of processes whose clocks differ, as those of machines do: seconds since each one's start, with drift."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 
@@ -13,11 +11,10 @@ import zoo
 
 import pipedream as pd
 from pipedream import metrics
-from pipedream.core.schedule.timeline import Timeline
 from pipedream.runtime.session import measured
 
 
-def _train(shift_s: float, drift: float) -> tuple[Timeline, float]:
+def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:
     """Returns the timeline, and the seconds of the run; rank 1's clock is ahead, and faster."""
     real = time.perf_counter
     if dist.get_rank() == 1:

@@ -1,7 +1,5 @@
 """Auxiliary losses count in a pipeline as in plain PyTorch, and in a plain loop as if they were written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

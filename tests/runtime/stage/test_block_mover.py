@@ -1,7 +1,5 @@
 """A forward waits for slow copies, and what is copied late is not lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Generators that layers hold: replicas draw unlike numbers from them, a recomputed forward the same again."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

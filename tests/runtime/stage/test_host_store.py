@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, PlanError, WorkerError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
 from pipedream.runtime import assemble
@@ -87,10 +85,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
+def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> pd.Plan:
     """Returns a plan of stages whose homes are these workers."""
     order = homes(workers, len(cuts) + 1)
-    return replace(plan_of(model, batches()[0][0], cuts), cluster=Cluster.flat(workers), worker_order=order)
+    return replace(plan_of(model, batches()[0][0], cuts), cluster=pd.Cluster.flat(workers), worker_order=order)
 
 
 def train(
@@ -175,7 +173,9 @@ def measure_peaks() -> tuple[int, ...]:
     """Returns the measured peak of each rank, of eight stages with 1 MiB of weights each."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     data = [(torch.randn(4, 512), torch.zeros(4, dtype=torch.int64)) for _ in range(8)]
-    stages = replace(plan_of(model, data[0][0], tuple(range(1, 8))), cluster=Cluster.flat(4), worker_order=homes(4, 8))
+    stages = replace(
+        plan_of(model, data[0][0], tuple(range(1, 8))), cluster=pd.Cluster.flat(4), worker_order=homes(4, 8)
+    )
     with pd.Pipeline(
         model, stages, schedule="roundpipe[delay=1]", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZER
     ) as run:
@@ -332,7 +332,7 @@ def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
         pytest.raises(PlanError, match=r"gradient of '0\.weight' is sparse.* choose a method without a delay"),
         pd.Pipeline(
             model,
-            replace(plan_of(model, data[0][0], (1, 2)), cluster=Cluster.flat(2), worker_order=homes(2, 3)),
+            replace(plan_of(model, data[0][0], (1, 2)), cluster=pd.Cluster.flat(2), worker_order=homes(2, 3)),
             schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER,
         ) as run,
     ):  # fmt: skip
@@ -472,7 +472,7 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     model = nn.Sequential(*(Adapted(8) for _ in range(4)), nn.Linear(8, 3))
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
     order = homes(2, 3)
-    planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=Cluster.flat(2), worker_order=order)
+    planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=pd.Cluster.flat(2), worker_order=order)
     sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), (2 * 288, 2 * 288, 0), strict=True)
     rows = (replace(stage, parameter_bytes=size, frozen_bytes=frozen) for stage, size, frozen in sizes)
     planned = replace(planned, stages=tuple(rows))

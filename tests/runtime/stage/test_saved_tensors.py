@@ -1,7 +1,5 @@
 """The rule 'graph': old activations, newer weights, for every kind of layer; or a refusal by the parameter's name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

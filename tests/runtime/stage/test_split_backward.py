@@ -1,7 +1,5 @@
 """A backward in two halves does what one does: the same gradients, no more work, nothing twice."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A stage's backward: autograd adds to the sums that it is given."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

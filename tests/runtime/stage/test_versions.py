@@ -1,7 +1,5 @@
 """Versions of weights equal copies that were made one after the other, and are never written under a reader."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

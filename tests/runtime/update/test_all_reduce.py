@@ -1,7 +1,5 @@
 """Sums over replicas: buckets fill in any order, start in one, and lose nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ separable, once as its paper says and once by the library's `Optimizer`, which k
 set of weights.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy

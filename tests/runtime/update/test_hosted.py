@@ -1,7 +1,5 @@
 """Optimizers in the memory of the machine: the same bits, checkpoints, memory, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.phase import Phase
 from pipedream.runtime.update.hosted import HostedWeights, check_movable
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
@@ -199,7 +196,7 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on
         pd.plan(profile, cluster, schedule=schedule, microbatches=4, shape="straight", optimizer_state=state)
         for state in ("device", "host")
     ]
-    phases = (Phase(schedule, microbatches=4),)
+    phases = (pd.Phase(schedule, microbatches=4),)
     for planned, target in (plans, plans[::-1]):
         moved = follow_moves(planned.choosing(optimizer_state=target.choices.optimizer_state), planned, phases)
         assert moved.stages == target.stages
@@ -219,7 +216,7 @@ def test_activations_moved_later_count_elsewhere() -> None:
     planned = pd.plan(
         Profile.of_chain(layers, batch=16), Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
     )
-    moved = follow_moves(planned.choosing(activations="host"), planned, (Phase("1f1b", microbatches=4),))
+    moved = follow_moves(planned.choosing(activations="host"), planned, (pd.Phase("1f1b", microbatches=4),))
     for before, stage in zip(planned.stages, moved.stages, strict=True):
         assert stage.memory.moved_bytes > 0
         # A quarter of a microbatch's is in memory.

@@ -1,7 +1,5 @@
 """PowerSGD: what its factors approximate, what they keep, and that nothing is hidden or lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

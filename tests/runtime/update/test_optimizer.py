@@ -1,7 +1,5 @@
 """An update: gradients summed, divided once, clipped; learning rates, schedules, averages."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from functools import partial
 from math import isfinite

@@ -1,7 +1,5 @@
 """ReduceLROnPlateau: one schedule for all stages, which follows the evaluations."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, RecipeError
-from pipedream.recipe import Recipe
 from pipedream.training.train import train_recipe
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
@@ -88,7 +85,7 @@ def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
 
     def make_maker(**rest: Any) -> Any:
-        recipe = Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
+        recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
         return lambda seed: recipe
 
     run = partial(train_recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0)
@@ -103,6 +100,6 @@ def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_recipe_is_profiled_with_it(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
-    recipe = Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
+    recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
     summary = train_recipe(lambda seed: recipe, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
     assert summary["minibatches"] == len(animal.batches)

@@ -1,7 +1,5 @@
 """How replicas agree: each way trains as its published rule, written as a serial loop (`summed`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +16,6 @@ from marks import thinned
 import pipedream as pd
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan.sums import SumMethod
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, build
 
 SEED = 3
@@ -52,7 +49,7 @@ class Run:
         words = [self.sums, self.schedule, "-".join(map(str, self.replicas)), self.animal, self.optimizer]
         return " ".join([*words, *(f"{name}={value}" for name, value in self.options)])
 
-    def built(self) -> Schedule:
+    def built(self) -> pd.Schedule:
         return build(self.schedule, self.plan(), self.microbatches)
 
     def plan(self) -> pd.Plan:

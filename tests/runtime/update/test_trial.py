@@ -1,7 +1,5 @@
 """An optimizer that computes something from all weights together trains with one stage, and is refused with more."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A recipe, a plan and a checkpoint as version 0.1 wrote them at commit 862508f; losses.json has that run's losses."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
