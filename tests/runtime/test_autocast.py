@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
+from training import loop, train
 
 import pipedream as pd
 
@@ -37,20 +39,11 @@ class InFull(torch.autograd.Function):
         return slopes[0] @ weight, slopes[0].T @ x
 
 
-class Reader(nn.Module):
-    """Has a layer, which it reads in its own way."""
-
-    def __init__(self, read: Callable[[nn.Linear, Tensor], Tensor], change: Callable[[Any], Any] = id) -> None:
-        super().__init__()
-        self.layer, self.read = nn.Linear(8, 8), read
-        change(self.layer)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.read(self.layer, h).float()
-
-
-def make(*arguments: Any) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Reader(*arguments))
+def make(read: Callable[[nn.Linear, Tensor], Tensor], change: Callable[[Any], Any] = id) -> nn.Sequential:
+    """Returns a model whose last part reads its layer in its own way."""
+    layers = nn.Linear(8, 8), nn.Tanh(), Built(lambda self, h: read(self.layer, h).float(), layer=nn.Linear(8, 8))
+    change(layers[-1].layer)
+    return nn.Sequential(*layers)
 
 
 def in_region(dtype: torch.dtype | None, **options: Any) -> Callable[[nn.Linear, Tensor], Tensor]:
@@ -99,21 +92,6 @@ READS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 }
 
 
-def train_plainly(model: nn.Module, batches: Any, parts: int, dtype: torch.dtype) -> list[float]:
-    optimizer, losses = SGD(model.parameters()), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        total = 0.0
-        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            with autocast(dtype):
-                loss = F.cross_entropy(model(part_x), part_y) / parts
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
 def check(
     model: nn.Module, *, stages: int = 2, parts: int = 1, dtype: torch.dtype = torch.bfloat16, **planning: Any
 ) -> None:
@@ -123,7 +101,7 @@ def check(
         (size * torch.randn(8, 8, generator=draw), torch.randint(8, (8,), generator=draw)) for size in (1, 32, 1)
     ]
     plain = deepcopy(model)
-    losses = train_plainly(plain, batches, parts, dtype)
+    losses = loop(plain, batches, optimizer=SGD, parts=parts, forward_context=partial(autocast, dtype)).losses
     profile = pd.profile(model, batches[0][0], autocast=dtype, warmup=0, runs=1)
     planning = {"schedule": "1f1b", "microbatches": parts, "shape": (1,) * stages, "recompute": "never"} | planning
     plan = pd.plan(profile, pd.Cluster.flat(stages), **planning)
@@ -176,17 +154,13 @@ def test_a_model_of_one_layer() -> None:
 
 
 def test_tied_weights_of_two_precisions() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.head.weight = self.first.weight
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with autocast(None):
+            return self.head(torch.tanh(self.first(x).float()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            with autocast(None):
-                return self.head(torch.tanh(self.first(x).float()))
-
-    check(Tied(), stages=1)
+    model = Built(forward, first=nn.Linear(8, 8), head=nn.Linear(8, 8))
+    model.head.weight = model.first.weight
+    check(model, stages=1)
 
 
 @pytest.mark.parametrize("schedule", ["paci", "pipelined_backprop", "timeprest"])
@@ -196,8 +170,7 @@ def test_old_graphs_read_in_full_precision(schedule: str) -> None:
     x, y = torch.randn(8, 8), torch.randint(8, (8,))
     profile = pd.profile(model, x, autocast=torch.bfloat16, warmup=0, runs=1)
     plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape=(1, 1), recompute="never")
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD, autocast="bfloat16") as pipeline:
-        losses = [done.loss for done in pipeline.train([(x, y)] * 8)]
+    losses = train(model, plan, [(x, y)] * 8, optimizer=SGD, autocast="bfloat16").losses
     assert losses[-1] < losses[0]
 
 
@@ -212,30 +185,15 @@ def test_old_graphs_read_in_full_precision(schedule: str) -> None:
 )
 def test_conversions_between_layers(convert: Callable[[Tensor], Tensor]) -> None:
     """Without autocast they do nothing, so that the module seems to do nothing but call its layers."""
-
-    class Converts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.norm = nn.Linear(8, 8), nn.Softmax(1)
-
-        def forward(self, h: Tensor) -> Tensor:
-            return self.norm(convert(self.inner(h)))
-
-    class Sines(nn.Module):
-        def forward(self, h: Tensor) -> Tensor:
-            return h * 3 if h.dtype == torch.float32 else h
-
-    check(nn.Sequential(nn.Linear(8, 8), Converts(), Sines(), nn.Linear(8, 8), nn.Softplus()))
+    forward = lambda self, h: self.norm(convert(self.inner(h)))  # noqa: E731
+    converts = Built(forward, inner=nn.Linear(8, 8), norm=nn.Softmax(1))
+    triples = Built(lambda self, h: h * 3 if h.dtype == torch.float32 else h)
+    check(nn.Sequential(nn.Linear(8, 8), converts, triples, nn.Linear(8, 8), nn.Softplus()))
 
 
 def test_a_region_between_layers_that_converts_nothing() -> None:
-    class Region(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
+    def forward(self: Any, h: Tensor) -> Tensor:
+        with autocast(None):
+            return self.inner(h)
 
-        def forward(self, h: Tensor) -> Tensor:
-            with autocast(None):
-                return self.inner(h)
-
-    check(nn.Sequential(Region(), nn.Linear(8, 8), nn.Softplus()))
+    check(nn.Sequential(Built(forward, inner=nn.Linear(8, 8)), nn.Linear(8, 8), nn.Softplus()))

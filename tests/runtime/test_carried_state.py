@@ -3,18 +3,16 @@
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import training
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import pipedream as pd
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 Forward = Callable[[Any, Tensor], Tensor]
 
 
@@ -171,9 +169,7 @@ def train(model: nn.Module, schedule: str, microbatches: int | None, **planning:
     planning = {"shape": (1, 1), "cuts": ("2",), "recompute": "never"} | planning
     cluster = pd.Cluster.flat(sum(planning["shape"]))
     plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, **planning)
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
-        list(pipeline.train(batches()))
-        return pipeline.state_dict()
+    return training.train(model, plan, batches()).state
 
 
 @pytest.mark.parametrize("kind", CARRIED)
@@ -194,11 +190,7 @@ def test_other_schedules_with_parts_refuse_too(schedule: str) -> None:
 )
 def test_whole_minibatches_train_as_in_a_plain_loop(kind: str) -> None:
     model, plain = make(CARRIED[kind]), make(CARRIED[kind])
-    optimizer = SGD(plain.parameters())
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(plain(x), y).backward()
-        optimizer.step()
+    training.loop(plain, batches())
     state = train(model, "1f1b", 1)
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(state[name], weight, rtol=1e-8, atol=1e-10)

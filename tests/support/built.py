@@ -9,7 +9,7 @@ from torch import nn
 class Built(nn.Module):
     """Has these parts (modules, parameters or anything else), and calls `function` on itself and its inputs."""
 
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any] | None, **parts: Any) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():

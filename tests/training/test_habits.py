@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from training import SGD, loop
 
 import pipedream as pd
 from pipedream.callbacks import EarlyStopping
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.runtime.data.epochs import watching_epochs
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 EPOCHS = 3
 
 
@@ -58,14 +59,10 @@ def train_plainly(
     loader: Any, begin: Callable[[int], Any] = lambda epoch: None, epochs: int = 1, loss: Any = F.cross_entropy
 ) -> dict[str, Tensor]:
     model = net()
-    optimizer = SGD(model.parameters())
     for epoch in range(epochs):
         begin(epoch)
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss(model(inputs), targets).backward()
-            optimizer.step()
-    return model.state_dict()
+        state = loop(model, loader, loss=loss).state
+    return state
 
 
 def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -298,29 +295,16 @@ def test_a_data_set_can_be_sent_while_its_epochs_are_watched() -> None:
 # -- losses that count ----------------------------------------------------------------------------------------
 
 
+def anneal(self: Any, output: Tensor, targets: Tensor) -> Tensor:
+    self.calls += 1
+    return F.cross_entropy(output, targets) * self.calls / 10
+
+
 class Annealed:
     """Its share grows with each call."""
 
     calls = 0
-
-    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        return F.cross_entropy(output, targets) * self.calls / 10
-
-    forward = __call__
-
-
-class AnnealedModule(nn.Module):
-    def __init__(self, in_buffer: bool = False) -> None:
-        super().__init__()
-        self.calls: Any = 0
-        if in_buffer:
-            del self.calls
-            self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        return F.cross_entropy(output, targets) * self.calls / 10
+    forward = __call__ = anneal
 
 
 def _in_closure(kind: str) -> Callable[..., Tensor]:
@@ -347,8 +331,8 @@ def _count(calls: list[int], output: Tensor, targets: Tensor) -> Tensor:
 COUNTING: dict[str, Callable[[], Any]] = {
     "an object": Annealed,
     "a method": lambda: Annealed().forward,
-    "a module": AnnealedModule,
-    "a buffer": lambda: AnnealedModule(in_buffer=True),
+    "a module": lambda: Built(anneal, calls=0),
+    "a buffer": lambda: Built(anneal, calls=nn.Buffer(torch.zeros(()))),
     "nonlocal": lambda: _in_closure("nonlocal"),
     "a list": lambda: _in_closure("list"),
     "a dict": lambda: _in_closure("dict"),

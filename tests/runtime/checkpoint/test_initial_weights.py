@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from built import Built
 from cases import assert_near
 from first_minibatches import plan_of
 from models import HF
@@ -135,18 +136,6 @@ def test_a_name_of_another_model_is_refused() -> None:
         materialise(on_meta(mixed), ["0.third"], CPU, 0)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.arange(3.0), persistent=False)
-
-
 class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,24 +154,26 @@ class Failing(nn.Module):
         raise KeyError("gain")
 
 
-class Attribute(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.mask = torch.ones(2)
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Bare, "the parameter '0.scale' is on the meta device and is not filled by reset_parameters.. of Bare; fill"),
-        (Table, "the buffer '0.angles' is on the meta device .* weights"),
+        (
+            lambda: Built(None, scale=nn.Parameter(torch.ones(2))),
+            "the parameter '0.scale' is on the meta device and is not filled by reset_parameters.. of Built; fill",
+        ),
+        (
+            lambda: Built(None, angles=nn.Buffer(torch.arange(3.0), persistent=False)),
+            "the buffer '0.angles' is on the meta device .* weights",
+        ),
         (Partly, "the parameter '0.rows' .* of Partly"),
         (Failing, "'0.inner' is on the meta device, and its initialisation by Failing raised KeyError: 'gain'"),
-        (Attribute, "0.mask of Attribute is a tensor on the meta device, but neither"),
+        (
+            lambda: Built(None, inner=nn.Linear(2, 2), mask=torch.ones(2)),
+            "0.mask of Built is a tensor on the meta device, but neither",
+        ),
     ],
 )
-def test_nothing_stays_uninitialised(kind: type[nn.Module], words: str) -> None:
+def test_nothing_stays_uninitialised(kind: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         drawn(lambda: nn.Sequential(kind()))
 
@@ -242,22 +233,16 @@ def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None
 # -- files ------------------------------------------------------------------------------------------
 
 
-class Last(nn.Module):
-    """An output layer that shares the matrix of an embedding."""
-
-    def __init__(self, words: nn.Embedding) -> None:
-        super().__init__()
-        self.head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
-        self.head.weight = words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.head(x)[:, -1]
-        return outputs
+def last(words: nn.Embedding) -> nn.Module:
+    """Returns an output layer that shares the matrix of an embedding."""
+    head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
+    head.weight = words.weight
+    return Built(lambda self, x: self.head(x)[:, -1], head=head)
 
 
 def tied() -> nn.Module:
     words = nn.Embedding(9, 4)
-    return nn.Sequential(words, nn.Linear(4, 4), nn.Tanh(), Last(words))
+    return nn.Sequential(words, nn.Linear(4, 4), nn.Tanh(), last(words))
 
 
 def untied() -> nn.Module:
@@ -318,40 +303,23 @@ def test_a_shared_parameter_may_be_saved_once(tmp_path: Path) -> None:
         check_equal(start(tied, (2,), write(tmp_path, once, "file")), state)
 
 
-class Outer(nn.Module):
-    """A head on an inner model, as those of Hugging Face."""
-
-    base_model_prefix = "body"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Inner()
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.body(x))
+def inner() -> nn.Module:
+    return Built(None, rows=nn.Linear(4, 5), columns=nn.Linear(5, 3), base_model_prefix="body")
 
 
-class Inner(nn.Module):
-    base_model_prefix = "body"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Linear(4, 5)
-        self.columns = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.columns(self.rows(x))
+def outer() -> nn.Module:
+    """Returns a head on an inner model, as those of Hugging Face."""
+    return Built(None, body=inner(), head=nn.Linear(3, 3), base_model_prefix="body")
 
 
 def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> None:
-    state = state_of(Outer, seed=6)
-    inner = {name.removeprefix("body."): tensor for name, tensor in state.items()}
-    check_equal(dict(files.fit_names(Outer(), inner, state, {}, "here")), state)
-    bare = {name: tensor for name, tensor in inner.items() if not name.startswith("head")}
-    check_equal(dict(files.fit_names(Inner(), state, bare, {}, "here")), bare)
-    with pytest.raises(CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Outer"):
-        files.fit_names(Outer(), bare, state, {}, "here")
+    state = state_of(outer, seed=6)
+    bodies = {name.removeprefix("body."): tensor for name, tensor in state.items()}
+    check_equal(dict(files.fit_names(outer(), bodies, state, {}, "here")), state)
+    bare = {name: tensor for name, tensor in bodies.items() if not name.startswith("head")}
+    check_equal(dict(files.fit_names(inner(), state, bare, {}, "here")), bare)
+    with pytest.raises(CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"):
+        files.fit_names(outer(), bare, state, {}, "here")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -370,20 +338,22 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = state_of(untied)
     lacking = {name: tensor for name, tensor in state.items() if not name.startswith("3.")}
-    with pytest.raises(CaptureError, match=r"lack '3.weight', '3.bias', and have names such as '0.bias'"):
-        start(untied, (2,), write(tmp_path, lacking, "file"))
     other = state | {"0.weight": torch.zeros(2, 2)}
-    with pytest.raises(CaptureError, match=r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in the model"):
-        start(untied, (2,), write(tmp_path, other, "file"))
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ArtifactError, match=r"neither model\.safetensors nor"):
-        start(untied, (2,), empty)
-    (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(ArtifactError, match=r"cannot read weights from .*model\.safetensors"):
-        start(untied, (2,), tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="give an index of safetensors files"):
-        start(untied, (2,), tmp_path)
+
+    def with_file(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path
+
+    for make, words in (
+        (lambda: write(tmp_path, lacking, "file"), r"lack '3.weight', '3.bias', and have names such as '0.bias'"),
+        (lambda: write(tmp_path, other, "file"), r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in"),
+        (lambda: empty, r"neither model\.safetensors nor"),
+        (lambda: with_file("model.safetensors", b"no"), r"cannot read weights from .*model\.safetensors"),
+        (lambda: with_file("model.safetensors.index.json", b"{}"), "give an index of safetensors files"),
+    ):
+        with pytest.raises((ArtifactError, CaptureError), match=words):
+            start(untied, (2,), make())
 
 
 @pytest.mark.parametrize(
@@ -440,12 +410,8 @@ def test_rank_0_alone_may_have_the_values() -> None:
 
 
 def lame() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), Scaled())
-
-
-class Scaled(Bare):
-    def forward(self, x: Tensor) -> Any:
-        return x * self.scale.sum()
+    scaled = Built(lambda self, x: x * self.scale.sum(), scale=nn.Parameter(torch.ones(2)))
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), scaled)
 
 
 @pytest.mark.processes
@@ -482,7 +448,7 @@ def pretrained() -> nn.Module:
             super().__init__(config)
             self.words = nn.Embedding(9, 4)
             self.middle = nn.Linear(4, 4)
-            self.last = Last(self.words)
+            self.last = last(self.words)
             self.post_init()
 
         def forward(self, x: Tensor) -> Any:
@@ -544,25 +510,18 @@ def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path)
 # -- frozen stages and adapters ---------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a trained correction of low rank."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(size, size).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, size))
-        self.up = nn.Parameter(torch.randn(size, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.base(x) + x @ self.down.T @ self.up.T
-        return outputs
+def adapted(size: int) -> nn.Module:
+    """Returns a frozen layer with a trained correction of low rank."""
+    low_rank = {"down": nn.Parameter(torch.randn(2, size)), "up": nn.Parameter(torch.randn(size, 2))}
+    forward = lambda self, x: self.base(x) + x @ self.down.T @ self.up.T  # noqa: E731
+    return Built(forward, base=nn.Linear(size, size).requires_grad_(False), **low_rank)
 
 
 def partly_frozen(kind: str) -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
     if kind == "adapters":
-        layers = [layer if i in (0, 6) or i % 2 else Adapted(6) for i, layer in enumerate(layers)]
+        layers = [layer if i in (0, 6) or i % 2 else adapted(6) for i, layer in enumerate(layers)]
         frozen = [layers[0], layers[6]]
     else:
         frozen = [layers[{"first": 0, "middle": 2, "last": 6}[place]] for place in kind.split("+")]

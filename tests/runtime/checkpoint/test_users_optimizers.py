@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training import loop
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, PipelineError
@@ -151,16 +152,7 @@ def pipeline_of(profile: pd.Profile, optimizer: Any, scheduler: Any = None, cut:
 
 
 def train_plainly(optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any) -> dict[str, torch.Tensor]:
-    plain = model()
-    inner = optimizer(list(plain.named_parameters()))
-    schedule = None if scheduler is None else scheduler(inner)
-    for inputs, targets in batches():
-        inner.zero_grad()
-        F.cross_entropy(plain(inputs), targets).backward()
-        inner.step()
-        if schedule is not None:
-            schedule.step()
-    return plain.state_dict()
+    return loop(model(), batches(), optimizer=optimizer, scheduler=scheduler).state
 
 
 def train_in_two_parts(
@@ -315,16 +307,12 @@ def test_what_can_be_saved_is_not_refused(profile: pd.Profile, name: str) -> Non
 def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
     with pipeline_of(profile, biases_apart, Decays) as pipeline:
         pipeline.save(tmp_path)
-    with (
-        pipeline_of(profile, torch.optim.AdamW, Decays) as pipeline,
-        pytest.raises(ArtifactError, match="was saved with the optimizer SGD, this run has AdamW; resume with SGD"),
+    for optimizer, scheduler, words in (
+        (torch.optim.AdamW, Decays, "was saved with the optimizer SGD, this run has AdamW; resume with SGD"),
+        (biases_apart, milestones, "with the scheduler Decays, this run has SequentialLR; resume with Decays"),
     ):
-        pipeline.load(tmp_path)
-    with (
-        pipeline_of(profile, biases_apart, milestones) as pipeline,
-        pytest.raises(ArtifactError, match="with the scheduler Decays, this run has SequentialLR; resume with Decays"),
-    ):
-        pipeline.load(tmp_path)
+        with pipeline_of(profile, optimizer, scheduler) as pipeline, pytest.raises(ArtifactError, match=words):
+            pipeline.load(tmp_path)
 
 
 class Grows(torch.optim.SGD):
