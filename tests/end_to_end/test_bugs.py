@@ -5,21 +5,21 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from first_minibatches import plan_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import SGD, loop, train
 
 import pipedream as pd
 from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def two_stages() -> tuple[nn.Module, pd.Plan]:
@@ -80,9 +80,7 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     after the last one, because only its own next forward would have told it that the data was at its end."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     plan = plan_of(model, BATCHES[0][0], (), (2,))
-    with pd.Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
-        dones: list[Any] = list(pipeline.train(BATCHES, epochs=1))
-    assert [done.number for done in dones] == list(range(7))
+    assert len(train(model, plan, BATCHES, schedule=name).losses) == 7
 
 
 def test_a_loader_that_was_read_keeps_nothing() -> None:
@@ -103,43 +101,17 @@ def test_a_loader_that_was_read_keeps_nothing() -> None:
     assert max(most) <= plan.in_flight[0] + 2, "those in flight, the one that the loader is at, and one read ahead"
 
 
-class Checkpointed(nn.Module):
-    """Two layers that may be done again in the backward."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.again, self.a, self.b = again, nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.b(torch.tanh(self.a(x)))
-        return output
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
-        return output
-
-
 def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
     """In a backward the optimizer's parameters stood in the modules, and a layer under torch's `checkpoint` was done
     again at these: the newest weights, in a method whose backward is at those of the forward."""
     batches = [(x.double(), y) for x, y in BATCHES]
-    states = []
-    for again in (False, True):
+    body, outcomes = lambda self, x: self.b(torch.tanh(self.a(x))), []
+    for forward in (body, lambda self, x: checkpoint(body, self, x, use_reentrant=False)):
         torch.manual_seed(3)
-        model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
-        plan = plan_of(model, batches[0][0], (2,))
-        with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
-            states.append([done.loss for done in pipeline.train(batches, epochs=3)])
-    assert states[0] == states[1]
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.relu_())
+        layer = Built(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 4))
+        model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)).double()
+        outcomes.append(train(model, plan_of(model, batches[0][0], (2,)), batches, epochs=3, schedule="pipedream"))
+    assert outcomes[0].losses == outcomes[1].losses
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -151,78 +123,45 @@ def test_a_first_layer_that_works_in_place(schedule: str) -> None:
     outcomes = []
     for parts in (1, 4):
         torch.manual_seed(0)
-        with pd.Pipeline(
-            nn.Sequential(InPlace(), nn.Linear(4, 2)).double(),
-            pd.Plan.uniform(2),
-            schedule=schedule,
-            microbatches=parts,
-            loss=F.cross_entropy,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            sample=inputs.clone(),
-        ) as pipeline:
-            outcomes.append([done.loss for done in pipeline.train([(inputs.clone(), targets) for _ in range(3)])])
+        in_place = Built(lambda self, x: self.linear(x.relu_()), linear=nn.Linear(4, 4))
+        options = {"schedule": schedule, "microbatches": parts, "sample": inputs.clone()}
+        data = [(inputs.clone(), targets) for _ in range(3)]
+        trained = train(nn.Sequential(in_place, nn.Linear(4, 2)).double(), pd.Plan.uniform(2), data, **options)
+        outcomes.append(trained.losses)
     assert outcomes[0] == pytest.approx(outcomes[1])
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex128) @ self.weight).abs()
+def complex_layer(conjugated: bool) -> nn.Module:
+    """Returns a layer with a complex weight, whose gradient may be a conjugate view, as autograd leaves it."""
+    read = lambda weight: weight.conj().T if conjugated else weight  # noqa: E731
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+    return Built(lambda self, x: (x.to(torch.complex128) @ read(self.weight)).abs(), weight=weight)
 
 
 def test_complex_weights_are_clipped_as_torch_does() -> None:
     """The norm was asked for in a real type, which torch refuses for complex gradients."""
     inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
-    model = nn.Sequential(Complex(), nn.Linear(4, 2).double())
-    plain = copy.deepcopy(model)
-    loss = F.cross_entropy(plain(inputs), targets)
-    loss.backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with pd.Pipeline(
-        model,
-        pd.Plan.uniform(2),
-        schedule="gpipe",
-        microbatches=1,
-        loss=F.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        clip_grad_norm=0.01,
-        sample=inputs,
-    ) as pipeline:
-        assert [done.loss for done in pipeline.train([(inputs, targets)])] == pytest.approx([loss.item()])
-        for name, value in pipeline.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name])
+    model = nn.Sequential(complex_layer(False), nn.Linear(4, 2).double())
+    clip = lambda plain: nn.utils.clip_grad_norm_(plain.parameters(), 0.01)  # noqa: E731
+    expected = loop(copy.deepcopy(model), [(inputs, targets)], after_backward=clip)
+    options = {"schedule": "gpipe", "microbatches": 1, "clip_grad_norm": 0.01, "sample": inputs}
+    losses, state = train(model, pd.Plan.uniform(2), [(inputs, targets)], **options)
+    assert losses == pytest.approx(expected.losses)
+    torch.testing.assert_close(state, expected.state)
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
 def test_sparse_embeddings(replicas: tuple[int, ...]) -> None:
     """With clipping, and with replicas, torch's own errors came; replicas are refused."""
     data = [(torch.randint(10, (8,)), torch.randint(2, (8,)))] * 2
-    with pd.Pipeline(
+    model, plan = (
         nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)),
         pd.Plan.uniform(2, replicas=replicas),
-        schedule="gpipe",
-        microbatches=2,
-        loss=F.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        clip_grad_norm=1.0,
-        sample=data[0][0],
-    ) as pipeline:
-        if replicas == (1, 1):
-            assert len([*pipeline.train(data)]) == 2
-            return
-        with pytest.raises(pd.PipelineError, match=r"shape \(10, 4\) is sparse, and its stage has replicas"):
-            [*pipeline.train(data)]
-
-
-class Conjugated(Complex):
-    """Its gradient is a conjugate view, as autograd leaves it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex128) @ self.weight.conj().T).abs()
+    )
+    options = {"schedule": "gpipe", "microbatches": 2, "clip_grad_norm": 1.0, "sample": data[0][0]}
+    words = r"shape \(10, 4\) is sparse, and its stage has replicas"
+    with nullcontext() if replicas == (1, 1) else pytest.raises(pd.PipelineError, match=words):
+        assert len(train(model, plan, data, **options).losses) == 2
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
@@ -230,17 +169,10 @@ class Conjugated(Complex):
 def test_conjugate_gradients(replicas: tuple[int, ...], clip: float | None) -> None:
     """Profiling, and the norm for clipping, saw them as real numbers, which torch refuses for conjugate views."""
     inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
-    model = nn.Sequential(Conjugated(), nn.Linear(4, 2).double())
-    plain = copy.deepcopy(model)
-    F.cross_entropy(plain(inputs), targets).backward()
-    if clip:
-        nn.utils.clip_grad_norm_(plain.parameters(), clip, foreach=False)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    model, data = nn.Sequential(complex_layer(True), nn.Linear(4, 2).double()), [(inputs, targets)]
+    clips = lambda plain: clip and nn.utils.clip_grad_norm_(plain.parameters(), clip, foreach=False)  # noqa: E731
+    expected = loop(copy.deepcopy(model), data, after_backward=clips)
     profile = pd.profile(model, inputs, warmup=0, runs=1)
     cluster = pd.Cluster.flat(sum(replicas))
     plan = pd.plan(profile, cluster, schedule="gpipe", microbatches=2, shape=replicas, cuts=(1,))
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, clip_grad_norm=clip) as pipeline:
-        assert len(list(pipeline.train([(inputs, targets)]))) == 1
-        for name, value in pipeline.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name])
+    torch.testing.assert_close(train(model, plan, data, clip_grad_norm=clip).state, expected.state)

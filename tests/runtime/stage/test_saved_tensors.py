@@ -7,6 +7,7 @@ import delayed
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -17,56 +18,40 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 
 
-class Attention(nn.Module):
-    """Self-attention, as user code has it: four products and the fused kernel."""
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Linear(8, 24)
-        self.out = nn.Parameter(torch.randn(8, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
+def attention() -> nn.Module:
+    """Returns self-attention, as user code has it: four products and the fused kernel."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
         q, k, v = self.rows(x).chunk(3, -1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True) @ self.out.T
 
-
-class First(nn.Module):
-    """What another module's output begins with: recurrent layers give two, attention too."""
-
-    def __init__(self, inner: nn.Module, *more: Any) -> None:
-        super().__init__()
-        self.inner, self.more = inner, more
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x, *(x for _ in self.more))[0]
-        return output
+    return Built(forward, rows=nn.Linear(8, 24), out=parameter(8, 8))
 
 
-class Tied(nn.Module):
-    """A table that is read from both sides, with a shift and a scale that are weights."""
+def first_of(inner: nn.Module, inputs: int = 1) -> nn.Module:
+    """Returns what another module's output begins with: recurrent layers give two, attention too."""
+    return Built(lambda self, x: self.inner(*(x,) * inputs)[0], inner=inner)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 8)
-        self.shift = nn.Parameter(torch.randn(6, 8))
-        self.scale = nn.Parameter(torch.randn(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+def tied() -> nn.Module:
+    """Returns a table that is read from both sides, with a shift and a scale that are weights."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
         return F.linear(self.table(x) * self.scale + self.shift[: x.shape[1]], self.table.weight)
 
+    return Built(forward, table=nn.Embedding(7, 8), shift=parameter(6, 8), scale=parameter(8))
 
-class Cells(nn.Module):
+
+def in_loop(self: Any, x: Tensor) -> Tensor:
     """Cells in a loop: the same weights are read several times in one forward."""
-
-    def __init__(self, cell: nn.Module) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: Tensor) -> Tensor:
-        state: Any = None
-        for part in x.unbind(1):
-            state = self.cell(part, state)
-        return state[0] if isinstance(state, tuple) else state
+    state: Any = None
+    for part in x.unbind(1):
+        state = self.cell(part, state)
+    return state[0] if isinstance(state, tuple) else state
 
 
 def draw_rows(*shape: int) -> Callable[[], Tensor]:
@@ -80,7 +65,7 @@ def draw_words() -> Tensor:
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(8, 3), draw_rows(5, 8)),
     "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), draw_rows(5, 4, 8)),
-    "bilinear": (lambda: _Pairs(), draw_rows(5, 8)),
+    "bilinear": (lambda: Built(lambda self, x: self.pairs(x, x.flip(1)), pairs=nn.Bilinear(8, 8, 3)), draw_rows(5, 8)),
     "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), draw_rows(2, 3, 9)),
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), draw_rows(2, 4, 7, 7)),
     "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), draw_rows(2, 3, 5, 5)),
@@ -91,29 +76,20 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "prelu": (lambda: nn.PReLU(3), draw_rows(5, 3)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), draw_words),
     "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), draw_words),
-    "tied": (Tied, draw_words),
-    "lstm": (lambda: First(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), draw_rows(3, 4, 8)),
-    "gru": (lambda: First(nn.GRU(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
-    "rnn": (lambda: First(nn.RNN(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
-    "lstm cell": (lambda: Cells(nn.LSTMCell(8, 6)), draw_rows(3, 4, 8)),
-    "gru cell": (lambda: Cells(nn.GRUCell(8, 6)), draw_rows(3, 4, 8)),
-    "attention": (Attention, draw_rows(3, 4, 8)),
-    "multi-head attention": (lambda: First(nn.MultiheadAttention(8, 2, batch_first=True), 1, 2), draw_rows(3, 4, 8)),
+    "tied": (tied, draw_words),
+    "lstm": (lambda: first_of(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), draw_rows(3, 4, 8)),
+    "gru": (lambda: first_of(nn.GRU(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
+    "rnn": (lambda: first_of(nn.RNN(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
+    "lstm cell": (lambda: Built(in_loop, cell=nn.LSTMCell(8, 6)), draw_rows(3, 4, 8)),
+    "gru cell": (lambda: Built(in_loop, cell=nn.GRUCell(8, 6)), draw_rows(3, 4, 8)),
+    "attention": (attention, draw_rows(3, 4, 8)),
+    "multi-head attention": (lambda: first_of(nn.MultiheadAttention(8, 2, batch_first=True), 3), draw_rows(3, 4, 8)),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), draw_rows(3, 4, 8)),
     "deep": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
         draw_rows(5, 8),
     ),
 }
-
-
-class _Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.Bilinear(8, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pairs(x, x.flip(1))
 
 
 def run_graph_rule(
@@ -168,22 +144,20 @@ def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12)
 
 
-class _Cast(nn.Module):
-    """Casts its weight itself, or writes into what it has cast."""
+def cast(writes: bool = False) -> nn.Module:
+    """Returns a layer that casts its weight itself, or writes into what it has cast."""
 
-    def __init__(self, writes: bool = False) -> None:
-        super().__init__()
-        self.weight, self.writes = nn.Parameter(torch.randn(3, 8)), writes
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight.to(torch.bfloat16)
-        if self.writes:
+        if writes:
             with torch.no_grad():
                 weight.mul_(2.0)
         return F.linear(x, weight)
 
+    return Built(forward, weight=parameter(3, 8))
 
-CAST_LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {"cast": (_Cast, draw_rows(5, 8))} | {
+
+CAST_LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {"cast": (cast, draw_rows(5, 8))} | {
     kind: LAYERS[kind]
     for kind in (
         "linear", "linear of sequences", "conv1d", "conv2d", "transposed conv", "lstm", "gru", "lstm cell",
@@ -201,13 +175,15 @@ def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
     layer, x = make(), draw().float()
     norms = [name for name, module in layer.named_modules() if isinstance(module, nn.LayerNorm)]
 
-    def cast(factor: float) -> dict[str, Tensor]:
+    def cast_weights(factor: float) -> dict[str, Tensor]:
         weights = {name: factor * p.detach() for name, p in layer.named_parameters()}
         return {f"layer.{name}": w if name.rpartition(".")[0] in norms else w.bfloat16() for name, w in weights.items()}
 
     with torch.autocast("cpu", torch.bfloat16):
-        _, flight = delayed.forward(delayed.Stage([("layer", layer)], None, 0, 0.0), x.requires_grad_(), cast(1.0), 0)
-    flight.swapped = cast(1.5)
+        _, flight = delayed.forward(
+            delayed.Stage([("layer", layer)], None, 0, 0.0), x.requires_grad_(), cast_weights(1.0), 0
+        )
+    flight.swapped = cast_weights(1.5)
     back, gradients, slope = run_graph_rule(layer, x.detach(), 1.5, torch.bfloat16, led)
     input_gradients, weight_gradients = delayed.backward(flight, [slope])
     assert back is not None
@@ -219,9 +195,9 @@ def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "autocast", "refused"),
     [
-        (_Cast(), None, r"'layer.weight' \(by _to_copy\)"),
-        (_Cast(writes=True), torch.bfloat16, r"'layer.weight' \(by _to_copy\)"),
-        (Attention(), torch.bfloat16, r"'layer.out' \(by _to_copy\)"),  # a cast of a view
+        (cast(), None, r"'layer.weight' \(by _to_copy\)"),
+        (cast(writes=True), torch.bfloat16, r"'layer.weight' \(by _to_copy\)"),
+        (attention(), torch.bfloat16, r"'layer.out' \(by _to_copy\)"),  # a cast of a view
     ],
 )
 def test_what_is_no_plain_cast_of_a_weight_is_refused(
@@ -232,16 +208,10 @@ def test_what_is_no_plain_cast_of_a_weight_is_refused(
         run_graph_rule(layer, x, 1.5, autocast)
 
 
-class Computed(nn.Module):
-    """Two weights are added before they are read."""
-
-    def __init__(self, saves: bool = True) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-        self.saves = saves
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a + self.b) if self.saves else x + (self.a + self.b)
+def computed(saves: bool = True) -> nn.Module:
+    """Returns a layer of which two weights are added before they are read."""
+    forward = lambda self, x: x * (self.a + self.b) if saves else x + (self.a + self.b)  # noqa: E731
+    return Built(forward, a=parameter(8), b=parameter(8))
 
 
 class Copies(torch.autograd.Function):
@@ -258,17 +228,6 @@ class Copies(torch.autograd.Function):
         return slopes[0] * weight, (slopes[0] * x).sum(0)
 
 
-class OwnFunction(nn.Module):
-    """Uses a function of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Copies.apply(x, self.weight)
-
-
 def make_pruned() -> nn.Module:
     layer = nn.Linear(8, 3)
     prune.random_unstructured(layer, "weight", 0.5)
@@ -280,8 +239,8 @@ def make_pruned() -> nn.Module:
     [
         (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), ["original0", "original1"], "_weight_norm_interface"),
         (make_pruned, ["weight_orig"], "mul"),
-        (Computed, ["layer.a", "layer.b"], "add"),
-        (OwnFunction, ["layer.weight"], "clone"),
+        (computed, ["layer.a", "layer.b"], "add"),
+        (lambda: Built(lambda self, x: Copies.apply(x, self.weight), weight=parameter(8)), ["layer.weight"], "clone"),
     ],
 )
 @pytest.mark.parametrize("led", [False, True])
@@ -294,11 +253,11 @@ def test_what_is_computed_from_weights_alone_is_refused(
 
 
 def test_what_is_not_saved_may_be_computed() -> None:
-    run_graph_rule(Computed(saves=False), torch.randn(5, 8), 1.5)
+    run_graph_rule(computed(saves=False), torch.randn(5, 8), 1.5)
 
 
 def test_the_first_forward_alone_is_watched() -> None:
-    layer = Computed()
+    layer = computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
     saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
     with pytest.raises(ScheduleError), saved.watching(x, versions.peek()):
@@ -329,96 +288,66 @@ class KeepsCopy(Keeps):
         return x * weight
 
 
-class OwnContext(nn.Module):
-    """Uses a function that does not save its weight."""
-
-    def __init__(self, function: type[Keeps] = Keeps) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function.apply(x, self.weight).tanh()
+def own_context(function: type[Keeps] = Keeps) -> nn.Module:
+    """Returns a layer with a function that does not save its weight."""
+    return Built(lambda self, x: function.apply(x, self.weight).tanh(), weight=parameter(8))
 
 
 @pytest.mark.parametrize("led", [False, True])
 def test_a_copy_of_a_weight_on_a_context_is_refused(led: bool) -> None:
     with pytest.raises(ScheduleError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"):
-        run_graph_rule(OwnContext(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(own_context(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
 
 
 def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None:
     torch.manual_seed(0)
-    layer, x = OwnContext().double(), torch.randn(5, 8, dtype=torch.float64)
+    layer, x = own_context().double(), torch.randn(5, 8, dtype=torch.float64)
     slopes = 1 - (x * layer.weight.detach()).tanh() ** 2
     expected = slopes * 1.5 * layer.weight.detach()
     back, _, slope = run_graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
     torch.testing.assert_close(back, slope * expected)
     with pytest.raises(ScheduleError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
-        run_graph_rule(OwnContext(), torch.randn(5, 8), 1.5, led=True)
+        run_graph_rule(own_context(), torch.randn(5, 8), 1.5, led=True)
 
 
-class Part(nn.Module):
-    """Its weight is a part of a larger tensor: columns, or rows."""
-
-    def __init__(self, columns: bool) -> None:
-        super().__init__()
-        whole = torch.randn(8, 8, dtype=torch.float64)
-        self.weight = nn.Parameter(whole[:, 2:5] if columns else whole[2:5].T)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+def part(columns: bool) -> nn.Module:
+    """Returns a layer whose weight is a part of a larger tensor: columns, or rows."""
+    whole = torch.randn(8, 8, dtype=torch.float64)
+    return Built(lambda self, x: x @ self.weight, weight=nn.Parameter(whole[:, 2:5] if columns else whole[2:5].T))
 
 
 def test_places_are_told_from_the_beginning_of_a_parameter() -> None:
     torch.manual_seed(0)
-    layer, x = Part(columns=False), torch.randn(5, 8, dtype=torch.float64)
+    layer, x = part(columns=False), torch.randn(5, 8, dtype=torch.float64)
     weight = layer.weight.detach().clone()
     back, _, slope = run_graph_rule(layer, x, 1.5, led=True)
     torch.testing.assert_close(back, slope @ (1.5 * weight).T)
     with pytest.raises(
         ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
     ):
-        run_graph_rule(Part(columns=True), x, 1.5, led=True)
-
-
-class Overwrites(nn.Module):
-    """Writes in place what an operation has saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = (x * self.weight).exp()
-        output += 1
-        return output
+        run_graph_rule(part(columns=True), x, 1.5, led=True)
 
 
 @pytest.mark.parametrize("led", [False, True])
 def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
     """Autograd itself does not look where hooks have packed what it saves."""
     with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
-        run_graph_rule(Overwrites(), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(
+            Built(lambda self, x: (x * self.weight).exp().add_(1), weight=parameter(8)), torch.randn(5, 8), 1.5, led=led
+        )
 
 
-class Otherwise(nn.Module):
+def otherwise(self: Any, x: Tensor) -> Tensor:
     """Does not leave what its backward needs where autograd has put it."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.layer = way, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.way == "offloaded":
-            with torch.autograd.graph.save_on_cpu():
-                return self.layer(x).tanh()
-        again: Tensor = checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
-        return again.tanh()
+    if self.way == "offloaded":
+        with torch.autograd.graph.save_on_cpu():
+            return self.layer(x).tanh()
+    again: Tensor = checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
+    return again.tanh()
 
 
 @pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
 def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
     with pytest.raises(ScheduleError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
-        run_graph_rule(Otherwise(way), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(Built(otherwise, way=way, layer=nn.Linear(8, 8)), torch.randn(5, 8), 1.5, led=led)

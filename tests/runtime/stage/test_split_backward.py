@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from first_minibatches import assert_equal, piped, plain
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
@@ -162,28 +163,13 @@ def test_halves_give_the_gradients_of_the_whole(program: list[tuple[str, int, in
     assert_alike(*both_ways(lambda: Net(program), inputs, wants))
 
 
-class Cells(nn.Module):
-    """A cell in a loop: its weights are read at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-        assert state is not None
-        return state[0]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)[0]
+def in_loop(self: Any, x: Tensor) -> Tensor:
+    """Of a cell, whose weights are read at every step."""
+    state = None
+    for step in x.unbind(1):
+        state = self.cell(step, state)
+    assert state is not None
+    return state[0]
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -193,8 +179,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (3, 2, 7, 7),
     ),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 5, 8)),
-    "recurrent": (lambda: Recurrent(), (2, 5, WIDTH)),
-    "cells": (lambda: Cells(), (2, 5, WIDTH)),
+    "recurrent": (
+        lambda: Built(lambda self, x: self.net(x)[0], net=nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)),
+        (2, 5, WIDTH),
+    ),
+    "cells": (lambda: Built(in_loop, cell=nn.LSTMCell(WIDTH, WIDTH)), (2, 5, WIDTH)),
     "no weights": (lambda: nn.Sequential(nn.Tanh(), nn.Softmax(1)), (2, 5)),
 }
 
@@ -248,36 +237,28 @@ def test_a_function_of_the_user_runs_once() -> None:
 def test_a_checkpoint_is_made_again_once() -> None:
     runs = []
 
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    def forward(self: Any, x: Tensor) -> tuple[Tensor]:
+        def counted(value: Tensor) -> Tensor:
+            runs.append(value)
+            return torch.as_tensor(self.inner(value))
 
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            def counted(value: Tensor) -> Tensor:
-                runs.append(value)
-                return torch.as_tensor(self.inner(value))
+        return (torch.as_tensor(checkpoint(counted, x, use_reentrant=False)),)
 
-            return (torch.as_tensor(checkpoint(counted, x, use_reentrant=False)),)
-
-    assert_alike(*both_ways(Again, [torch.ones(3, WIDTH).double()], [True]))
+    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()  # noqa: E731
+    assert_alike(*both_ways(lambda: Built(forward, inner=make()), [torch.ones(3, WIDTH).double()], [True]))
     assert len(runs) == 4, "a forward and a second one, each way"
 
 
 def test_a_hook_on_a_tensor_changes_a_gradient_once() -> None:
     calls = []
 
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    def forward(self: Any, x: Tensor) -> tuple[Tensor]:
+        x = self.a(x)
+        x.register_hook(lambda gradient: calls.append(1) or gradient * 0.5)
+        return (self.b(x),)
 
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            x = self.a(x)
-            x.register_hook(lambda gradient: calls.append(1) or gradient * 0.5)
-            return (self.b(x),)
-
-    assert_alike(*both_ways(Hooked, [torch.ones(3, WIDTH).double()], [True]))
+    make = lambda: Built(forward, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH)).double()  # noqa: E731
+    assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
     assert len(calls) == 2
 
 
@@ -376,16 +357,9 @@ def test_sums_grow_in_place() -> None:
     assert torch.equal(gradients[1], torch.full((WIDTH,), 2.0))
 
 
-class Tied(nn.Module):
-    """A table of words that the output reads too, in one stage: the first layer's input wants no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.inner(self.table(tokens)).tanh() @ self.table.weight.T
+def read_twice(self: Any, tokens: Tensor) -> Tensor:
+    """Of a table of words that the output reads too, in one stage: the first layer's input wants no gradient."""
+    return self.inner(self.table(tokens)).tanh() @ self.table.weight.T
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
@@ -394,8 +368,8 @@ def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
 
     def make_model() -> nn.Sequential:
         torch.manual_seed(0)
-        shared = nn.Linear(7, 7)
-        return nn.Sequential(Tied(), nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
+        tied, shared = Built(read_twice, table=nn.Embedding(7, 4), inner=nn.Linear(4, 4)), nn.Linear(7, 7)
+        return nn.Sequential(tied, nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
 
     batches = [(torch.randint(7, (6, 3)), torch.randn(6, 3, 7, dtype=torch.float64)) for _ in range(5)]
     loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
