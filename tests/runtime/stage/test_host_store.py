@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,9 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from cases import Fresh, assert_near
+import training
+from built import Built
+from cases import Fresh, assert_near, stage_states
 from first_minibatches import plan_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -91,34 +94,44 @@ def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6)) -
     return replace(plan_of(model, batches()[0][0], cuts), cluster=pd.Cluster.flat(workers), worker_order=order)
 
 
+def pipeline(
+    workers: int, schedule: str = "roundpipe", model: Any = None, cuts: tuple[int, ...] = (1, 3, 4, 6), **options: Any
+) -> pd.Pipeline:
+    model = make() if model is None else model
+    options = {"microbatches": 3, "loss": F.cross_entropy, "optimizer": OPTIMIZER} | options
+    return pd.Pipeline(model, plan(workers, model, cuts), schedule=schedule, **options)
+
+
 def train(
     workers: int,
     epochs: int = 3,
     save: Path | None = None,
     resume: Path | None = None,
-    schedule: str = "roundpipe",
     evaluate_after: int = 5,
-    **options: object,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     """Returns losses, the state, and what an evaluation in the middle found."""
     means: dict[str, float] = {}
-    with pd.Pipeline(
-        make(), plan(workers, make()), schedule=schedule, microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER,
-        seed=3, **options,
-    ) as pipeline:  # fmt: skip
+    with pipeline(workers, seed=3, **options) as trained:
         if resume is not None:
-            pipeline.load(resume)
+            trained.load(resume)
         losses = []
-        for done in pipeline.train(Fresh(batches()), epochs=epochs - pipeline.position[0]):
+        for done in trained.train(Fresh(batches()), epochs=epochs - trained.position[0]):
             losses.append(done.loss)
             if done.number == evaluate_after:
-                means = pipeline.evaluate(Fresh(batches()))
-                assert pipeline.evaluate(Fresh(batches())) == means
-                outputs = list(pipeline.predict(Fresh(batches())))
-                assert [len(output) for output in outputs] == ([9, 9, 6, 9] if pipeline.rank == 0 else [])
+                means = trained.evaluate(Fresh(batches()))
+                assert trained.evaluate(Fresh(batches())) == means
+                outputs = list(trained.predict(Fresh(batches())))
+                assert [len(output) for output in outputs] == ([9, 9, 6, 9] if trained.rank == 0 else [])
             if save is not None and done.number == 7:
-                pipeline.save(save)
-        return losses, pipeline.state_dict(), means
+                trained.save(save)
+        return losses, trained.state_dict(), means
+
+
+def check_equal(actual: Any, expected: Any) -> None:
+    """Checks that two runs gave the same bits: losses, weights and buffers, and what else they return."""
+    assert (actual[0], actual[2:]) == (expected[0], expected[2:])
+    assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())
 
 
 def total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -142,10 +155,9 @@ def test_workers_that_take_turns_give_to_the_bit_what_one_gives(workers: int, mo
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.
     monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
     expected = train(1, schedule="roundpipe[delay=1]", evaluate_after=11)
-    losses, state, evaluated = train(workers, schedule="roundpipe[delay=1]", evaluate_after=11)
-    assert (losses, evaluated) == (expected[0], expected[2])
-    assert all(torch.equal(state[name], value) for name, value in expected[1].items()), "buffers, too"
-    assert state["1.count"] == 36.0, "each microbatch is seen once"
+    trained = train(workers, schedule="roundpipe[delay=1]", evaluate_after=11)
+    check_equal(trained, expected)
+    assert trained[1]["1.count"] == 36.0, "each microbatch is seen once"
 
 
 @pytest.mark.slow
@@ -266,10 +278,9 @@ def test_weights_in_the_store_never_meet_their_copies(
 
     monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
-        losses, state, evaluated = train(workers, schedule=schedule)
+        trained = train(workers, schedule=schedule)
     assert bool(addresses) == (workers == 3), "gradients that others take are left in places of their own"
-    assert (losses, evaluated) == (expected[0], expected[2])
-    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+    check_equal(trained, expected)
 
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +302,7 @@ def test_a_thread_gives_to_the_bit_what_the_loop_gives(
 ) -> None:
     overlapped = train(3, schedule="roundpipe[delay=1]", **options)
     monkeypatch.setattr(Rules, "overlaps_updates", False)
-    inline = train(3, schedule="roundpipe[delay=1]", **options)
-    assert (overlapped[0], overlapped[2]) == (inline[0], inline[2])
-    assert all(torch.equal(overlapped[1][name], value) for name, value in inline[1].items())
+    check_equal(overlapped, train(3, schedule="roundpipe[delay=1]", **options))
 
 
 def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
@@ -302,41 +311,28 @@ def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
     model[4].weight = model[0].weight  # type: ignore[assignment]
-    with pd.Pipeline(
-        model, plan(workers, model, (1, 2, 3, 4)), schedule="roundpipe[delay=1]", microbatches=3,
-        loss=F.cross_entropy, optimizer=OPTIMIZER,
-    ) as pipeline:  # fmt: skip
-        return [done.loss for done in pipeline.train(Fresh(batches()), epochs=2)], pipeline.state_dict()
+    with pipeline(workers, "roundpipe[delay=1]", model, (1, 2, 3, 4)) as trained:
+        return [done.loss for done in trained.train(Fresh(batches()), epochs=2)], trained.state_dict()
 
 
 def test_a_thread_makes_updates_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, state = train_tied()
+    overlapped = train_tied()
     monkeypatch.setattr(Rules, "overlaps_updates", False)
-    expected = train_tied()
-    assert losses == expected[0]
-    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+    check_equal(overlapped, train_tied())
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_that_take_turns_sum_the_gradients_of_tied_weights(workers: int) -> None:
-    losses, state = train_tied(workers)
-    expected = train_tied(1)
-    assert losses == expected[0]
-    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+    check_equal(train_tied(workers), train_tied(1))
 
 
 def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 3))
     data = [(torch.arange(9), torch.arange(9) % 3)]
-    with (
-        pytest.raises(PlanError, match=r"gradient of '0\.weight' is sparse.* choose a method without a delay"),
-        pd.Pipeline(
-            model,
-            replace(plan_of(model, data[0][0], (1, 2)), cluster=pd.Cluster.flat(2), worker_order=homes(2, 3)),
-            schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER,
-        ) as run,
-    ):  # fmt: skip
-        list(run.train(data))
+    planned = replace(plan_of(model, data[0][0], (1, 2)), cluster=pd.Cluster.flat(2), worker_order=homes(2, 3))
+    words = r"gradient of '0\.weight' is sparse.* choose a method without a delay"
+    with pytest.raises(PlanError, match=words):
+        training.train(model, planned, data, schedule="roundpipe[delay=1]", microbatches=3)
 
 
 class Begins(nn.Module):
@@ -380,10 +376,7 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
         is_last_stage = any(name.startswith("3") for name, _ in named)  # the first to update
         return Slow(named, begins, 3, len(data)) if is_last_stage else OPTIMIZER(named)
 
-    with pd.Pipeline(
-        model, plan(workers, model, (1, 2, 3)), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
-        optimizer=optimizer, check=False,
-    ) as run:  # fmt: skip
+    with pipeline(workers, "roundpipe[delay=1]", model, (1, 2, 3), optimizer=optimizer, check=False) as run:
         assert [done.number for done in run.train(data)] == [0, 1, 2]
         spans = run.timeline().spans
     steps = {span.index: span for span in spans if span.kind == "step" and span.stage == 3}
@@ -413,13 +406,7 @@ def train_failing(workers: int, name: str) -> tuple[str, int]:
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return Fails(named, any(mine == name for mine, _ in named))
 
-    with (
-        pytest.raises(WorkerError) as caught,
-        pd.Pipeline(
-            make(), plan(workers, make()), schedule="roundpipe[delay=1]", microbatches=3, loss=F.cross_entropy,
-            optimizer=optimizer,
-        ) as run,
-    ):  # fmt: skip
+    with pytest.raises(WorkerError) as caught, pipeline(workers, "roundpipe[delay=1]", optimizer=optimizer) as run:
         done.extend(run.train(Fresh(batches()), epochs=3))
     return str(caught.value), len(done)
 
@@ -455,21 +442,15 @@ def test_several_machines_are_refused() -> None:
         assert "memory of one machine were asked for, but the ranks are on 2: " in reason
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a trained adapter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.adapter = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.adapter(x)
+def adapted(width: int) -> nn.Module:
+    """Returns a frozen layer with a trained adapter."""
+    parts = {"base": nn.Linear(width, width).requires_grad_(False), "adapter": nn.Linear(width, width, bias=False)}
+    return Built(lambda self, x: self.base(x) + self.adapter(x), **parts)
 
 
 def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with LoRA: the store has them once, whatever the versions; the optimizer has adapters alone."""
-    model = nn.Sequential(*(Adapted(8) for _ in range(4)), nn.Linear(8, 3))
+    model = nn.Sequential(*(adapted(8) for _ in range(4)), nn.Linear(8, 3))
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
     order = homes(2, 3)
     planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=pd.Cluster.flat(2), worker_order=order)
@@ -482,14 +463,14 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     frozen = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base." in name}
     with pd.Pipeline(model, planned, **options) as run:
         list(run.train(data))
-        for worker in run._session.local.workers:
-            for stage, state in worker.stage_states.items():
-                layout = state.versions._layout  # type: ignore[attr-defined]
-                trained = sum(handle.nbytes for handle in state.versions.handles.values())
-                assert all(".adapter." in name or name.startswith("4") for name in layout.names)
-                assert layout._set.payload_bytes - trained in range(64), "no frozen weights in each set"
-                assert layout._frozen.payload_bytes - (2 * 288 if stage < 2 else 0) in range(64)
-                assert set(state.optimizer.optimizer.state) == set(state.versions.handles.values())
+        for state in stage_states(run):
+            layout = state.versions._layout
+            trained = sum(handle.nbytes for handle in state.versions.handles.values())
+            assert all(".adapter." in name or name.startswith("4") for name in layout.names)
+            assert layout._set.payload_bytes - trained in range(64), "no frozen weights in each set"
+            frozen_bytes = 2 * 288 * any(".adapter." in name for name in layout.names)
+            assert layout._frozen.payload_bytes - frozen_bytes in range(64)
+            assert set(state.optimizer.optimizer.state) == set(state.versions.handles.values())
         after = run.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
     need = 2 * 2 * 288 + 4 * (4 * 256 + 108)  # frozen once; adapters and the head twice, and their gradients
@@ -629,19 +610,16 @@ def test_a_stage_without_anything_is_stored_too() -> None:
 
 
 def test_an_error_of_a_stateless_stage_names_its_rank_and_stage() -> None:
-    class Breaks(nn.Module):
-        calls = 0
+    calls = count()
 
-        def forward(self, x: Tensor) -> Tensor:
-            Breaks.calls += self.training
-            if Breaks.calls > 4:
-                raise RuntimeError("broken on purpose")
-            return x + 0.0
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training and next(calls) > 3:
+            raise RuntimeError("broken on purpose")
+        return x + 0.0
 
-    model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    options: dict[str, Any] = {"microbatches": 4, "loss": F.cross_entropy, "optimizer": OPTIMIZER}
+    model = nn.Sequential(nn.Linear(4, 4), Built(forward), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     with (
-        pd.Pipeline(model, plan(3, model, (1, 2, 3)), schedule="roundpipe", **options) as run,
+        pipeline(3, model=model, cuts=(1, 2, 3), microbatches=4) as run,
         pytest.raises(WorkerError, match=r"rank 1.*stage 1.*broken on purpose"),
     ):
         list(run.train(batches()))
