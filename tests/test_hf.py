@@ -33,9 +33,8 @@ def make_model() -> nn.Module:
 
     torch.manual_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0, **no_dropout
-    )
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **no_dropout)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -59,6 +58,15 @@ def make_plan(schedule: str, microbatches: int | None) -> pd.Plan:
     return pd.plan(profile, cluster, shape="pipeline", schedule=schedule, microbatches=microbatches)
 
 
+SETTINGS: dict[str, Any] = {
+    **{"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"},
+    **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False},
+}
+
+
+KWARGS, BEST = "gradient_accumulation_kwargs", {"load_best_model_at_end": True, "eval_strategy": "steps"}
+
+
 def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
     """Returns a Trainer: "plain", that of a "pipeline", or one with an "own loss"."""
     import transformers
@@ -70,25 +78,9 @@ def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = Non
             return 2 * super().compute_loss(*positional, **options)
 
     kinds = {"plain": transformers.Trainer, "pipeline": hf.Trainer, "own loss": OwnLoss}
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
-    args = transformers.TrainingArguments(**settings | changes)
+    settings = {"gradient_accumulation_steps": 2, "weight_decay": 0.1, "warmup_steps": 2}
+    settings |= {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2}
+    args = transformers.TrainingArguments(str(folder), **SETTINGS | settings | changes)
     rest = rest or {}
     if kind == "pipeline":
         steps = args.gradient_accumulation_steps
@@ -170,13 +162,7 @@ def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
-    changes = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "learning_rate": 0.2,
-        "save_total_limit": 1,
-    }
+    changes = BEST | {"eval_steps": 2, "learning_rate": 0.2, "save_total_limit": 1}
     plain = make_trainer("plain", tmp_path / "plain", **changes)
     trainer = make_trainer("pipeline", tmp_path / "pipeline", **changes)
     plain.train(), trainer.train()
@@ -190,17 +176,9 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
         ("pipeline", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ("pipeline", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
         ("own loss", {}, "a compute_loss of your own"),
-        (
-            "pipeline",
-            {"load_best_model_at_end": True, "save_only_model": True, "eval_strategy": "steps"},
-            "load_best_model_at_end with save_only_model",
-        ),
+        ("pipeline", BEST | {"save_only_model": True}, "load_best_model_at_end with save_only_model"),
         ("pipeline", {"optim": "lomo"}, "optim"),
-        (
-            "pipeline",
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
-            "gradient_accumulation_kwargs",
-        ),
+        ("pipeline", {"accelerator_config": {KWARGS: {"sync_each_batch": True}}}, KWARGS),
     ],
 )
 def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
@@ -260,19 +238,7 @@ def run_words(
     """Returns a Trainer of `Words` after its training: a `base` with `methods`, functions of the base."""
     import transformers
 
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
+    settings = SETTINGS | {"gradient_accumulation_steps": 4, "save_strategy": "no"}
     args = transformers.TrainingArguments(str(folder / base.__module__), **settings | changes)
     kind = type("Own", (base,), {name: method(base) for name, method in (methods or {}).items()})
     rest = dict(rest or {})
@@ -375,21 +341,21 @@ def test_what_a_callback_orders_is_done(tmp_path: Path, name: str) -> None:
     assert_same(tmp_path, callbacks=[acting(event, step, act)], **changes)
 
 
-def lower_rate(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.1
+def clip(*of_trainer: Any) -> None:
+    of_trainer[-1].max_grad_norm = 0.01
 
 
-def lower_base(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
-    scheduler.base_lrs = [0.1 * rate for rate in scheduler.base_lrs]
-
-
-def clip(control: Any, optimizer: Any, scheduler: Any, args: Any) -> None:
-    args.max_grad_norm = 0.01
-
-
-UNFOLLOWED = {
-    "rate": ("on_step_end", lower_rate, "on_step_end changed the optimizer"),
-    "scheduler": ("on_log", lower_base, "on_log changed the optimizer, its schedule"),
+UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "rate": (
+        "on_step_end",
+        lambda _, optimizer, *__: optimizer.param_groups[0].update(lr=1e-9),
+        "on_step_end changed the optimizer",
+    ),
+    "scheduler": (
+        "on_log",
+        lambda _, __, scheduler, ___: setattr(scheduler, "base_lrs", [1e-9 for _ in scheduler.base_lrs]),
+        "on_log changed the optimizer, its schedule",
+    ),
     "clipping": ("on_step_end", clip, "or max_grad_norm, which no stage follows"),
     "half an update": ("on_step_begin", setting("should_training_stop"), "stops within an update; stop in on_step_end"),
     "gradients": ("on_pre_optimizer_step", clip, "Acting.on_pre_optimizer_step: not possible in a pipeline"),
@@ -448,20 +414,19 @@ def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    "name",
     [
-        *((name, {}) for name in ("training_step", "compute_loss", "create_optimizer", "create_scheduler")),
-        *((name, {}) for name in ("create_optimizer_and_scheduler", "floating_point_ops", "_prepare_inputs")),
-        *((name, {}) for name in ("create_accelerator_and_postprocess", "loss_is_scaled_for_ga", "_run_epoch")),
-        ("gradient_accumulation_steps with a get_train_dataloader or get_batch_samples", {}),
+        *("training_step", "compute_loss", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
+        *("floating_point_ops", "_prepare_inputs", "create_accelerator_and_postprocess", "loss_is_scaled_for_ga"),
+        *("_run_epoch", "gradient_accumulation_steps with a get_train_dataloader or get_batch_samples"),
     ],
 )
-def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str, changes: Any) -> None:
+def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str) -> None:
     from pipedream import hf
 
     method = "get_batch_samples" if " " in name else name
     with pytest.raises(pd.PipelineError, match=f"{name} of your own"):
-        run_words(hf.Trainer, tmp_path, methods={method: calling(method)}, **changes)
+        run_words(hf.Trainer, tmp_path, methods={method: calling(method)})
 
 
 def test_a_second_training_is_refused(tmp_path: Path) -> None:
