@@ -212,17 +212,10 @@ class Publish(Callback):
 @pytest.mark.slow
 def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     animal, events = zoo.make("mlp"), Events()
-    recipe = pd.Recipe(
-        InItsOwnFormat(*animal.model),
-        animal.loss,
-        SGD,
-        animal.batches,
-        animal.batches,
-        epochs=8,
-        loggers=[CSVLogger(tmp_path / "own.csv")],
-        callbacks=[EarlyStopping(patience=1, min_delta=9.0), events, Publish()],
-        name="zoo",
-    )
+    heard = {"callbacks": [EarlyStopping(patience=1, min_delta=9.0), events, Publish()]}
+    heard |= {"loggers": [CSVLogger(tmp_path / "own.csv")]}
+    data = animal.batches, animal.batches
+    recipe = pd.Recipe(InItsOwnFormat(*animal.model), animal.loss, SGD, *data, epochs=8, name="zoo", **heard)
     plan = zoo.plan_of(animal, 2)
     summary = train_recipe(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
     count = 2 * len(animal.batches)

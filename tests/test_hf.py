@@ -513,18 +513,9 @@ def test_every_argument_and_event_of_transformers_is_followed_or_refused() -> No
 
 
 REFUSALS: dict[str, Any] = {
-    "auto_find_batch_size": True,
-    "compute_loss_func": len,
-    "deepspeed": "config",
-    "enable_jit_checkpoint": True,
-    "fp16": True,
-    "fsdp": "full_shard",
-    "label_smoothing_factor": 0.1,
-    "model_init": Words,
-    "optim_target_modules": ["inner"],
-    "parallelism_config": "config",
-    "push_to_hub": True,
-    "use_liger_kernel": True,
+    **dict.fromkeys(("auto_find_batch_size", "enable_jit_checkpoint", "fp16", "push_to_hub", "use_liger_kernel"), True),
+    **{"deepspeed": "config", "fsdp": "full_shard", "parallelism_config": "config", "optim_target_modules": ["inner"]},
+    **{"compute_loss_func": len, "label_smoothing_factor": 0.1, "model_init": Words},
 }
 
 

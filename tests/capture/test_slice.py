@@ -245,14 +245,13 @@ def boxes_of(*counts: int) -> dict[str, Any]:
 
 
 WORDS_OF = [padded_tokens(n, 4, 5)[0] for n in range(3)]
+FIRST, SECOND, THIRD = WORDS_OF
 INPUTS: dict[str, tuple[type[nn.Module], list[Any]]] = {
     "no labels": (
         Translates,
         [
-            {"source": WORDS_OF[0], "labels": WORDS_OF[1]},
-            {"source": WORDS_OF[0]},
-            {"source": WORDS_OF[1], "labels": None},
-            {"source": WORDS_OF[1], "target": WORDS_OF[2]},
+            *({"source": FIRST, "labels": SECOND}, {"source": FIRST}, {"source": SECOND, "labels": None}),
+            {"source": SECOND, "target": THIRD},
         ],
     ),
     "lists of dicts": (Detects, [boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)]),

@@ -32,18 +32,12 @@ def plan_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return json.loads(capfd.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("options", "config"),
-    [
-        (["--straight"], "1-1-1"),
-        (["--data-parallel"], "3"),
-        (["--config", "2-1"], "2-1"),
-        (["--config", "1-1"], "1-1"),
-        ([], "1-1-1"),
-    ],
-)
-def test_shapes(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], config: str) -> None:
-    answer = plan_json(capfd, profile, "--workers", "3", "--bandwidth", "500", *options)
+SHAPES = {"--straight": "1-1-1", "--data-parallel": "3", "--config 2-1": "2-1", "--config 1-1": "1-1", "": "1-1-1"}
+
+
+@pytest.mark.parametrize(("options", "config"), SHAPES.items())
+def test_shapes(profile: str, capfd: pytest.CaptureFixture[str], options: str, config: str) -> None:
+    answer = plan_json(capfd, profile, "--workers", "3", "--bandwidth", "500", *options.split())
     assert answer["config"] == config
     assert [row["replicas"] for row in answer["stages"]] == [int(part) for part in config.split("-")]
 

@@ -74,18 +74,11 @@ def test_texts() -> None:
     assert compensations(()) == ()
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        (SpikeCompensation, -1),
-        (VelocityPrediction, -0.1),
-        (ErrorFeedback, float("inf")),
-        (Generalised, float("nan")),
-        (LearningRateRescheduling, 0),
-        (GapAware, 1.0),
-        (BasisRotation, 0),
-    ],
-)
+NONSENSE = {SpikeCompensation: -1, VelocityPrediction: -0.1, ErrorFeedback: float("inf"), Generalised: float("nan")}
+NONSENSE |= {LearningRateRescheduling: 0, GapAware: 1.0, BasisRotation: 0}
+
+
+@pytest.mark.parametrize(("kind", "number"), NONSENSE.items())
 def test_numbers_without_a_sense_are_refused(kind: Any, number: Any) -> None:
     with pytest.raises(ValueError, match="found"):
         kind(number)

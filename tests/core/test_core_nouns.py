@@ -24,6 +24,8 @@ from pipedream.core.units import (
     shorten,
 )
 
+RATES = {"1e9": 1e9, "1.25GB/s": 1.25e9, "10 Gbit/s": 1.25e9, "100mbit/s": 12.5e6, "8bit/s": 1.0, "3kBps": 3e3}
+
 
 class TestUnits:
     @pytest.mark.parametrize(
@@ -33,17 +35,7 @@ class TestUnits:
     def test_bytes(self, text: str | float, value: int) -> None:
         assert parse_bytes(text) == value
 
-    @pytest.mark.parametrize(
-        ("text", "value"),
-        [
-            ("1e9", 1e9),
-            ("1.25GB/s", 1.25e9),
-            ("10 Gbit/s", 1.25e9),
-            ("100mbit/s", 12.5e6),
-            ("8bit/s", 1.0),
-            ("3kBps", 3e3),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "value"), RATES.items())
     def test_rates(self, text: str, value: float) -> None:
         assert parse_rate(text) == pytest.approx(value)
 

@@ -73,21 +73,13 @@ def test_a_faster_device_is_faster() -> None:
     assert A100.speed_against(V100, "float16") * V100.speed_against(A100, "float16") == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        *((name, name) for name in DEVICES),
-        ("h100", "H100-SXM"),
-        ("a100_80gb", "A100-80GB"),
-        ("A100", "A100-40GB"),
-        ("rtx4090", "RTX-4090"),
-        ("V100", "V100-16GB"),
-        ("cuda: NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("cuda: Tesla V100-SXM2-16GB", "V100-16GB"),
-        ("cuda: NVIDIA H100 80GB HBM3", "H100-SXM"),
-        ("cuda: NVIDIA GeForce RTX 4090", "RTX-4090"),
-    ],
-)
+SPELLINGS = {name: name for name in DEVICES} | {"h100": "H100-SXM", "a100_80gb": "A100-80GB", "A100": "A100-40GB"}
+SPELLINGS |= {"rtx4090": "RTX-4090", "V100": "V100-16GB", "cuda: NVIDIA A100-SXM4-80GB": "A100-80GB"}
+SPELLINGS |= {"cuda: Tesla V100-SXM2-16GB": "V100-16GB", "cuda: NVIDIA H100 80GB HBM3": "H100-SXM"}
+SPELLINGS |= {"cuda: NVIDIA GeForce RTX 4090": "RTX-4090"}
+
+
+@pytest.mark.parametrize(("text", "name"), SPELLINGS.items())
 def test_names_are_read_kindly(text: str, name: str) -> None:
     assert device_named(text) is DEVICES[name]
 

@@ -1,8 +1,10 @@
-"""The plan of one search."""
+"""The plan of one search, and random layers to plan for."""
 
+import random
 from typing import Any
 
 import pipedream as pd
+from pipedream.core.model.profile import LayerProfile
 from pipedream.planner import PlanSearch
 
 
@@ -16,3 +18,13 @@ def search_plan(
 ) -> pd.Plan:
     """Returns the fastest plan; `of_search` are arguments of `PlanSearch.of`."""
     return PlanSearch.of(profile, cluster, **of_search).best(shape, in_flight)
+
+
+def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> pd.Profile:
+    """Returns layers of up to 10 ms forward, and outputs of up to so many bytes."""
+
+    def layer() -> LayerProfile:
+        seconds = draw.random() * 1e-2, draw.random() * 2e-2
+        return LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
+
+    return pd.Profile.of_chain(tuple(layer() for _ in range(layers)))

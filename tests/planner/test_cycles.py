@@ -11,24 +11,12 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream import schedules
 from pipedream.core.errors import PlanError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.schedule import lowering
 from pipedream.planner import MeshSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.workflows.plan import plan
-from tests.planner.planned import search_plan
-
-
-def chain(draw: random.Random, layers: int) -> Profile:
-    return Profile.of_chain(
-        tuple(
-            LayerProfile(
-                draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**6), draw.randrange(10**7), 10**6
-            )
-            for _ in range(layers)
-        )
-    )
+from tests.planner.planned import random_chain, search_plan
 
 
 def cycle_of(plan: pd.Plan) -> int:
@@ -45,7 +33,9 @@ def cycle_of(plan: pd.Plan) -> int:
 def test_is_the_fastest_with_so_short_a_cycle(
     draw: random.Random, layers: int, workers: int, memory: int | None, whole: bool
 ) -> None:
-    space = SearchSpace.of(chain(draw, layers), pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory))
+    space = SearchSpace.of(
+        random_chain(draw, layers, 10**6), pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory)
+    )
 
     def among(plan: pd.Plan) -> bool:
         return len(plan.stages) > 1 and cycle_of(plan) <= most and (not whole or plan.workers == workers)
@@ -67,7 +57,7 @@ def test_is_the_fastest_with_so_short_a_cycle(
 
 
 def test_meshes_have_replicas_with_so_short_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = chain(random.Random(0), 6)
+    profile = random_chain(random.Random(0), 6, 10**6)
     cluster = pd.Cluster.flat(5, 1e9)
     free = MeshSearch.of(profile, cluster, [pd.Mesh()]).best("pipeline")
     assert cycle_of(free) > 2
@@ -88,7 +78,7 @@ def test_meshes_have_replicas_with_so_short_a_cycle(monkeypatch: pytest.MonkeyPa
 def test_every_plan_builds_its_program(
     draw: random.Random, workers: int, shape: str, schedule: str, strategy: str
 ) -> None:
-    profile = replace(chain(draw, draw.randint(3, 8)), batch=64)
+    profile = replace(random_chain(draw, draw.randint(3, 8), 10**6), batch=64)
     options = {"shape": shape, "schedule": schedule, "strategy": strategy}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cycles, "CYCLE_LIMITS", (4, 10))
@@ -99,4 +89,4 @@ def test_every_plan_builds_its_program(
 
 def test_counts_that_cannot_be_proved_are_refused() -> None:
     with pytest.raises(PlanError, match="repeats after 4221 microbatches"):
-        search_plan(chain(random.Random(0), 2), pd.Cluster.flat(130, 1e9), shape=(67, 63))
+        search_plan(random_chain(random.Random(0), 2, 10**6), pd.Cluster.flat(130, 1e9), shape=(67, 63))

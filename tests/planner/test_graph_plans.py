@@ -23,16 +23,8 @@ def random_graph(draw: random.Random, most: int = 7) -> Profile:
     count = draw.randint(1, most)
     width = draw.choice([1, 2, 3])
     edges = {(max(0, j - draw.randint(1, width)), j) for j in range(1, count) for _ in range(2) if draw.random() < 0.8}
-    layers = tuple(
-        LayerProfile(
-            float(draw.choice([0, 0, 1, 2, 5])),
-            float(draw.choice([0, 0, 1, 3, 9])),
-            draw.choice([0, 1, 3, 10]),
-            draw.choice([0, 0, 2, 8]),
-            draw.choice([0, 1, 3]),
-        )
-        for _ in range(count)
-    )
+    costs = [0.0, 0.0, 1.0, 2.0, 5.0], [0.0, 0.0, 1.0, 3.0, 9.0], [0, 1, 3, 10], [0, 0, 2, 8], [0, 1, 3]
+    layers = tuple(LayerProfile(*map(draw.choice, costs)) for _ in range(count))
     ties = (tuple(draw.sample(range(count), 2)),) if count > 2 and draw.random() < 0.2 else ()
     graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
     return Profile("graph", graph, layers, batch=1, loss_s=draw.choice([0.0, 1.0]))

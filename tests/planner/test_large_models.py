@@ -10,25 +10,14 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import pipeline_search
-from tests.planner.planned import search_plan
-
-
-def chain(draw: random.Random, layers: int) -> Profile:
-    return Profile.of_chain(
-        tuple(
-            LayerProfile(
-                draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**7), 10**6
-            )
-            for _ in range(layers)
-        )
-    )
+from tests.planner.planned import random_chain, search_plan
 
 
 @given(st.randoms(use_true_random=False), st.integers(3, 12), st.integers(2, 8), st.booleans())
 def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
     draw: random.Random, layers: int, workers: int, all_workers: bool
 ) -> None:
-    profile, cluster = chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
+    profile, cluster = random_chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
     small = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_search, "_MAX_STATES", 16.0 * workers**2)  # four parts at most
@@ -42,7 +31,7 @@ def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
 
 
 def test_a_plan_of_joined_layers_states_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = chain(random.Random(3), 12)
+    profile = random_chain(random.Random(3), 12)
     monkeypatch.setattr(pipeline_search, "_MAX_STATES", 1_000.0)
     planned = search_plan(profile, Cluster.flat(8, 1e9), shape="pipeline")
     assert planned.gap > 0

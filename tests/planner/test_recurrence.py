@@ -46,17 +46,8 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
     tenths = draw.random() < 0.5  # seconds that are not sums of powers of two: equal sums must still be equal
     seconds = [0, 1, 1, 2, 3] if not tenths else [0.0, 0.1, 0.1, 0.2, 0.7]
     launches = draw.choice([[0.0], [0.0], [0.0, 0.5, 4.0]])  # of a GPU
-    layers = tuple(
-        LayerProfile(
-            forward_s=draw.choice(seconds),
-            backward_s=draw.choice(seconds),
-            output_bytes=draw.choice([0, 1, 1, 2, 5]),
-            parameter_bytes=draw.choice([0, 0, 1, 4, 9]),
-            activation_bytes=draw.choice([0, 1, 3, 8]),
-            forward_launch_s=draw.choice(launches),
-        )
-        for _ in range(count)
-    )
+    costs = seconds, seconds, [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8]
+    layers = tuple(LayerProfile(*map(draw.choice, costs), forward_launch_s=draw.choice(launches)) for _ in range(count))
     edges = {(i, i + 1) for i in range(count - 1)}
     ties: tuple[tuple[int, ...], ...] = ()
     if count > 2 and draw.random() < 0.3:
@@ -68,20 +59,11 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
         users = tuple(sorted(ties[0]))
         tied, ties = (TiedParameters(("w",), users, min(layers[users[0]].parameter_bytes, 4)),), ()
     graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
-    return Profile(
-        "random",
-        graph,
-        layers,
-        batch=4,
-        input_shapes=((draw.choice([0, 1, 4]),),),
-        update_s=(update_s := draw.choice([0.0, 1.0, 2.5])),
-        update_fixed_s=update_s * draw.choice([0.0, 0.5]),
-        copy_s=draw.choice([0.0, 1.0, 4.0]),
-        optimizer_bytes=draw.choice([0, 7, 20]),
-        loss_s=draw.choice([0.0, 1.0]),
-        tied=tied,
-        runtime=random_runtime(draw),
-    )
+    shapes, update_s = ((draw.choice([0, 1, 4]),),), draw.choice([0.0, 1.0, 2.5])
+    update = {"update_s": update_s, "update_fixed_s": update_s * draw.choice([0.0, 0.5])}
+    update |= {"copy_s": draw.choice([0.0, 1.0, 4.0]), "optimizer_bytes": draw.choice([0, 7, 20])}
+    rest = {"loss_s": draw.choice([0.0, 1.0]), "tied": tied, "runtime": random_runtime(draw)}
+    return Profile("random", graph, layers, batch=4, input_shapes=shapes, **update, **rest)
 
 
 def random_runtime(draw: random.Random) -> RuntimeCosts:

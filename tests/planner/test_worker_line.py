@@ -32,18 +32,16 @@ SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
 ]
 
 
+RATES = ([0.25, 0.5, 1.0, 4.0, 1e9], [0.0, 0.0, 0.25], [None, None, 0.5], [None, None, 2.0])
+COSTS = ([0.0, 1.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0], [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8, 20])
+UPDATE = {"update_fixed_s": [0.0, 0.5, 1.0], "copy_s": [0.0, 2.0], "optimizer_bytes": [0, 7], "loss_s": [0.0, 1.0]}
+
+
 def random_tree(draw: random.Random) -> Cluster:
     """One to three levels, slower outward and sometimes not, at times uneven machines, unlike workers, or both."""
     shape = draw.choice(SHAPES)
     levels = tuple(
-        Level(
-            width,
-            draw.choice([0.25, 0.5, 1.0, 4.0, 1e9]),
-            draw.choice([0.0, 0.0, 0.25]),
-            draw.choice([None, None, 0.5]),
-            draw.choice([None, None, 2.0]),
-            sizes,
-        )
+        Level(width, *map(draw.choice, RATES), sizes)
         for width, sizes in shape  # type: ignore[misc]
     )
     limit = draw.choice([None, None, 20, 40, 60, 90])
@@ -60,25 +58,10 @@ def random_tree(draw: random.Random) -> Cluster:
 
 def random_chain(draw: random.Random, most: int = 5) -> Profile:
     """Seconds and bytes whose sums are exact, so that equal plans compare equal."""
-    layers = tuple(
-        LayerProfile(
-            draw.choice([0.0, 1.0, 1.0, 2.0, 3.0]),
-            draw.choice([0.0, 1.0, 2.0, 4.0]),
-            draw.choice([0, 1, 1, 2, 5]),
-            draw.choice([0, 0, 1, 4, 9]),
-            draw.choice([0, 1, 3, 8, 20]),
-        )
-        for _ in range(draw.randint(1, most))
-    )
-    return Profile.of_chain(
-        layers,
-        input_shapes=((draw.choice([0, 1]),),),
-        update_s=1.0,
-        update_fixed_s=draw.choice([0.0, 0.5, 1.0]),
-        copy_s=draw.choice([0.0, 2.0]),
-        optimizer_bytes=draw.choice([0, 7]),
-        loss_s=draw.choice([0.0, 1.0]),
-    )
+    layers = tuple(LayerProfile(*map(draw.choice, COSTS)) for _ in range(draw.randint(1, most)))
+    shapes = ((draw.choice([0, 1]),),)
+    update = {name: draw.choice(values) for name, values in UPDATE.items()}
+    return Profile.of_chain(layers, input_shapes=shapes, update_s=1.0, **update)
 
 
 def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:

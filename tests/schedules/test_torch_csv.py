@@ -336,16 +336,11 @@ def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
     )
 
 
+OF_TWO_RANKS = {"Interleaved1F1B": 4, "LoopedBFS": 5, "InterleavedZeroBubble": 4, "ZBVZeroBubble": 4, "DualPipeV": 5}
+
+
 @pytest.mark.parametrize(
-    ("name", "p", "m", "v"),
-    [
-        ("GPipe", 4, 3, 1),
-        ("Interleaved1F1B", 2, 4, 2),
-        ("LoopedBFS", 2, 5, 2),
-        ("InterleavedZeroBubble", 2, 4, 2),
-        ("ZBVZeroBubble", 2, 4, 2),
-        ("DualPipeV", 2, 5, 2),
-    ],
+    ("name", "p", "m", "v"), [("GPipe", 4, 3, 1), *((name, 2, m, 2) for name, m in OF_TWO_RANKS.items())]
 )
 def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> None:
     schedule = read(name, p, m, v)

@@ -103,18 +103,8 @@ def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: floa
     return pd.Plan(rows, noam(replicas), Cluster.flat(sum(replicas)), unit="microbatch")
 
 
-AT_NOAM = {
-    (2, 1): 1.00,
-    (3, 1): 1.00,
-    (2, 2, 1): 1.00,
-    (1, 2): 0.80,
-    (3, 2): 0.86,
-    (2, 3): 0.75,
-    (2, 1, 1): 0.67,
-    (4, 2, 1): 0.67,
-    (5, 3): 0.79,
-    (5, 6, 3): 5 / 11,
-}
+AT_NOAM = {(2, 1): 1.00, (3, 1): 1.00, (2, 2, 1): 1.00, (1, 2): 0.80, (3, 2): 0.86, (2, 3): 0.75}
+AT_NOAM |= {(2, 1, 1): 0.67, (4, 2, 1): 0.67, (5, 3): 0.79, (5, 6, 3): 5 / 11}
 """Least busy share of a balanced plan at the paper's depth (docs/exact_rules.md, Depth)."""
 
 
@@ -174,20 +164,14 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> pd.Plan:
     """Unlike stages on replicas, with sums and with messages that may be the bottleneck, on unlike workers."""
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3 if levels else 4))
     eighths = st.integers(1, 24).map(lambda n: n / 8)
-    rows = tuple(
-        Stage(
-            s,
-            s + 1,
-            r,
-            r * draw(eighths),
-            r * draw(eighths),
-            draw(st.sampled_from([0.0, 0.5])),
-            output_bytes=draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])) << 20,
-            parameter_bytes=draw(st.sampled_from([0, 1, 6, 24])) << 20,
-            recompute=draw(st.booleans()),
-        )
-        for s, r in enumerate(replicas)
-    )
+
+    def stage(s: int, r: int) -> Stage:
+        seconds = r * draw(eighths), r * draw(eighths), draw(st.sampled_from([0.0, 0.5]))
+        output_bytes = draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])) << 20
+        parameter_bytes = draw(st.sampled_from([0, 1, 6, 24])) << 20
+        return Stage(s, s + 1, r, *seconds, output_bytes, parameter_bytes, recompute=draw(st.booleans()))
+
+    rows = tuple(stage(s, r) for s, r in enumerate(replicas))
     mebibyte = 1 << 20
     rates = st.sampled_from([2.0 * mebibyte, 8.0 * mebibyte, 100.0 * mebibyte])
     latency, receiving = draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 4.0 * mebibyte]))
