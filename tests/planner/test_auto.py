@@ -34,26 +34,16 @@ SETTLES_LATE = Profile.of_chain(
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    layer = st.builds(
-        LayerProfile,
-        st.floats(0.1, 2.0),
-        st.floats(0.1, 4.0),
-        output_bytes=st.integers(0, 40),
-        parameter_bytes=st.integers(0, 40),
-        activation_bytes=st.integers(0, 100),
-    )
+    sizes = st.integers(0, 40), st.integers(0, 40), st.integers(0, 100)
+    layer = st.builds(LayerProfile, st.floats(0.1, 2.0), st.floats(0.1, 4.0), *sizes)
     layers = draw(st.lists(layer, min_size=2, max_size=5))
     if draw(st.booleans()):  # a small batch takes less time per sample
         layers = [replace(layer, backward_fixed_s=-layer.backward_s / 2) for layer in layers]
     elif draw(st.booleans()):
         layers = [replace(layer, forward_fixed_s=layer.forward_s / 4) for layer in layers]
-    return Profile.of_chain(
-        tuple(layers),
-        batch=draw(st.sampled_from([1, 4, 6])),
-        update_s=0.5,
-        update_fixed_s=draw(st.sampled_from([0.0, 0.3])),
-        runtime=draw(runtime_costs(1.0)),
-    )
+    batch, fixed_s = draw(st.sampled_from([1, 4, 6])), draw(st.sampled_from([0.0, 0.3]))
+    update = {"update_s": 0.5, "update_fixed_s": fixed_s, "runtime": draw(runtime_costs(1.0))}
+    return Profile.of_chain(tuple(layers), batch=batch, **update)
 
 
 def periods(profile: Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
@@ -85,18 +75,14 @@ def test_no_way_is_faster(
     profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
 ) -> None:
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
-    compared = select_methods(allow_asynchronous=True)
-    names = FLUSHING if not allow_asynchronous else tuple(compared)
+    request = PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
+    names = tuple(select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
     every = periods(profile, cluster, names)
     if not every:
         with pytest.raises(PlanError, match="no method works"):
-            planning.plan_and_compare(
-                profile, PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
-            )
+            planning.plan_and_compare(profile, request)
         return
-    comparison = planning.plan_and_compare(
-        profile, PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
-    )
+    comparison = planning.plan_and_compare(profile, request)
     best = comparison.candidates[0]
     assert best.period_s == pytest.approx(min(every.values()))
     assert score(comparison.plan).period_s == best.period_s
@@ -136,14 +122,13 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
 
 def test_memory_decides_between_methods() -> None:
     """Where messages are slow, the deepest is fastest; with less memory a shallower one, at last the naive one."""
-    roomy = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4), schedule="auto", shape="1-1", microbatches=8)
-    peak = max(stage.peak_bytes for stage in roomy.stages)
-    tight = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
-    assert (roomy.schedule, tight.schedule) == ("1f1b", "1f1b")
-    assert tight.in_flight < roomy.in_flight
-    peak = max(stage.peak_bytes for stage in tight.stages)
-    least = pd.plan(CHAIN, pd.Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
-    assert least.schedule == "naive"
+    plans, memory = [], None
+    for _ in range(3):
+        cluster = pd.Cluster.flat(2, 1e4, memory_bytes=memory)
+        plans.append(pd.plan(CHAIN, cluster, schedule="auto", shape="1-1", microbatches=8))
+        memory = max(stage.peak_bytes for stage in plans[-1].stages) - 1
+    assert [plan.schedule for plan in plans] == ["1f1b", "1f1b", "naive"]
+    assert plans[1].in_flight < plans[0].in_flight
 
 
 @pytest.mark.slow
@@ -151,9 +136,8 @@ def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
     """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
     profile = Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
     cluster = make_cluster(["2", "2"], ["10Gbit/s", "1Gbit/s"], 0.0, "1.9GB")
-    comparison = planning.plan_and_compare(
-        profile, PlanRequest(cluster, schedule="auto", microbatches=4, shape="pipeline")
-    )
+    request = PlanRequest(cluster, schedule="auto", microbatches=4, shape="pipeline")
+    comparison = planning.plan_and_compare(profile, request)
     best = comparison.candidates[0]
     assert (best.config, best.shape) == ("1-1-2", "pipeline, as if links were 4 times slower")
     (other,) = {c.period_s for c in comparison.candidates if c.config == "1-1-1-1" and c.period_s is not None}

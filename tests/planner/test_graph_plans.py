@@ -78,17 +78,13 @@ def least_period(profile: Profile, cluster: pd.Cluster) -> float:
         # At least two holders: two messages there and back, each of half of the bytes.
         least_s = 2 * (cluster.latency_s + tied.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
         summed_s = summed_s + tied.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
+    link = cluster.bandwidth_bytes_per_s, cluster.latency_s
+    backward_s = [layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]
+    passes = between @ np.array([layer.forward_s for layer in layers]), between @ np.array(backward_s)
+    received = np.where(i == 0, 0, np.array(crossing)[i])
+    sent = received, np.where(j == len(downsets) - 1, 0, np.array(crossing)[j])
     costs = [
-        Site.of(
-            pd.Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
-        ).period_s(
-            between @ np.array([layer.forward_s for layer in layers]),
-            between @ np.array([layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]),
-            summed_s,
-            weights,
-            np.where(i == 0, 0, np.array(crossing)[i]),
-            np.where(j == len(downsets) - 1, 0, np.array(crossing)[j]),
-        )
+        Site.of(pd.Cluster.flat(r + 2, *link), range(1, r + 1), 0, r + 1).period_s(*passes, summed_s, weights, *sent)
         for r in range(1, cluster.workers + 1)
     ]
     for workers in range(1, cluster.workers + 1):

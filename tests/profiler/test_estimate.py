@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -54,28 +54,22 @@ def attention() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), Built(attend), nn.GELU(), nn.Linear(8, 11))
 
 
+def transformer() -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2))
+
+
+SAMPLES: dict[Any, Tensor] = {convolutions: torch.randn(4, 3, 8, 8), transformer: torch.randn(3, 5, 8)}
+SAMPLES |= {attention: torch.zeros(2, 6, dtype=torch.long)}
+OPTIMIZERS = {"AdamW": {}, "SGD": {"momentum": 0.9}}
+SLOW = [case for case in product(SAMPLES, OPTIMIZERS) if case != (convolutions, "AdamW")]
+
+
 @pytest.mark.parametrize(
-    ("make", "sample"),
-    [
-        (convolutions, torch.randn(4, 3, 8, 8)),
-        pytest.param(attention, torch.zeros(2, 6, dtype=torch.long), marks=pytest.mark.slow),
-        pytest.param(
-            lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)),
-            torch.randn(3, 5, 8),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["convolutions", "attention", "transformer"],
+    ("make", "name"), [(convolutions, "AdamW"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-@pytest.mark.parametrize(
-    "factory",
-    [
-        partial(torch.optim.AdamW, lr=0.1),
-        pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9), marks=pytest.mark.slow),
-    ],
-)
-def test_bytes_are_those_of_a_run(make: Any, sample: Tensor, factory: Any) -> None:
-    model = make()
+def test_bytes_are_those_of_a_run(make: Any, name: str) -> None:
+    model, sample = make(), SAMPLES[make]
+    factory = partial(getattr(torch.optim, name), lr=0.1, **OPTIMIZERS[name])
     expected = sizes(measured(model, sample, optimizer=factory))
     assert sizes(estimated(model, sample, optimizer=factory)) == expected
     assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == expected

@@ -51,15 +51,9 @@ SUMMARY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def full(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
-    profile = Profile.of_chain((LayerProfile(0.1, 0.2, 10, 10, 10), LayerProfile(0.1, 0.2, 10, 10, 10)))
-    return page(
-        SUMMARY,
-        plan=digits_plan,
-        profile=profile,
-        predicted=simulated("pipedream", total=120, plan=digits_plan),
-        measured=measured,
-        losses=[(k, 2.0 / (1 + k)) for k in range(120)],
-    )
+    run = {"plan": digits_plan, "profile": Profile.of_chain((LayerProfile(0.1, 0.2, 10, 10, 10),) * 2)}
+    predicted, losses = simulated("pipedream", total=120, plan=digits_plan), [(k, 2.0 / (1 + k)) for k in range(120)]
+    return page(SUMMARY, predicted=predicted, measured=measured, losses=losses, **run)
 
 
 def test_it_is_balanced_and_loads_nothing(full: str) -> None:

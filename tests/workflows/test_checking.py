@@ -67,14 +67,8 @@ def put(value: Any, *path: Any) -> Edit:
     st.booleans(),
 )
 def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) -> None:
-    plan = pd.plan(
-        CHAIN,
-        pd.Cluster.flat(4),
-        schedule=schedule,
-        shape=shape,
-        in_flight="full" if deep else "noam",
-        microbatches=None,
-    )
+    how = {"schedule": schedule, "shape": shape, "in_flight": "full" if deep else "noam"}
+    plan = pd.plan(CHAIN, pd.Cluster.flat(4), **how)
     if schedule == "pipedream_2bw" and deep:
         return  # its own split follows the depth
     result = check_plan(plan, profile=CHAIN)

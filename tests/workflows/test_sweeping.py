@@ -40,13 +40,9 @@ def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
     assert len(swept.points) == 2 * 3
     for point in swept.points:
         cluster = pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s)
-        parallel = point.schedule == DATA_PARALLEL
-        plan = pd.plan(
-            CHAIN,
-            cluster,
-            schedule="pipedream" if parallel else point.schedule,
-            shape="data-parallel" if parallel else "pipeline",
-        )
+        how = {"schedule": point.schedule, "shape": "pipeline"}
+        how |= {"schedule": "pipedream", "shape": "data-parallel"} if point.schedule == DATA_PARALLEL else {}
+        plan = pd.plan(CHAIN, cluster, **how)
         assert (point.config, point.microbatches) == (plan.config, plan.microbatches)
         assert point.samples_per_s == pytest.approx(CHAIN.batch / score(plan).period_s)
         assert point.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
@@ -54,12 +50,8 @@ def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
 
 def test_a_split_is_for_the_methods_that_split() -> None:
     split = sweep_pipelines("pipedream", "gpipe", "auto", microbatches=2, crossovers=False)
-    assert {point.schedule: point.microbatches for point in split.points} == {
-        DATA_PARALLEL: 1,
-        "pipedream": 1,
-        "gpipe": 2,
-        "auto": 2,
-    }
+    expected = {DATA_PARALLEL: 1, "pipedream": 1, "gpipe": 2, "auto": 2}
+    assert {point.schedule: point.microbatches for point in split.points} == expected
     assert all(point.samples_per_s for point in split.points)
 
 
@@ -77,13 +69,8 @@ def test_a_crossover_by_hand() -> None:
     backward's end: data parallelism takes (8 + 8e5 / B) / 2. They are equal at B = 4e5.
     """
     layers = (LayerProfile(1.0, 2.0, 0, 400_000), LayerProfile(2.0, 3.0, 0, 400_000))
-    result = sweep(
-        Profile.of_chain(layers),
-        PlanRequest(pd.Cluster.flat(2), shape="pipeline"),
-        workers=(2,),
-        bandwidths=(2e5,),
-        schedules=("pipedream",),
-    )
+    request, chosen = PlanRequest(pd.Cluster.flat(2), shape="pipeline"), {"workers": (2,), "bandwidths": (2e5,)}
+    result = sweep(Profile.of_chain(layers), request, schedules=("pipedream",), **chosen)
     rows = {point.schedule: point.samples_per_s for point in result.points}
     assert rows["pipedream"] == pytest.approx(1 / 5)
     assert rows[DATA_PARALLEL] == pytest.approx(1 / 6)
