@@ -1395,8 +1395,8 @@ BREAKS = (
     ),
     Break(
         "data: a stream's epochs start from its own number",
-        "runtime/data/reader.py",
-        "            above = number - epochs.first\n",
+        "runtime/data/epochs.py",
+        "            above = number - first\n",
         "            above = 0\n",
         ("training/test_habits.py",),
     ),
