@@ -15,6 +15,7 @@ import reference
 import torch
 import torch.nn.functional as F
 import zoo
+from built import Built
 from cases import OPTIMIZERS, Case, Fresh, Outcome, assert_near, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
 from torch import Tensor, nn
@@ -381,23 +382,18 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     assert find_tied_weights(model, graph, pd.Plan.uniform(3).stages) == ()
 
 
-class Skipping(nn.Module):
+def skip(self: Any, tokens: Tensor) -> Tensor:
     """No chain of modules: a skip connection, and the table of words is read once more outside of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.middle, self.norm = nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        x = self.norm(x + torch.tanh(self.middle(x)))
-        return F.linear(x, self.words.weight).transpose(1, 2)
+    x = self.words(tokens)
+    x = self.norm(x + torch.tanh(self.middle(x)))
+    return F.linear(x, self.words.weight).transpose(1, 2)
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedule: str) -> None:
     torch.manual_seed(5)
-    model, batches = Skipping().double(), zoo.make("tied").batches
+    parts = {"words": nn.Embedding(9, 8), "middle": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}
+    model, batches = Built(skip, **parts).double(), zoo.make("tied").batches
     serial = deepcopy(model)
     profile = pd.profile(model, (batches[0][0],), runs=1, warmup=0)
     plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
@@ -424,23 +420,17 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
     assert_near(state, serial.state_dict(), 1e-10)
 
 
-class Normed(nn.Module):
-    """A linear layer and a norm, whose running statistics may be another one's."""
-
-    def __init__(self, other: Normed | None = None) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        if other is not None:
-            self.norm._buffers["running_mean"] = other.norm.running_mean
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.linear(x)))
+def normed(running_mean: Tensor | None = None) -> nn.Module:
+    """Returns a linear layer and a norm, whose running statistics may be another one's."""
+    norm = nn.BatchNorm1d(6)
+    norm._buffers["running_mean"] = norm.running_mean if running_mean is None else running_mean
+    return Built(lambda self, x: torch.tanh(self.norm(self.linear(x))), linear=nn.Linear(6, 6), norm=norm)
 
 
 @pytest.mark.parametrize("shares", ["module", "statistics"])
 def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares: str) -> None:
-    first = nn.BatchNorm1d(6, affine=False) if shares == "module" else Normed()
-    second = first if shares == "module" else Normed(first)
+    first = nn.BatchNorm1d(6, affine=False) if shares == "module" else normed()
+    second = first if shares == "module" else normed(first.norm.running_mean)
     model = nn.Sequential(first, nn.Linear(6, 6), second, nn.Linear(6, 3))
     profile = profile_of(model, torch.randn(4, 6))
     with pytest.raises(PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"):
@@ -470,23 +460,18 @@ def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
     assert all(torch.equal(state[name], value) for name, value in values.items())
 
 
-class Trap(nn.Module):
+def spring_trap(self: Any, x: Tensor) -> Tensor:
     """A linear layer whose own gradient is not a number where an input is marked; nothing else notices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(6, 8), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.inner(x.clamp(max=3.0))
-        return out + torch.sqrt(self.scale * 0.0) if bool((x > 50).any()) else out
+    out = self.inner(x.clamp(max=3.0))
+    return out + torch.sqrt(self.scale * 0.0) if bool((x > 50).any()) else out
 
 
 def trapped() -> nn.Module:
     """Returns a model of three stages that has the trap in its second one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(6, 6), nn.Identity(), Trap(), nn.Tanh(), nn.Linear(8, 3)).double()
+        trap = Built(spring_trap, inner=nn.Linear(6, 8), scale=nn.Parameter(torch.ones(())))
+        return nn.Sequential(nn.Linear(6, 6), nn.Identity(), trap, nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def marked(bad: tuple[int, ...], count: int = 16, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
@@ -501,6 +486,7 @@ def marked(bad: tuple[int, ...], count: int = 16, samples: int = 6) -> list[tupl
     return batches
 
 
+BY_SGD: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": OPTIMIZERS["sgd"]}
 SHARED = {
     "interleaved_1f1b": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 0, 1)),
     "zbv": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 1, 0)),
@@ -520,14 +506,8 @@ def train_marked(
     schedule: str, batches: list[tuple[Tensor, Tensor]], **options: Any
 ) -> tuple[dict[str, Tensor], tuple[int, ...], list[float]]:
     """Returns the state, the updates that each stage skipped, and the losses."""
-    with pd.Pipeline(
-        trapped(),
-        trap_plan(schedule),
-        loss=F.cross_entropy,
-        optimizer=OPTIMIZERS["sgd"],
-        schedule=None if "phases" in options else schedule,
-        **{"on_nan": "skip", "check": False} | options,
-    ) as pipeline:
+    how = {"schedule": None if "phases" in options else schedule, "on_nan": "skip", "check": False} | options
+    with pd.Pipeline(trapped(), trap_plan(schedule), **BY_SGD | how) as pipeline:
         losses = [done.loss for done in pipeline.train(Fresh(batches))]
         return pipeline.state_dict(), pipeline.skipped_updates(), losses
 
@@ -625,11 +605,9 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     batches = marked((0, 5, 9, 13), count=19)  # the very first update is skipped, the last round of two is not full
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     plan = cut(trapped(), batches[1][0], (2, 3)[: len(replicas) - 1], replicas)
-    with pd.Pipeline(
-        trapped(), plan, schedule=schedule, microbatches=3 if schedule == "1f1b" else None, loss=F.cross_entropy,
-        optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
-        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
-    ) as pipeline:  # fmt: skip
+    how = {"schedule": schedule, "microbatches": 3 if schedule == "1f1b" else None, "on_nan": "skip", "ema": 0.9}
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
+    with pd.Pipeline(trapped(), plan, scheduler=scheduler, **BY_SGD | how) as pipeline:
         list(pipeline.train(Fresh(batches)))
         results = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
     rounds = 1 if schedule == "1f1b" else replicas[0]
@@ -740,10 +718,8 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     scaler = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
     batches = [(x.float(), y) for x, y in marked((), count=24, samples=8)]
     plain, plan = trapped().float(), trap_plan(schedule)
-    with pd.Pipeline(
-        trapped().float(), plan, schedule=schedule, microbatches=2, loss=steep,
-        optimizer=OPTIMIZERS["sgd"], clip_grad_norm=clip, grad_scaler=torch.amp.GradScaler("cpu", **scaler),
-    ) as pipeline:  # fmt: skip
+    how = {"clip_grad_norm": clip, "grad_scaler": torch.amp.GradScaler("cpu", **scaler), "loss": steep}
+    with pd.Pipeline(trapped().float(), plan, schedule=schedule, microbatches=2, **BY_SGD | how) as pipeline:
         list(pipeline.train(Fresh(batches)))
         state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scales = {state.optimizer.scale for state in stage_states(pipeline)}
@@ -779,10 +755,8 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
     if isinstance(loss, nn.MSELoss):
         batches = [(x, F.one_hot(y, 3).float()) for x, y in batches]
     plain = deepcopy(model)
-    with pd.Pipeline(
-        model, plan, schedule=schedule, microbatches=2, loss=loss, optimizer=OPTIMIZERS["sgd"],
-        autocast=torch.float16, grad_scaler=scaler,
-    ) as pipeline:  # fmt: skip
+    how = {"loss": loss, "autocast": torch.float16, "grad_scaler": scaler}
+    with pd.Pipeline(model, plan, schedule=schedule, microbatches=2, **BY_SGD | how) as pipeline:
         list(pipeline.train(Fresh(batches)))
         skipped, scale = pipeline.skipped_updates(), stage_states(pipeline)[0].optimizer.scale
         state = pipeline.state_dict()
@@ -797,10 +771,8 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
 
 def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
     model, batches, plan = many_samples(9)
-    pipeline = pd.Pipeline(
-        model, plan, schedule="1f1b", microbatches=2, loss=steep, optimizer=OPTIMIZERS["sgd"], autocast=torch.float16,
-        grad_scaler=2.0**24,
-    )  # fmt: skip
+    how = {"loss": steep, "autocast": torch.float16, "grad_scaler": 2.0**24}
+    pipeline = pd.Pipeline(model, plan, schedule="1f1b", microbatches=2, **BY_SGD | how)
     with pipeline, pytest.warns(UserWarning, match=r"8 updates in a row.*scale 1.67772e\+07; use a smaller one"):
         list(pipeline.train(Fresh(batches)))
     assert pipeline.skipped_updates() == (9, 9)

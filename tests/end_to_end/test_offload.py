@@ -4,7 +4,6 @@ A worker without a GPU refuses to offload; these tests let it, so that all but t
 """
 
 import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from built import Built, Watched
 from cases import Case, check_same, run
 from marks import thinned
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
@@ -60,21 +60,6 @@ def test_offloaded_activations_change_no_bit(case: Case, monkeypatch: pytest.Mon
     away = run(replace(case, activations="host"))
     assert sum(moved) > 0
     check_same(away, run(case), 0)
-
-
-class Watched(nn.Module):
-    """Counts its results that are in memory at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: list[Any] = []
-        self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = torch.exp(x)  # keeps its result
-        self.alive.append(weakref.ref(output.untyped_storage()))
-        self.most = max(self.most, sum(ref() is not None for ref in self.alive))
-        return output * 2.0
 
 
 def train(activations: str | None, model: nn.Sequential, **options: Any) -> None:
@@ -127,13 +112,8 @@ def make_linears(count: int) -> list[nn.Linear]:
 
 @pytest.mark.usefixtures("on_cpus")
 def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
-    class Overwriting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.exp()
-            return y.add_(1.0)
-
     with pytest.raises(WorkerError, match="written in place after the operation that saved it"):
-        train("host", nn.Sequential(nn.Linear(8, 8), Overwriting(), *make_linears(2)))
+        train("host", nn.Sequential(nn.Linear(8, 8), Built(lambda self, x: x.exp().add_(1.0)), *make_linears(2)))
 
 
 @pytest.mark.usefixtures("on_cpus")

@@ -1,7 +1,6 @@
 """A stage that does its forward again trains to the bit as one that keeps its activations."""
 
 import gc
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from built import Built, Watched
 from cases import Case, check_same, run
 from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import train
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
@@ -47,24 +48,19 @@ def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
 
 
-class Wandering(nn.Module):
+def wander(self: Any, x: Tensor) -> Tensor:
     """Its output depends on a buffer that each forward moves, and it writes into its input."""
+    self.calls += 1
+    if self.training and self.calls > self.start:
+        self.count.add_(1.0)
+    if x.requires_grad:  # not the loader's own batch, whose microbatches are views of it
+        x.mul_(0.9)
+    return x * self.weight * torch.cos(self.count) * self.constant
 
-    def __init__(self, start: int = 0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("constant", torch.ones(4))
-        self.start = start
-        self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.training and self.calls > self.start:
-            self.count.add_(1.0)
-        if x.requires_grad:  # not the loader's own batch, whose microbatches are views of it
-            x.mul_(0.9)
-        return x * self.weight * torch.cos(self.count) * self.constant
+def wandering(start: int = 0) -> nn.Module:
+    buffers = {"count": nn.Buffer(torch.zeros(())), "constant": nn.Buffer(torch.ones(4))}
+    return Built(wander, weight=nn.Parameter(torch.ones(4)), start=start, calls=0, **buffers)
 
 
 def noisy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -92,8 +88,8 @@ def trained(
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
 def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(schedule: str) -> None:
-    state, drawn = trained(True, [Wandering(), nn.Tanh(), Wandering()], schedule)
-    expected, after = trained(False, [Wandering(), nn.Tanh(), Wandering()], schedule)
+    state, drawn = trained(True, [wandering(), nn.Tanh(), wandering()], schedule)
+    expected, after = trained(False, [wandering(), nn.Tanh(), wandering()], schedule)
     assert list(state) == list(expected)
     for name in expected:
         assert torch.equal(state[name], expected[name]), name
@@ -103,68 +99,46 @@ def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(sch
 
 def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
     with pytest.raises(WorkerError, match="buffer 'count', which its first microbatch did not"):
-        trained(True, [Wandering(start=3), nn.Tanh()], check=False)  # which runs forwards of its own
+        trained(True, [wandering(start=3), nn.Tanh()], check=False)  # which runs forwards of its own
 
 
-class Noted(nn.Module):
-    """Notes its calls; the `fails_at`-th one fails."""
+def noted(name: str, calls: list[str], fails_at: int = 0) -> nn.Module:
+    """Returns a layer that notes its calls, of which one fails."""
 
-    def __init__(self, name: str, calls: list[str], fails_at: int = 0) -> None:
-        super().__init__()
-        self.name, self.calls, self.fails_at = name, calls, fails_at
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(self.name)
-        if len(self.calls) == self.fails_at:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        calls.append(name)
+        if len(calls) == fails_at:
             raise RuntimeError("out of luck")
         return x * self.weight
+
+    return Built(forward, weight=nn.Parameter(torch.ones(4)))
 
 
 def test_a_stage_recomputes_while_it_waits_for_gradients() -> None:
     calls: list[str] = []
-    trained(True, [Noted("first", calls), nn.Tanh(), Noted("second", calls)], "naive", check=False)
+    trained(True, [noted("first", calls), nn.Tanh(), noted("second", calls)], "naive", check=False)
     assert calls[:4] == ["first", "first", "second", "second"]
     assert calls == calls[:4] * 10
 
 
 def test_what_fails_when_recomputed_is_a_backward() -> None:
-    layers = [Noted("first", [], fails_at=4), nn.Tanh(), nn.Identity()]
+    layers = [noted("first", [], fails_at=4), nn.Tanh(), nn.Identity()]
     with pytest.raises(WorkerError, match="out of luck") as caught:
         trained(True, layers, "naive", check=False)
     assert "stage 0, 0B1" in str(caught.value)
-
-
-class Watched(nn.Module):
-    """Tells which of its outputs are still there."""
-
-    def __init__(self, alive: list[Any]) -> None:
-        super().__init__()
-        self.alive = alive
-        self.most = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = torch.exp(x)  # keeps its result
-        self.alive.append(weakref.ref(output.untyped_storage()))
-        self.most = max(self.most, sum(ref() is not None for ref in self.alive))
-        return output * 2.0
 
 
 @pytest.mark.parametrize(("recompute", "most"), [(True, 1), (False, 3)])
 def test_only_inputs_wait(recompute: bool, most: int) -> None:
     gc.disable()  # what is freed is freed at once, and not by chance
     try:
-        watched = Watched([])
+        watched = Watched()
         model = nn.Sequential(nn.Linear(4, 4), watched, nn.Linear(4, 4), nn.Linear(4, 4))
-        stages = (
-            Stage(0, 2, recompute=recompute, names=("0", "1")),
-            Stage(2, 3, names=("2",)),
-            Stage(3, 4, names=("3",)),
-        )
-        plan = pd.Plan(stages, (3, 2, 1), pd.Cluster.flat(3))
-        options: dict[str, Any] = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
-        with pd.Pipeline(model, plan, schedule="pipedream", **options) as pipeline:
-            list(pipeline.train([(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]))
+        rows = ((0, 2, recompute), (2, 3, False), (3, 4, False))
+        stages = (Stage(a, b, recompute=again, names=tuple(map(str, range(a, b)))) for a, b, again in rows)
+        plan = pd.Plan(tuple(stages), (3, 2, 1), pd.Cluster.flat(3))
+        data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]
+        train(model, plan, data, schedule="pipedream", loss=F.mse_loss)
         assert watched.most == most
     finally:
         gc.enable()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from cases import make_pipeline
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -68,14 +69,8 @@ def train(kind: str, stages: int, schedule: str = "pipedream", **rest: Any) -> l
     if kind != "loop":
         animal.model[3] = KINDS[kind]()
     losses = []
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(zoo.make("mlp"), stages),
-        schedule=schedule,
-        loss=F.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        **rest,
-    ) as pipeline:
+    plan = zoo.plan_of(zoo.make("mlp"), stages)
+    with make_pipeline(animal, plan, schedule=schedule, **rest) as pipeline:
         for done in pipeline.train(animal.batches, epochs=4):
             losses.append(done.loss)
             if kind == "loop" and done.number == 5 and pipeline.rank == 0:
@@ -88,9 +83,7 @@ def predict(stages: int, count: int) -> list[Tensor]:
     animal = zoo.make("cnn")
     x = torch.cat([batch for batch, _ in animal.batches])
     batches = [x[i : i + 1 + i % 4] for i in range(count)]
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(zoo.make("cnn"), stages), optimizer=partial(torch.optim.SGD, lr=0.1), loss=animal.loss
-    ) as pipeline:
+    with make_pipeline(animal, (1,) * stages) as pipeline:
         return list(pipeline.predict([batch.clone() for batch in batches]))
 
 
@@ -116,9 +109,8 @@ def train_unlike() -> dict[str, str]:
         plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
         if is_last and name == "the model":
             next(animal.model.parameters()).requires_grad_(False)
-        options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": partial(torch.optim.SGD, lr=0.1)}
         try:
-            with pd.Pipeline(animal.model, plan, **options | (other if is_last else {})) as pipeline:
+            with make_pipeline(animal, plan, **other if is_last else {}) as pipeline:
                 list(pipeline.train(animal.batches, epochs=2 if is_last and name == "epochs" else 1))
         except pd.PipelineError as error:
             errors[name] = str(error)
@@ -128,11 +120,8 @@ def train_unlike() -> dict[str, str]:
 def call_alone(rank: int, name: str, folder: str) -> None:
     """Makes a call on one rank only, in the middle of the training; errors are in the folder, too."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{dist.get_rank()}.json"
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    with pd.Pipeline(animal.model, plan, loss=F.cross_entropy, optimizer=optimizer) as pipeline:
-        for done in pipeline.train(animal.batches, epochs=10):
+    with make_pipeline("mlp", (1,) * dist.get_world_size()) as pipeline:
+        for done in pipeline.train(zoo.make("mlp").batches, epochs=10):
             if done.number == 4 and dist.get_rank() == rank:
                 pipeline.save(folder) if name == "save" else pipeline.state_dict()
 
@@ -159,6 +148,5 @@ def predict_typed() -> tuple[list[Scored], list[Tensor]]:
     batches = [(torch.randn(size, 2), torch.zeros(size)) for size in (3, 1)]
     expected = [model(x).scores.detach() for x, _ in batches]
     animal = zoo.Animal(model, batches, F.mse_loss, lambda output, targets: (output, 1.0), {3: (2, 3)})
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    with pd.Pipeline(model, zoo.plan_of(animal, 3), loss=F.mse_loss, optimizer=optimizer) as pipeline:
+    with make_pipeline(animal, (1, 1, 1)) as pipeline:
         return list(pipeline.predict(batches)), expected
