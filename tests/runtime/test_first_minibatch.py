@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,7 @@ import pipedream.pipeline
 from pipedream import Pipeline
 from pipedream.capture.compare import fingerprint
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.data.splitter import FirstMinibatch
 from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.comparison import LayersCheck
 from pipedream.runtime.session.reference_run import ReferenceRun
@@ -84,6 +87,154 @@ def test_a_loss_that_reads_the_model_is_refused() -> None:
         Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD, check=True) as pipeline,
     ):
         list(pipeline.train(DATA))
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, made of its output and the targets by a function."""
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor], between: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(4, 4), between(), nn.Linear(4, 4)
+        self.combine = combine
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.combine(self.last(self.between(self.first(x))), y)
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def both_losses(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(output, y), output.square().mean()
+
+
+def balanced(output: Tensor, y: Tensor, *, read: Callable[[Tensor], Any] = Tensor.detach) -> Tensor:
+    a, b = both_losses(output, y)
+    return a + b * read(a / b)
+
+
+def balanced_without_graph(output: Tensor, y: Tensor) -> Tensor:
+    a, b = both_losses(output, y)
+    with torch.no_grad():
+        ratio = a / b
+    return a + b * ratio
+
+
+def balanced_by_gradients(output: Tensor, y: Tensor) -> Tensor:
+    """Counts two losses so that their gradients have one norm; its value is that of the first."""
+    a, b = both_losses(output, y)
+    norm_a, norm_b = (torch.autograd.grad(loss, output, retain_graph=True)[0].norm() for loss in (a, b))
+    return a + (b - b.detach()) * (norm_a / norm_b)
+
+
+def scale_of_batch(x: Tensor) -> Tensor:
+    """Changes no value, but gradients by a statistic of the batch."""
+    return x.detach() + (x - x.detach()) / x.detach().std()
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / ctx.saved_tensors[0].norm()
+
+
+def with_hook(x: Tensor) -> Tensor:
+    x = x * 1.0
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x
+
+
+def own_mse(output: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(output, y)
+
+
+def of_detached_samples(output: Tensor, y: Tensor) -> Tensor:
+    """A weight of each sample that is detached, as in a focal loss."""
+    losses = (output - y).square().mean(1)
+    return (losses * (1 - torch.exp(-losses.detach()))).mean()
+
+
+def penalised(output: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(pipedream.add_auxiliary_loss(output, output.mean().square()), y)
+
+
+SCALED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
+    "by another": (balanced, nn.Tanh),
+    "by another's number": (partial(balanced, read=Tensor.item), nn.Tanh),
+    "by another's data": (partial(balanced, read=lambda ratio: ratio.data), nn.Tanh),
+    "by another without a graph": (balanced_without_graph, nn.Tanh),
+    "by itself": (lambda output, y: own_mse(output, y) / own_mse(output, y).detach(), nn.Tanh),
+    "by gradients": (balanced_by_gradients, nn.Tanh),
+    "by a statistic": (lambda output, y: own_mse(scale_of_batch(output), y), nn.Tanh),
+    "by a statistic of a layer": (own_mse, partial(Applies, scale_of_batch)),
+    "by a function's backward": (own_mse, partial(Applies, ScaledGradient.apply)),  # type: ignore[arg-type]
+    "by a hook": (own_mse, partial(Applies, with_hook)),
+    "with dropout": (balanced, partial(nn.Dropout, 0.3)),
+    "with BatchNorm": (balanced, partial(nn.BatchNorm1d, 4)),
+}
+UNSCALED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
+    "a mean": (own_mse, nn.Tanh),
+    "a sum": (lambda output, y: F.mse_loss(output, y, reduction="sum") * 0.01, nn.Tanh),
+    "a number": (lambda output, y: own_mse(output, y) * 3 + output.abs().mean(), nn.Tanh),
+    "samples, detached": (of_detached_samples, nn.Tanh),
+    "straight through": (own_mse, partial(Applies, lambda x: x + (x.round() - x).detach())),
+    "a detached target": (lambda output, y: own_mse(output, y) + own_mse(output, output.detach() * 2), nn.Tanh),
+    "an auxiliary loss": (penalised, nn.Tanh),
+}
+NORMALISED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
+    "dropout": (own_mse, partial(nn.Dropout, 0.3)),
+    "BatchNorm": (own_mse, partial(nn.BatchNorm1d, 4)),
+}
+
+
+def train_with_own_loss(
+    kind: tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]], microbatches: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns what a pipeline and a plain loop train."""
+    torch.manual_seed(0)
+    model = OwnLoss(*kind).to(dtype)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in DATA]
+    optimizer = SGD((other := copy.deepcopy(model)).parameters())
+    actual = piped(model, None, data, sample=data[0], microbatches=microbatches, cuts=(2,))
+    for x, y in data:
+        optimizer.zero_grad()
+        other(x, y).backward()
+        optimizer.step()
+    return actual, other.state_dict()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_detached_scale_in_the_models_own_loss_is_refused(name: str) -> None:
+    with pytest.raises(WorkerError, match=r"its gradient is not, .* train with microbatches=1"):
+        train_with_own_loss(SCALED[name], 4, torch.float64)
+    if name != "with dropout":  # masks are the pipeline's own
+        assert_equal(*train_with_own_loss(SCALED[name], 1, torch.float64))
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_a_loss_that_is_a_mean_over_samples_is_accepted(name: str, microbatches: int) -> None:
+    actual, expected = train_with_own_loss(UNSCALED[name], microbatches, torch.float64)
+    if name != "an auxiliary loss":  # which counts by microbatch
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", [*UNSCALED, *NORMALISED])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rounding_is_no_detached_scale(name: str, dtype: torch.dtype) -> None:
+    train_with_own_loss((UNSCALED | NORMALISED)[name], 3, dtype)
 
 
 class Stateful(nn.Module):
@@ -152,21 +303,13 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(f"reset {device}"))
-    monkeypatch.setattr(ReferenceRun, "_run", lambda self, *arguments: Reference())
-    plain_model: Any = SimpleNamespace(fingerprint=fingerprint)
-    run = ReferenceRun(
-        plain_model,
-        Loss(mse),
-        rank=0,
-        split=1,
-        first_minibatch=0,
-        seed=0,
-        device=torch.device("cuda", 0),
-        autocast=None,
-        compiles=False,
-    )
-    run.read(*DATA[0], [], [])
-    assert calls == ["give back", "reset cuda:0"]
+    monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: Reference())
+    plain_model: Any = SimpleNamespace(fingerprint=fingerprint, model=nn.Module())
+    with Pipeline(net(), plan_of(net(), DATA[0][0], (1,)), schedule="gpipe", loss=mse, optimizer=SGD) as pipeline:
+        local = pipeline._session.local
+        local.blueprint = replace(local.blueprint, device=torch.device("cuda", 0))
+        run = ReferenceRun(plain_model, local)
+    run.read(FirstMinibatch([], [], [], []))
     module = StageModule([], {}, torch.device("cpu"), 0)
     LayersCheck(run, 0, module, []).before_update({})
     assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"

@@ -21,7 +21,7 @@ from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.split import Refused, build_graph, postpone_returned
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
-from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
+from pipedream.core.fingerprint import Fingerprint, find_difference
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import source_of, split_arguments, with_place
@@ -223,21 +223,21 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
         )
     for mode, *both in zip(("training", "evaluation"), whole, parts, strict=True):
         for what, expected, actual in zip(("output", "gradient", "buffer"), *both, strict=True):
-            unsent = set(expected) - set(actual) if (what, mode) == ("output", "evaluation") else set()
-            for name in dict.fromkeys([*expected, *actual]):  # gradients: the last layers come first
-                if name in unsent:
-                    continue
-                if what == "gradient" and expected.get(name) is not None and actual.get(name) is None:
-                    raise CaptureError(_describe_lost_gradient(model, name))
-                if not is_close(expected.get(name), actual.get(name), _TOLERANCE):
-                    if what == "buffer" and checkpointed:
-                        cause = "a checkpoint writes it again in the backward: leave it out, use recompute='always'"
-                    error = CaptureError(
-                        f"the layers of {kind}, run one after the other, should give what the model gives, but in "
-                        f"{mode} mode the {what} {name!r} differs ({format_fingerprint(expected.get(name))} in the "
-                        f"model, {format_fingerprint(actual.get(name))} in its layers); {cause}"
-                    )
-                    raise error if mode == "training" else _EvaluationDiffers(error)
+            if (what, mode) == ("output", "evaluation"):  # what only training sends may lack
+                expected = {name: numbers for name, numbers in expected.items() if name in actual}
+            difference = find_difference(expected, actual, _TOLERANCE)
+            if difference is None:
+                continue
+            name = difference.name
+            if what == "gradient" and difference.actual is None:
+                raise CaptureError(_describe_lost_gradient(model, name))
+            if what == "buffer" and checkpointed:
+                cause = "a checkpoint writes it again in the backward: leave it out, use recompute='always'"
+            error = CaptureError(
+                f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
+                f"the {what} {name!r} differs ({difference.describe('in its layers', 'in the model')}); {cause}"
+            )
+            raise error if mode == "training" else _EvaluationDiffers(error)
 
 
 def _describe_lost_gradient(model: nn.Module, name: str) -> str:
@@ -287,10 +287,15 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Returns sums in float64, or in float32 for large tensors of lower precision; makes no copies."""
+def fingerprint(tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
+    """Returns sums in float64, or in float32 for large tensors of lower precision; makes no copies.
+
+    Args:
+        factor: by which the tensor was multiplied; 0 is taken for 1.
+    """
     with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
+        dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        flat = dense.detach().reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         if flat.dtype != torch.float64:
@@ -299,7 +304,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
         spread = partial(_spread_numbers, dtype=flat.dtype, device=flat.device)
         weighted = (whole @ spread(_ROW)) @ spread(rows) + rest @ spread(rest.numel())
-        return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
+        sums = float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
+        return tuple(number / (factor or 1.0) for number in sums)
 
 
 @lru_cache(maxsize=8)

@@ -33,6 +33,7 @@ class PlainModel:
 
     fingerprint = staticmethod(fingerprint)
     carried_state = CarriedState
+    read_python_generators = staticmethod(read_python_generators)
 
     def __init__(self, model: nn.Module, captured: Captured, cuts: Sequence[int] = ()) -> None:
         self.model = model
@@ -175,11 +176,6 @@ class PlainModel:
                 yield
         finally:
             self._hooks = []
-
-    def python_draws(self) -> Callable[[], bool]:
-        """Returns a function that returns whether Python's or NumPy's generators have drawn since."""
-        before = read_python_generators()
-        return lambda: read_python_generators() != before
 
 
 def _list_from(names: list[str], others: list[str]) -> str:

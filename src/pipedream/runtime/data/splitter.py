@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -36,6 +36,23 @@ Leaf = tuple[Any, int | None, str | int]
 
 Parts = list[tuple[Message, Message]]
 """The microbatches of a minibatch: input of the first layer, and targets of the loss."""
+
+
+class FirstMinibatch(NamedTuple):
+    """The first minibatch, for its comparison with the model.
+
+    Attributes:
+        parts: its microbatches that have samples.
+        whole: the minibatch as one part.
+        pair: the samples of its first two microbatches as one part.
+        single: a part of one sample if the last minibatch of an epoch will have one; otherwise none.
+    """
+
+    parts: Parts
+    whole: Parts
+    pair: Parts
+    single: Parts
+
 
 Flat = tuple[str, tuple[torch.Tensor, ...]]
 """What `values.flatten` returns."""
@@ -108,13 +125,12 @@ class Splitter:
     """Splits minibatches into microbatches, each with its header.
 
     Attributes:
-        on_first: called once, with the inputs and targets of the next minibatch, with its parts that have samples, and
-            with a part of one sample if the last minibatch of an epoch will have one.
+        on_first: called once, with the next minibatch.
         find_last_share: returns that minibatch's samples, as a share of the first one's; 0 if unknown.
         planned_samples: those of a minibatch of the plan; a warning says if the next has another number. 1: unknown.
     """
 
-    on_first: Callable[[Any, Any, Parts, Parts], None] | None = None
+    on_first: Callable[[FirstMinibatch], None] | None = None
     find_last_share: Callable[[], float] = float
     planned_samples: int = 1
 
@@ -165,17 +181,22 @@ class Splitter:
         ]
         if self.on_first is not None:
             on_first, self.on_first = self.on_first, None
-            single = self._make_single(inputs, targets, parts, count)
-            on_first(inputs, targets, [pair for pair in parts if pair[0].samples], single)
+            on_first(self._make_first(inputs, targets, parts, count))
         return parts
 
-    def _make_single(self, inputs: Any, targets: Any, parts: Parts, count: int) -> Parts:
-        """Returns a part of one sample if an epoch's last minibatch will have one; otherwise none."""
-        if len(parts) == 1 or 1 not in _list_sizes(round(count * self.find_last_share()), len(parts)):
-            return []
-        message = replace(parts[0][0], samples=1, share=1.0)
-        _, input_parts, target_parts = split_minibatch(inputs, targets, count, self._batch_dim)
-        return [(message.with_tensors(*input_parts[0]), message.with_tensors(*target_parts[0]))]
+    def _make_first(self, inputs: Any, targets: Any, parts: Parts, count: int) -> FirstMinibatch:
+        def take_first(samples: int) -> Parts:
+            sizes = 1 if samples == count else [samples, count - samples]
+            _, (first_inputs, *_), (first_targets, *_) = split_minibatch(
+                inputs, targets, sizes, self._batch_dim, lists=self._lists
+            )
+            message = replace(parts[0][0], samples=samples, share=samples / count)
+            return [(message.with_tensors(*first_inputs), message.with_tensors(*first_targets))]
+
+        filled = [part for part in parts if part[0].samples]
+        ends_single = len(parts) > 1 and 1 in _list_sizes(round(count * self.find_last_share()), len(parts))
+        pair = take_first(sum(message.samples for message, _ in filled[:2]))
+        return FirstMinibatch(filled, take_first(count), pair, take_first(1) if ends_single else [])
 
     def _check_leaves(self, role: str, leaves: Sequence[Leaf], count: int) -> None:
         """Raises WorkerError for a tensor with a graph, or one that is split in one minibatch and whole in another."""
@@ -228,7 +249,7 @@ def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
 def split_minibatch(
     inputs: Any,
     targets: Any,
-    parts: int,
+    parts: int | Sequence[int],
     batch_dim: BatchDim = 0,
     check: Callable[[str, Sequence[Leaf], int], None] | None = None,
     lists: tuple[Lists, Lists] | None = None,
@@ -238,6 +259,7 @@ def split_minibatch(
     A tensor that is in both is split once.
 
     Args:
+        parts: their number, or their sizes.
         check: called with a role, its tensors, and the number of samples.
         lists: those of inputs and of targets that were seen before; new ones are added.
     """
@@ -250,7 +272,7 @@ def split_minibatch(
         check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in in_inputs], count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
-    split = _Split(count, _list_sizes(count, parts))
+    split = _Split(count, _list_sizes(count, parts) if isinstance(parts, int) else parts)
     return split.sizes, split.flatten_parts(inputs, leaves), split.flatten_parts(targets, target_leaves)
 
 

@@ -12,7 +12,7 @@ from math import isfinite
 import torch
 
 from pipedream.core.errors import WorkerError
-from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
+from pipedream.core.fingerprint import Difference, Fingerprint, find_difference
 from pipedream.runtime.stage.replicas import describe_difference
 
 _log = logging.getLogger("pipedream")
@@ -24,6 +24,13 @@ _CAUSES = (
     "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
     "at each call, or was changed after the plan was made"
 )
+_BUFFER_CAUSES = (
+    "a buffer should be written only by the module that holds it, not be shared with other stages, and not be written "
+    "again by a checkpoint (leave it out, use recompute='always')"
+)
+
+Measure = Callable[..., Fingerprint]
+"""Returns the fingerprint of a tensor that was multiplied by a factor: (tensor, factor=1.0)."""
 
 
 @dataclass
@@ -50,103 +57,75 @@ class Reference:
     parts: str = ""
     encoding: str = ""
 
+    def note_gradients(
+        self, gradients: Iterable[tuple[str, torch.Tensor | None]], measure: Measure, factor: float = 1.0
+    ) -> None:
+        for name, gradient in gradients:
+            self.gradients[name] = numbers = None if gradient is None else measure(gradient, factor)
+            if gradient is not None and numbers is not None and gradient.numel():
+                self.scale = max(self.scale, numbers[2] / gradient.numel())
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Reference:
-        fields = json.loads(text)
-        gradients = {n: None if row is None else tuple(row) for n, row in fields.pop("gradients").items()}
-        buffers = {n: tuple(row) for n, row in fields.pop("buffers").items()}
-        return cls(**fields, gradients=gradients, buffers=buffers)
 
 
 class Comparer:
     """Compares the numbers of one rank's stages with a reference. Each method raises a WorkerError if they differ.
 
     Args:
-        fingerprint: returns that of a dense tensor.
         receive: returns the JSON of another rank's reference.
     """
 
-    def __init__(
-        self, rank: int, fingerprint: Callable[[torch.Tensor], Fingerprint], receive: Callable[[], str]
-    ) -> None:
+    def __init__(self, rank: int, measure: Measure, receive: Callable[[], str] = str) -> None:
         self.rank = rank
-        self._fingerprint = fingerprint
+        self.measure = measure
         self._receive = receive
 
     @cached_property
     def reference(self) -> Reference:
-        return Reference.from_json(self._receive())
-
-    def fingerprint(self, tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
-        """Returns the fingerprint of a tensor that was multiplied by a factor."""
-        if tensor.layout != torch.strided:
-            tensor = tensor.to_dense()
-        return tuple(number / factor if factor else number for number in self._fingerprint(tensor))
+        return Reference(**json.loads(self._receive()))
 
     def compare_values(
         self, stage: int, kind: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
     ) -> None:
         """Compares tensors that a stage sends with those that its layers compute from the same input."""
-        for number, pair in enumerate(zip(expected, actual, strict=False)):
-            layers, pipeline = (self.fingerprint(tensor.detach()) for tensor in pair)
-            if not is_close(layers, pipeline, self.reference.tolerance):
-                raise self.make_error(
-                    f"for its first microbatch stage {stage} has another {kind} {number} than its layers give for the "
-                    f"same input ({format_fingerprint(pipeline)} in the pipeline, {format_fingerprint(layers)} by the "
-                    f"layers); {_CAUSES}"
-                )
+        pairs = [[self.measure(tensor) for tensor in pair] for pair in zip(expected, actual, strict=False)]
+        layers, pipeline = ({f"{kind} {i}": pair[side] for i, pair in enumerate(pairs)} for side in (0, 1))
+        if difference := find_difference(layers, pipeline, self.reference.tolerance):
+            raise self.make_error(
+                f"for its first microbatch stage {stage} has another {difference.name} than its layers give for the "
+                f"same input ({difference.describe('in the pipeline', 'by the layers')}); {_CAUSES}"
+            )
 
     def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:
         """Compares a stage's gradients, divided by `factor`, before its first update."""
         reference = self.reference
         if reference.incomparable or not isfinite(reference.loss):
             return
-        for name, gradient in gradients.items():
-            expected = reference.gradients.get(name)
-            actual = None if gradient is None else self.fingerprint(gradient, factor)
-            count = 0 if gradient is None else gradient.numel()
-            if actual is not None and not all(map(isfinite, actual)):
-                continue  # the scaled loss has overflowed
-            if not is_close(expected, actual, reference.tolerance, count * reference.scale * _FLOOR):
-                raise self.make_error(
-                    f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
-                    f"({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the model); "
-                    f"{self._explain_written() or _explain_gradient(expected, actual)}"
-                )
-
-    def compare_stages(self, stages: Reference) -> None:
-        """Compares the numbers of the stages, run in turn without a pipeline."""
-        reference = self.reference
-        for name, expected in reference.gradients.items():
-            actual = stages.gradients[name]
-            if not is_close(expected, actual, reference.tolerance, reference.scale * _FLOOR):
-                raise self.make_error(
-                    f"the stages, run in turn, give another gradient of {name!r} than the model itself "
-                    f"({format_fingerprint(actual)} by the stages, {format_fingerprint(expected)} in the model); "
-                    f"{_explain_gradient(expected, actual)}"
-                )
-        self.compare_loss(stages.loss)
+        measured = {name: None if g is None else self.measure(g, factor) for name, g in gradients.items()}
+        # Others have overflowed, as a scaled loss may.
+        actual = {name: numbers for name, numbers in measured.items() if all(map(isfinite, numbers or ()))}
+        floors = {name: g.numel() * reference.scale * _FLOOR for name, g in gradients.items() if g is not None}
+        expected = {name: reference.gradients.get(name) for name in actual}
+        if difference := find_difference(expected, actual, reference.tolerance, floors):
+            raise self.make_error(
+                f"at its first update stage {stage} has another gradient of {difference.name!r} than the model itself "
+                f"({difference.describe('in the pipeline', 'in the model')}); "
+                f"{self._explain_written() or _explain_gradient(difference)}"
+            )
 
     def compare_buffers(self, stage: int, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compares a stage's buffers after the minibatch's last forward."""
         reference = self.reference
         if reference.incomparable:
             return
-        for name, buffer in buffers:
-            expected = reference.buffers.get(name)
-            if expected is None:
-                continue
-            actual = self.fingerprint(buffer)
-            if not is_close(expected, actual, reference.tolerance):
-                raise self.make_error(
-                    f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
-                    f"itself ({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the "
-                    "model); a buffer should be written only by the module that holds it, not be shared with other "
-                    "stages, and not be written again by a checkpoint (leave it out, use recompute='always')"
-                )
+        actual = {name: self.measure(buffer) for name, buffer in buffers if name in reference.buffers}
+        expected = {name: reference.buffers[name] for name in actual}
+        if difference := find_difference(expected, actual, reference.tolerance):
+            raise self.make_error(
+                f"after the first minibatch the buffer {difference.name!r} of stage {stage} is another than in the "
+                f"model itself ({difference.describe('in the pipeline', 'in the model')}); {_BUFFER_CAUSES}"
+            )
 
     def compare_loss(self, loss: float) -> None:
         """Compares the loss of the minibatch; logs what could not be compared."""
@@ -177,13 +156,13 @@ class Comparer:
         )
 
 
-def _explain_gradient(expected: Fingerprint | None, actual: Fingerprint | None) -> str:
-    if actual is None:
+def _explain_gradient(difference: Difference) -> str:
+    if difference.actual is None:
         return (
             "it is read where the pipeline does not see it: through a list, a dict, a closure or a reference in "
             "another module, or by the loss. Read it in the forward of the module that holds it, and pass tensors on"
         )
-    if expected is None:
+    if difference.expected is None:
         return "the model itself does not use it on this data"
     return (
         "perhaps it is also read by the loss or through a reference in another module, or a hook on a tensor does more "

@@ -14,24 +14,23 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
-from pipedream.runtime.results.scoring import has_units, needs_weights
+from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.session.reference_run import ReferenceRun, UserModel
+from pipedream.runtime.session.model_runner import UserModel
+from pipedream.runtime.session.reference_run import ReferenceRun
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
-from pipedream.runtime.stage.generators import list_own_generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageObserver, StageState
 from pipedream.sharding.outside_func import HooksOutsideFunc
@@ -67,7 +66,7 @@ class Comparison:
         weights: dict[str, Any] = {"values": named_state(local.model)} if self._has_weights_elsewhere else {}
         if local.distributed:
             weights = self._collect_weights(reader)
-        run = self._make_reference_run(**weights)
+        run = ReferenceRun(self._user_model, local, **weights)
         for worker in local.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._check_stage(run, stage, replica, worker.stage_states[stage])
@@ -107,41 +106,6 @@ class Comparison:
             "receive": lambda: store.get(key).decode(),
         }
 
-    def _make_reference_run(self, **over_ranks: Any) -> ReferenceRun:
-        local, settings = self._local, self._local.blueprint.settings
-        replicas = local.program.placement.replicas
-        by_stage = zip(local.names.by_stage, replicas, strict=True)
-        modules = self._user_model.model.named_modules(remove_duplicate=False)
-        buffers = {f"{path}.{n}".lstrip(".") for path, m in modules if not isinstance(m, _NormBase) for n in m._buffers}
-        is_of_mean = local.program.updates.mean_of_rounds or not needs_weights(local.program)
-        return ReferenceRun(
-            self._user_model,
-            settings.loss,
-            rank=local.rank,
-            split=local.program.microbatches,
-            first_minibatch=local.lead.done_minibatches,
-            messages=settings.messages,
-            uses_meshes=any(mesh.dimensions for mesh in local.blueprint.meshes),
-            placement=local.program.placement,
-            is_of_mean=is_of_mean,
-            scale=getattr(settings.scaling, "scale", 1.0),
-            has_units=has_units(local.program),
-            seed=settings.seed,
-            device=local.blueprint.device,
-            autocast=settings.autocast,
-            compiles=settings.compile is not None,
-            replicated=[n for names, count in by_stage if count > 1 for n in names if n in buffers],
-            reseeded=list_own_generators(self._user_model.model.modules()) if max(replicas) > 1 else (),
-            with_replicas=self._list_replicated(),
-            **over_ranks,
-        )
-
-    def _list_replicated(self) -> dict[str, nn.Module]:
-        """Returns the modules, by path, whose attributes the replicas of a stage may each have for themselves."""
-        stages = zip(self._local.program.placement.replicas, self._local.blueprint.stages, strict=True)
-        ids = {id(m) for replicas, layers in stages if replicas > 1 for _, layer in layers for m in layer.modules()}
-        return {path: module for path, module in self._user_model.model.named_modules() if id(module) in ids}
-
     def _check_each_stage(self) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
         local, placement = self._local, self._local.program.placement
@@ -155,18 +119,21 @@ class Comparison:
             stage_state = local.lead.stage_states[stage]
             if not replica and not placement.is_remote(stage) and not placement.has_turns:
                 names = list(stage_state.versions.handles)
-                stage_state.observer = LayersCheck(self._make_reference_run(), stage, stage_state.module, names)
+                stage_state.observer = LayersCheck(
+                    ReferenceRun(self._user_model, local), stage, stage_state.module, names
+                )
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
         local, placement = self._local, self._local.program.placement
-        whole_update = local.program.updates.per_update[stage] == run.split
+        microbatches = local.program.microbatches
+        whole_update = local.program.updates.per_update[stage] == microbatches
         buffers: list[str] = []
         runs_here = not placement.is_remote(stage) and not placement.has_turns
-        if runs_here and (placement.replicas[stage] == 1 or (run.split == 1 and not replica)):
+        if runs_here and (placement.replicas[stage] == 1 or (microbatches == 1 and not replica)):
             buffers_here = dict(local.model.named_buffers(remove_duplicate=False))
             buffers = [name for name in local.names.by_stage[stage] if name in buffers_here]
         sharding = local.shardings.get(stage)
-        if whole_update or (run.split == 1 and not replica and sharding is None):
+        if whole_update or (microbatches == 1 and not replica and sharding is None):
             plan = local.program.plan
             holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
             # Gradients that only approximate the sums would differ.
@@ -214,8 +181,8 @@ class StageCheck(StageObserver):
         self._ready_gradients: dict[int, torch.Tensor] = {}
 
     def after_forward(self, index: int) -> None:
-        if index == self._run.split - 1:
-            model = self._run.model
+        if index == self._run.runner.microbatches - 1:
+            model = self._run.runner.model
             self._run.comparer.compare_buffers(self._stage, ((name, model.get_buffer(name)) for name in self._buffers))
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
@@ -238,6 +205,23 @@ class StageCheck(StageObserver):
             self._run.comparer.compare_gradients(self._stage, {name: gradient})
 
 
+def _while_memory_suffices(step: Callable[..., None]) -> Callable[..., None]:
+    """Decorates the steps of a `LayersCheck`: it ends where the memory does not suffice."""
+
+    @wraps(step)
+    def run_step(check: LayersCheck, *arguments: Any) -> None:
+        if check.has_ended:
+            return
+        try:
+            step(check, *arguments)
+        except torch.OutOfMemoryError:
+            check.has_ended = True
+        if check.has_ended:  # out of the except block, as the error's traceback holds tensors
+            check.end()
+
+    return run_step
+
+
 class LayersCheck(StageCheck):
     """Compares a stage's first microbatch with its layers, run plainly on what the stage has received.
 
@@ -251,57 +235,26 @@ class LayersCheck(StageCheck):
         self._module = module
         self._inputs: list[torch.Tensor] = []
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._input_gradients: list[torch.Tensor | None] = []
-        self._has_reference = self._has_ended = False
+        self._input_gradients: Sequence[torch.Tensor | None] = []
+        self._has_reference = self.has_ended = False
 
+    def end(self) -> None:
+        self._has_reference = False
+        self._inputs, self._outputs, self._input_gradients = [], (), []
+        self._ready_gradients.clear()
+        self._run.release_memory()
+        _log.warning(
+            "the first microbatch of stage %d is not compared with its layers: the memory does not suffice for "
+            "running them twice; training continues, and check=False (--no-check) leaves the attempt out",
+            self._stage,
+        )
+
+    @_while_memory_suffices
     def before_forward(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
     ) -> None:
-        self._run_step(self._run_layers, value, microbatch, is_first, message, targets)
+        """Runs the layers."""
 
-    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Compares the outputs, and computes the layers' gradients from those of the outputs."""
-        self._run_step(self._run_backward, saved, gradients)
-
-    def after_forward(self, index: int) -> None:
-        """Compares no buffers: the layers ran on copies."""
-
-    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        self._run_step(super().gradient_ready, index, gradient)
-
-    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if not index and self._has_reference:
-            self._run_step(super().after_backward, index, gradients, 1.0)
-
-    def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._run_step(self._compare_sent_back, index, gradients)
-
-    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        """Ends the comparison, whose memory training may need."""
-        self._run.release_memory()
-
-    def _run_step(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Runs a step of the comparison, unless it has ended; ends it if the memory does not suffice."""
-        if self._has_ended:
-            return
-        try:
-            step(*arguments)
-        except torch.OutOfMemoryError:
-            self._has_ended = True
-        if self._has_ended:  # out of the except block, as the error's traceback holds tensors
-            self._has_reference = False
-            self._inputs, self._outputs, self._input_gradients = [], (), []
-            self._ready_gradients.clear()
-            self._run.release_memory()
-            _log.warning(
-                "the first microbatch of stage %d is not compared with its layers: the memory does not suffice for "
-                "running them twice; training continues, and check=False (--no-check) leaves the attempt out",
-                self._stage,
-            )
-
-    def _run_layers(
-        self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
-    ) -> None:
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             copy = tensor.detach().clone()
             if not tensor.requires_grad:
@@ -309,34 +262,50 @@ class LayersCheck(StageCheck):
             self._inputs.append(copy.requires_grad_())
             return copy.clone()  # a layer may write into it
 
+        runner = self._run.runner
         # Otherwise, within a forward that is recomputed later, this graph would keep no tensors.
         keep_tensors = HooksOutsideFunc(_return_itself, _return_itself)
-        with self._run.restoring_state(), torch.enable_grad(), keep_tensors:
+        # Weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
+        with runner.restoring_state(copies_on_cpu=True), torch.enable_grad(), keep_tensors:
             output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
             if targets is not None:
                 with self._module.autocasting():
-                    output = self._run.compute_loss(output, message, targets.value())
+                    output = runner.compute_loss(runner.loss.copy_unused(), output, message, targets.value())[0]
         self._outputs = tensors_in(output)
-        self._run.note_dtypes(self._outputs)
-        self._run.set_reference({})
+        runner.note_dtypes(self._outputs)
 
-    def _run_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
+    @_while_memory_suffices
+    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compares the outputs, and computes the layers' gradients from those of the outputs."""
         if saved.microbatch or not self._outputs:
             return
-        self._run.comparer.compare_values(self._stage, "output", self._outputs, saved.outputs)
+        comparer = self._run.comparer
+        comparer.reference = Reference(tolerance=self._run.runner.choose_tolerance())
+        comparer.compare_values(self._stage, "output", self._outputs, saved.outputs)
         pairs = [(o, g) for o, g in zip(self._outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        handles = [self._module.handles[name] for name in self._names]
-        layer_gradients: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
+        leaves = [*(self._module.handles[name] for name in self._names), *self._inputs]
+        layer_gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if pairs:
             outputs, received = zip(*pairs, strict=True)
             with auxiliary_loss_scale(saved.auxiliary_scale):
-                layer_gradients = torch.autograd.grad(outputs, [*handles, *self._inputs], received, allow_unused=True)
-        self._run.set_reference(dict(zip(self._names, layer_gradients, strict=False)))
-        self._input_gradients = list(layer_gradients[len(handles) :])
+                layer_gradients = torch.autograd.grad(outputs, leaves, received, allow_unused=True)
+        comparer.reference.note_gradients(zip(self._names, layer_gradients, strict=False), comparer.measure)
+        self._input_gradients = layer_gradients[len(self._names) :]
         self._inputs, self._outputs = [], ()
         self._has_reference = True
 
-    def _compare_sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def after_forward(self, index: int) -> None:
+        """Compares no buffers: the layers ran on copies."""
+
+    gradient_ready = _while_memory_suffices(StageCheck.gradient_ready)
+
+    @_while_memory_suffices
+    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+        if not index and self._has_reference:
+            super().after_backward(index, gradients, 1.0)
+
+    @_while_memory_suffices
+    def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of the received tensors, which go to the previous stage."""
         if index or not self._has_reference or len(gradients) != len(self._input_gradients):
             return
@@ -344,6 +313,10 @@ class LayersCheck(StageCheck):
         expected, actual = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]
         self._run.comparer.compare_values(self._stage, "gradient of the received tensor", expected, actual)
         self._input_gradients = []
+
+    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
+        """Ends the comparison, whose memory training may need."""
+        self._run.release_memory()
 
 
 def _return_itself(tensor: torch.Tensor) -> torch.Tensor:

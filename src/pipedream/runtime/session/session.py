@@ -2,7 +2,7 @@
 
 - `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
 - `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model
-  (`reference_run`, `comparer`).
+  (`reference_run`, `model_runner`, `comparer`).
 - `checkpointer` saves and restores them; `state` collects and loads their weights.
 - `measured` collects what they have measured.
 """
@@ -53,7 +53,7 @@ from pipedream.runtime.session.checkpointer import Checkpointer
 from pipedream.runtime.session.comparison import Comparison, count_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
-from pipedream.runtime.session.reference_run import UserModel
+from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage.offload import check_activations
