@@ -14,6 +14,7 @@ from pipedream import Pipeline
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 
@@ -28,14 +29,17 @@ def batches(count: int = 3, samples: int = 8, *, seed: int = 0) -> list[Batch]:
 
 
 def plan_of(
-    model: nn.Module, sample: Any, cuts: Sequence[int], replicas: Sequence[int] | None = None, **how: Any
+    model: nn.Module,
+    sample: Any,
+    cuts: Sequence[int],
+    replicas: Sequence[int] | None = None,
+    recompute: str = "never",
 ) -> Plan:
     graph = capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
     counts = tuple(replicas or (1,) * (len(cuts) + 1))
-    return manual_plan(
-        Profile("model", graph, costs, 1).without_tied_groups(), Cluster.flat(sum(counts)), tuple(cuts), counts, **how
-    )
+    profile, cluster = Profile("model", graph, costs, 1).without_tied_groups(), Cluster.flat(sum(counts))
+    return manual_plan(profile, cluster, tuple(cuts), counts, choices=Choices(recompute=recompute))
 
 
 def piped(
