@@ -80,7 +80,8 @@ class Case:
         recompute: every stage recomputes its activations.
         workers: number of workers, for a method that puts several stages on one; by default half as many as stages.
         compensation: delay compensation, as a Pipeline takes it.
-        options: further arguments of the method.
+        options: further arguments of the method; `more` of the pipeline.
+        sums: how replicas agree; `worker_order` the plan's.
         check: compares the first minibatch with the model.
         messages: their encoding; every cut lies between two workers.
         activations: where they wait.
@@ -115,6 +116,9 @@ class Case:
     optimizer_state: str | None = None
     phases: str = ""
     cuts: tuple[int, ...] | None = None
+    sums: str | None = None
+    worker_order: tuple[int, ...] = ()
+    more: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -125,7 +129,7 @@ class Case:
         extras += ["recompute"] if self.recompute else []
         extras += [] if self.compensation is None else [str(self.compensation)]
         extras += [str(value) for _, value in self.options]
-        extras += [] if self.messages is None else [str(self.messages)]
+        extras += [str(value) for value in (self.messages, self.sums) if value is not None]
         words = [
             self.animal,
             self.phases or self.schedule,
@@ -166,6 +170,8 @@ class Case:
             else:
                 order = layout.order(workers, self.stages * layout.replicas // workers)
             plan = replace(plan, worker_order=order)
+        elif self.worker_order:
+            plan = replace(plan, worker_order=self.worker_order)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 
@@ -240,6 +246,8 @@ def pipeline_of(case: Case) -> pd.Pipeline:
         messages=case.messages,
         activations=case.activations,
         optimizer_state=case.optimizer_state,
+        sums=case.sums,
+        **dict(case.more),
     )
 
 

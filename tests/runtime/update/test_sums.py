@@ -1,24 +1,22 @@
 """How replicas agree: each way trains as its published rule, written as a serial loop (`summed`)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import processes
 import pytest
 import reference
 import summed
 import torch
 import zoo
-from cases import OPTIMIZERS, Fresh, assert_near, make_pipeline, odd
+from cases import Case, Outcome, assert_near, check_processes, make_pipeline, odd, run
 from marks import thinned
 
 import pipedream as pd
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan.sums import SumMethod
-from pipedream.schedules import LAYOUTS, build
+from pipedream.schedules import build
 
-SEED = 3
 AGREEMENTS = {
     "bfloat16": summed.Agreement(torch.bfloat16),
     "float16": summed.Agreement(torch.float16),
@@ -31,124 +29,68 @@ AGREEMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of two epochs of five minibatches, the last of each a short one, with an evaluation in between."""
-
-    sums: str
-    schedule: str
-    replicas: tuple[int, ...]
-    animal: str = "mlp"
-    microbatches: int | None = None
-    optimizer: str = "sgd"
-    dtype: torch.dtype = torch.float64
-    worker_order: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        words = [self.sums, self.schedule, "-".join(map(str, self.replicas)), self.animal, self.optimizer]
-        return " ".join([*words, *(f"{name}={value}" for name, value in self.options)])
-
-    def built(self) -> pd.Schedule:
-        return build(self.schedule, self.plan(), self.microbatches)
-
-    def plan(self) -> pd.Plan:
-        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), len(self.replicas), self.replicas)
-        layout = LAYOUTS.get(self.schedule)
-        order = self.worker_order if layout is None else layout.order(len(self.replicas), layout.replicas)
-        return replace(plan, worker_order=order)
-
-    def trained(self) -> dict[str, Any]:
-        """Trains, in this process or as one rank; returns losses and weights."""
-        animal = zoo.make(self.animal, self.dtype)
-        evaluations, states, averages, losses = {}, {}, {}, []
-        with pipeline_of(self, seed=SEED, **dict(self.options)) as pipeline:
-            for done in pipeline.train(Fresh(animal.batches), epochs=2):
-                losses.append(done.loss)
-                if done.number == 3:
-                    loss = pipeline.evaluate(Fresh(odd(animal.batches)))["loss"]
-                    number = pipeline.drain()
-                    evaluations[number], states[number] = loss, pipeline.state_dict()
-            end = pipeline.drain()
-            states[end] = pipeline.state_dict()
-            averages[end] = pipeline.state_dict(ema=True) if "ema" in dict(self.options) else {}
-            return {"losses": losses, "evaluations": evaluations, "states": states, "averages": averages}
-
-    def expected(self, drains: list[int]) -> summed.Answer:
-        animal, options = zoo.make(self.animal, self.dtype), dict(self.options)
-        return summed.train(
-            animal.model,
-            self.built(),
-            animal.batches * 2,
-            animal.total,
-            OPTIMIZERS[self.optimizer],
-            AGREEMENTS[self.sums],
-            seed=SEED,
-            drains=drains,
-            clip=options.get("clip_grad_norm"),
-            ema=options.get("ema"),
-        )
-
-    def check(self, outcome: dict[str, Any], bound: float = 1e-10) -> None:
-        animal, states = zoo.make(self.animal, self.dtype), outcome["states"]
-        answer = self.expected(list(states))
-        assert len(outcome["losses"]) == len(answer.losses)
-        assert all(abs(a - b) <= bound * abs(b) for a, b in zip(outcome["losses"], answer.losses, strict=True))
-        for number, state in states.items():
-            named = dict(animal.model.named_parameters())
-            assert_near({name: state[name] for name in named}, answer.at[number], bound)
-        for number, state in outcome["averages"].items():
-            expected = answer.ema[number] if state else {}
-            assert_near({name: state[name] for name in expected}, expected, bound)
-        for number, loss in outcome["evaluations"].items():
-            animal.model.load_state_dict({**animal.model.state_dict(), **answer.at[number]})
-            expected = reference.mean_loss(animal.model, odd(animal.batches), animal.total)
-            assert abs(loss - expected) <= bound * abs(expected)
+def summing(sums: str, schedule: str, replicas: tuple[int, ...], animal: str = "mlp", **more: Any) -> Case:
+    """Returns a run of two epochs of five minibatches, the last of each a short one, with an evaluation in between."""
+    return Case(animal, schedule, len(replicas), replicas=replicas, sums=sums, epochs=2, **more)
 
 
-RUNS = [
-    Run("bfloat16", "1f1b", (2, 1), microbatches=4),
-    Run("float16", "pipedream", (2,)),
-    Run("bfloat16", "pipedream_2bw", (2, 2), optimizer="adamw"),
-    Run("float16", "chimera", (2, 2), microbatches=2),
-    Run("powersgd:2", "gpipe", (3, 1), animal="matrices", microbatches=4, optimizer="adamw"),
-    Run("powersgd:2", "pipedream", (2, 1), animal="matrices"),
-    Run("powersgd:2", "pipedream_2bw", (2, 2), animal="matrices"),
+def check(case: Case, outcome: Outcome, bound: float = 1e-10) -> None:
+    animal, plan = zoo.make(case.animal, case.dtype), case.plan()
+    answer = summed.train(
+        animal.model, build(case.schedule, plan, case.microbatches), animal.batches * case.epochs, animal.total,
+        case.optimize, AGREEMENTS[case.sums or ""], seed=case.seed, drains=outcome.drains, clip=case.clip_grad_norm,
+        ema=case.ema,
+    )  # fmt: skip
+    assert [done.loss for done in outcome.dones] == pytest.approx(answer.losses, rel=bound)
+    end = outcome.drains[-1]
+    assert_near({name: outcome.state[name] for name in answer.at[end]}, answer.at[end], bound)
+    assert_near(
+        {name: outcome.ema[name] for name in answer.ema[end] if case.ema}, answer.ema[end] if case.ema else {}, bound
+    )
+    assert outcome.evaluated
+    for number, loss in outcome.evaluated.items():
+        animal.model.load_state_dict({**animal.model.state_dict(), **answer.at[number]})
+        assert loss == pytest.approx(reference.mean_loss(animal.model, odd(animal.batches), animal.total), rel=bound)
+
+
+CASES = [
+    summing("bfloat16", "1f1b", (2, 1), microbatches=4),
+    summing("float16", "pipedream", (2,)),
+    summing("bfloat16", "pipedream_2bw", (2, 2), optimizer="adamw"),
+    summing("float16", "chimera", (2, 2), microbatches=2),
+    summing("powersgd:2", "gpipe", (3, 1), "matrices", microbatches=4, optimizer="adamw"),
+    summing("powersgd:2", "pipedream", (2, 1), "matrices"),
+    summing("powersgd:2", "pipedream_2bw", (2, 2), "matrices"),
     # Tokens count, and microbatches have unequal numbers of them.
-    Run("powersgd:1", "1f1b", (2, 1), animal="lstm", microbatches=4, options=(("grad_scaler", 1024.0),)),
-    Run("powersgd:2", "zb_h1", (2, 1), animal="matrices", microbatches=4, options=(("ema", 0.9),)),
-    Run("powersgd:2", "pipedream", (2,), animal="matrices", options=(("clip_grad_norm", 0.1),)),
-    Run("every:1", "pipedream", (2,), animal="lstm"),
-    Run("every:3", "pipedream", (3, 1)),
-    Run("diloco:2", "pipedream_2bw", (2, 2), optimizer="adamw"),
-    Run("diloco:3,lr=0.5,momentum=0.8", "chimera", (2, 2), microbatches=2),
-    Run("diloco:2", "pipedream", (2,), options=(("clip_grad_norm", 0.1), ("ema", 0.8))),
-    Run("every:3", "gpipe", (2, 1), microbatches=3, animal="lstm", options=(("ema", 0.8), ("grad_scaler", 1024.0))),
-    Run("every:3", "zb_h1", (2, 2), microbatches=4),
-    Run("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
+    summing("powersgd:1", "1f1b", (2, 1), "lstm", microbatches=4, more=(("grad_scaler", 1024.0),)),
+    summing("powersgd:2", "zb_h1", (2, 1), "matrices", microbatches=4, ema=0.9),
+    summing("powersgd:2", "pipedream", (2,), "matrices", clip_grad_norm=0.1),
+    summing("every:1", "pipedream", (2,), "lstm"),
+    summing("every:3", "pipedream", (3, 1)),
+    summing("diloco:2", "pipedream_2bw", (2, 2), optimizer="adamw"),
+    summing("diloco:3,lr=0.5,momentum=0.8", "chimera", (2, 2), microbatches=2),
+    summing("diloco:2", "pipedream", (2,), clip_grad_norm=0.1, ema=0.8),
+    summing("every:3", "gpipe", (2, 1), "lstm", microbatches=3, ema=0.8, more=(("grad_scaler", 1024.0),)),
+    summing("every:3", "zb_h1", (2, 2), microbatches=4),
+    summing("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
 ]
 
 
 @pytest.mark.parametrize(
-    "run",
+    "case",
     [
-        pytest.param(run, id=str(run), marks=[pytest.mark.slow] * (run.schedule in ("chimera", "pipedream_2bw")))
-        for run in RUNS
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.schedule in ("chimera", "pipedream_2bw")))
+        for case in CASES
     ],
 )
-def test_replicas_agree_as_the_serial_loop_says(run: Run) -> None:
-    run.check(run.trained())
+def test_replicas_agree_as_the_serial_loop_says(case: Case) -> None:
+    check(case, run(case))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("run", thinned(run for run in RUNS if run.replicas == (2,)), ids=str)
-def test_two_processes_agree_as_one_does(run: Run) -> None:
-    alone = run.trained()
-    first, second = processes.team(2).results(Run.trained, run)
-    assert first["losses"] == second["losses"] == alone["losses"]
-    for number, state in alone["states"].items():
-        assert all(torch.equal(first["states"][number][name], tensor) for name, tensor in state.items())
-        assert not second["states"][number]
+@pytest.mark.parametrize("case", thinned(case for case in CASES if case.replicas == (2,)), ids=str)
+def test_two_processes_agree_as_one_does(case: Case) -> None:
+    check_processes(2, [case])
 
 
 def test_texts() -> None:
@@ -199,11 +141,6 @@ def test_powersgd_needs_matrices() -> None:
         make_pipeline(replace(animal, model=vectors, cuts={2: (1,)}), (2, 1), sums="powersgd:1")
 
 
-def pipeline_of(run: Run, **options: Any) -> pd.Pipeline:
-    options = {"optimizer": OPTIMIZERS[run.optimizer], "sums": run.sums, "microbatches": run.microbatches} | options
-    return make_pipeline(zoo.make(run.animal, run.dtype), run.plan(), schedule=run.schedule, **options)
-
-
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
@@ -214,7 +151,7 @@ def pipeline_of(run: Run, **options: Any) -> pd.Pipeline:
 )
 def test_what_needs_common_updates_is_refused(schedule: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        pipeline_of(Run("every:3", schedule, (2, 1)), **options)
+        make_pipeline("mlp", (2, 1), schedule=schedule, sums="every:3", **options)
 
 
 def test_an_optimizer_with_weights_of_its_own_is_refused() -> None:
@@ -224,7 +161,7 @@ def test_an_optimizer_with_weights_of_its_own_is_refused() -> None:
         def eval(self) -> None: ...
 
     with pytest.raises(ScheduleError, match="sums='diloco:2' was asked for with ScheduleFree, which keeps weights"):
-        pipeline_of(Run("diloco:2", "pipedream", (2,)), optimizer=partial(ScheduleFree, lr=0.1))
+        make_pipeline("mlp", (2,), schedule="pipedream", sums="diloco:2", optimizer=partial(ScheduleFree, lr=0.1))
 
 
 def test_weights_that_stages_share_need_sums() -> None:
