@@ -10,6 +10,8 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from built import Built
+from cases import stage_states
 from marks import spread, thinned
 from models import CASES
 from split_training import (
@@ -28,6 +30,7 @@ from split_training import (
     train_with_each,
 )
 from torch import Tensor, nn
+from training import train
 
 import pipedream as pd
 
@@ -137,9 +140,8 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
 
     late, plain = plain_loop(case, batches, microbatches, version), plain_loop(case, batches, microbatches)
     plan = pd.plan(_profile(name), pd.Cluster.local(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
-    with pd.Pipeline(model_of(case), plan, loss=case.loss, optimizer=make_optimizer) as pipeline:
-        losses = [done.loss for done in pipeline.train(batches)]
-        actual = Trained(losses, pipeline.state_dict())
+    losses, state = train(model_of(case), plan, batches, loss=case.loss, optimizer=make_optimizer)
+    actual = Trained(losses, state)
     check_same(Trained(late.losses, late.state), actual, 1e-12 if not case.needs_hf else 1e-6)
     assert abs(plain.losses[-1] - losses[-1]) > 1e-10, "nothing was late"
 
@@ -163,19 +165,12 @@ def test_masks_are_the_same_when_a_forward_is_repeated(name: str, tmp_path: Path
     assert abs(undropped.losses[0] - once.losses[0]) > 1e-3, "nothing was dropped"
 
 
-class _OneDropout(nn.Module):
-    """One module that drops in every block but the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = x + self.drop(block(x))
-        return x
+def _drop_after_first(self: nn.Module, x: Tensor) -> Tensor:
+    """One module drops in every block but the first."""
+    x = self.blocks[0](x)
+    for block in self.blocks[1:]:
+        x = x + self.drop(block(x))
+    return x
 
 
 def test_stages_that_share_a_module_leave_evaluation_together() -> None:
@@ -184,7 +179,7 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
     optimizer, states = partial(torch.optim.SGD, lr=0.01), []
     for cuts in ((), (1, 3, 5)):
         torch.manual_seed(1)
-        model = _OneDropout()
+        model = Built(_drop_after_first, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), drop=nn.Dropout(0.5))
         profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
         plan = pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule="1f1b", microbatches=2, cuts=cuts)
         with pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
@@ -232,8 +227,7 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
             if done.number == 1:
                 first = len(graphs)
         assert len(graphs) == first > 0, "a version of the weights was compiled again"
-        stages = [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
-        compiled = [layer.compiled for state in stages for _, layer in state.module.layers]
+        compiled = [layer.compiled for state in stage_states(pipeline) for _, layer in state.module.layers]
     assert "transformer.h.0" in compiled[0]
     assert not any(name.startswith("transformer.h.0.") for name in compiled[0])
     assert {name.rsplit(".", 1)[0] for name in compiled[1]} >= {"transformer.h"}
@@ -253,8 +247,7 @@ def test_layers_of_a_chain_are_compiled() -> None:
         profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
         plan = pd.plan(profile, pd.Cluster.local(2), schedule="pipedream", cuts=(2,))
         options = {"loss": nn.CrossEntropyLoss(), "optimizer": make_optimizer, "compile": compiles}
-        with pd.Pipeline(model, plan, **options) as pipeline:
-            losses.append([done.loss for done in pipeline.train(batches)])
+        losses.append(train(model, plan, batches, **options).losses)
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 

@@ -1,12 +1,13 @@
 """A pipeline with encoded messages trains as one process does in which values are rounded so at the cuts."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
+from built import Built
 from cases import Case, check, check_processes, run
 from marks import thinned
+from training import train
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
@@ -75,22 +76,16 @@ def test_processes_encode_to_the_same_bits() -> None:
     )
 
 
-class _Index(torch.nn.Module):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids % 5
-
-
 def test_a_cut_without_floating_point_numbers_is_refused() -> None:
-    model = torch.nn.Sequential(_Index(), torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    model = torch.nn.Sequential(
+        Built(lambda _, ids: ids % 5), torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
+    )
     profile = pd.profile(model, torch.randint(9, (8, 4)), runs=1)
     plan = pd.plan(profile, cluster=pd.Cluster.flat(2), cuts=(1,))
     batches = [(torch.randint(9, (8, 4)), torch.randint(2, (8,)))]
-    optimizer, loss = partial(torch.optim.SGD, lr=0.1), torch.nn.functional.cross_entropy
-    with (
-        pytest.raises(WorkerError, match=r"messages=int8 .*stage 0 sends no .*only int64\[\d, 4\]; choose other cuts"),
-        pd.Pipeline(model, plan, loss=loss, optimizer=optimizer, schedule="1f1b", messages="int8") as pipeline,
-    ):
-        list(pipeline.train(batches))
+    words = r"messages=int8 .*stage 0 sends no .*only int64\[\d, 4\]; choose other cuts"
+    with pytest.raises(WorkerError, match=words):
+        train(model, plan, batches, schedule="1f1b", messages="int8")
 
 
 class _Scaled(torch.nn.MSELoss):
@@ -110,8 +105,7 @@ def _train_on_many_samples(schedule: str, scale: float, **options: object) -> No
     loss = _Scaled()
     loss.scale = scale
     options = {"loss": loss, "targets": lambda batch: batch[1], "schedule": schedule} | options
-    with pd.Pipeline(model, plan, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipeline:  # type: ignore[arg-type]
-        list(pipeline.train([(inputs, inputs[:, :4] / 2)]))
+    train(model, plan, [(inputs, inputs[:, :4] / 2)], **options)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream_2bw"])

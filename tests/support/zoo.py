@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from built import Built
 from torch import Tensor, nn
 
 import pipedream
@@ -137,15 +138,15 @@ class _Decode(nn.Module):
         return self.head(self.drop(mixed)).transpose(1, 2)
 
 
-class _Squash(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.tanh(value[0]), value[1], value[2]
-
-
 def lstm(dtype: torch.dtype) -> Animal:
     """A recurrent language model: tokens, padding, and sequences whose length changes between minibatches."""
     words, width = 11, 8
-    model = nn.Sequential(_Embed(words, width), _Squash(), _Recurrent(width), _Decode(width, words)).to(dtype)
+    model = nn.Sequential(
+        _Embed(words, width),
+        Built(lambda _, value: (torch.tanh(value[0]), *value[1:])),
+        _Recurrent(width),
+        _Decode(width, words),
+    ).to(dtype)
     batches = []
     for length, count in ((5, 8), (7, 8), (3, 8), (6, 8), (4, 2)):
         x, y = torch.randint(1, words, (count, length)), torch.randint(1, words, (count, length))
@@ -174,45 +175,31 @@ class Positions(nn.Module):
         nn.init.normal_(self.places, std=0.5)
 
 
-class _Pool(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 def transformer(dtype: torch.dtype) -> Animal:
     """A small transformer with dropout, with a loss over elements."""
     width = 8
     layers = [nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)]
-    model = nn.Sequential(Positions(9, width), *layers, _Pool(), nn.Linear(width, 4)).to(dtype)
+    model = nn.Sequential(Positions(9, width), *layers, Built(lambda _, x: x.mean(1)), nn.Linear(width, 4)).to(dtype)
     data = torch.randint(9, (50, 6)), torch.randn(50, 4, dtype=dtype)
     return Animal(model, _dealt(*data, 12), F.mse_loss, _elements, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
 
 
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.linear(x)))
+def _residual(width: int) -> nn.Module:
+    forward = lambda self, x: x + self.drop(torch.tanh(self.linear(x)))  # noqa: E731
+    return Built(forward, linear=nn.Linear(width, width), drop=nn.Dropout(0.1))
 
 
-class _Tied(nn.Module):
-    """The output layer, as a loss over classes wants it, with the matrix of the words."""
-
-    def __init__(self, words: nn.Embedding) -> None:
-        super().__init__()
-        self.head = nn.Linear(words.embedding_dim, words.num_embeddings)
-        self.head.weight = words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x).transpose(1, 2)
+def _head(words: nn.Embedding) -> nn.Module:
+    """Returns an output layer, as a loss over classes wants it, with the matrix of the words."""
+    head = nn.Linear(words.embedding_dim, words.num_embeddings)
+    head.weight = words.weight
+    return Built(lambda self, x: self.head(x).transpose(1, 2), head=head)
 
 
 def tied(dtype: torch.dtype) -> Animal:
     """A language model whose embedding and output layer are one matrix."""
     first, tokens = Positions(9, 8), torch.randint(9, (27, 6))
-    model = nn.Sequential(first, _Residual(8), _Residual(8), _Tied(first.table)).to(dtype)
+    model = nn.Sequential(first, _residual(8), _residual(8), _head(first.table)).to(dtype)
     batches, cuts = _dealt(tokens, tokens.roll(-1, 1), 8), {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
     return Animal(model, batches, F.cross_entropy, _words, cuts)
 
@@ -271,18 +258,17 @@ class _Masked(nn.Module):
         return x.t().contiguous().t(), mask, torch.arange(200) if count is None else count
 
 
-class _First(nn.Module):
-    def forward(self, value: tuple[Tensor, ...]) -> Tensor:
-        return value[0] * (1 + 0 * value[2].sum())
-
-
 def wide(dtype: torch.dtype) -> Animal:
     """A multilayer perceptron with values of more than a kilobyte at each cut, beside a mask and whole numbers.
 
     Blocks of 64 values do not fill its values, which lie in memory by columns; the last minibatch has small ones.
     """
     sizes = ((6, 81), (81, 97), (97, 70))
-    model = nn.Sequential(*(_Masked(*size) for size in sizes), _First(), nn.Linear(70, 3)).to(dtype)
+    model = nn.Sequential(
+        *(_Masked(*size) for size in sizes),
+        Built(lambda _, value: value[0] * (1 + 0 * value[2].sum())),
+        nn.Linear(70, 3),
+    ).to(dtype)
     data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
     return Animal(model, _dealt(*data, 12), F.cross_entropy, _classes, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
 

@@ -15,6 +15,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from built import Built
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -295,17 +296,16 @@ def test_who_profiles_alone_does_not_wait_for_ever(others_wait: bool) -> None:
     assert end.seconds < 20.0
 
 
-class _Slow(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 0:
-            time.sleep(1.0)
-        return x * 1
+def _sleep_on_rank_0(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+    return x * 1
 
 
 def _end_while_rank_0_profiles() -> None:
     if dist.get_rank() == 1:
         threading.Timer(4.0, os._exit, (3,)).start()
-    pipedream.profile(nn.Sequential(nn.Linear(4, 4), _Slow()), torch.zeros(8, 4), runs=30)
+    pipedream.profile(nn.Sequential(nn.Linear(4, 4), Built(_sleep_on_rank_0)), torch.zeros(8, 4), runs=30)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from first_minibatches import plan_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as by_its_own_name
@@ -324,20 +325,16 @@ def test_a_loss_that_gives_pairs_is_not_watched_again(monkeypatch: pytest.Monkey
     assert len(entered) == 1
 
 
-class _Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(C, C, dtype=torch.float64)
-
-    def forward(self, b: Batch) -> Tensor:
-        return F.cross_entropy(self.inner(b["x"]).flatten(0, 1), b["labels"].flatten())
+def _compiled() -> nn.Module:
+    forward = lambda self, b: F.cross_entropy(self.inner(b["x"]).flatten(0, 1), b["labels"].flatten())  # noqa: E731
+    return Built(forward, inner=nn.Linear(C, C, dtype=torch.float64))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
     torch._dynamo.reset()
-    model = _Compiled()
+    model = _compiled()
     expected = float(model(_batch()).detach())
     if whole:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -350,28 +347,15 @@ def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
         assert weight == (N if whole else float((_batch()["labels"] != -100).sum()))
 
 
-class _Stem(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.embed(batch["ids"]), batch["labels"]
-
-
-class _Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(6, C)
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        scores = self.project(value[0])
-        return {"loss": F.cross_entropy(scores.flatten(0, 1), value[1].flatten()), "scores": scores}
+def _score(self: nn.Module, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    scores = self.project(value[0])
+    return {"loss": F.cross_entropy(scores.flatten(0, 1), value[1].flatten()), "scores": scores}
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
-    model = nn.Sequential(_Stem(), _Head())
+    stem = Built(lambda self, batch: (self.embed(batch["ids"]), batch["labels"]), embed=nn.Embedding(11, 6))
+    model = nn.Sequential(stem, Built(_score, project=nn.Linear(6, C)))
     batch = {"ids": torch.randint(11, (N, L)), "labels": torch.randint(C, (N, L))}
     captured = capture(model, (batch,))
     other = replace(captured.graph, loss_weight="other")

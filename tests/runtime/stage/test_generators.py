@@ -1,15 +1,15 @@
 """Generators that layers hold: replicas draw unlike numbers from them, a recomputed forward the same again."""
 
 import random
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import training
 from torch import Tensor, nn
 
-from pipedream import Cluster, Pipeline, plan, profile
+from pipedream import Cluster, plan, profile
 
 DRAWN: list[float] = []
 
@@ -41,11 +41,8 @@ def train(kind: str, schedule: str, shape: tuple[int, int], **options: Any) -> l
     data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(6)]
     cluster = Cluster.flat(sum(shape))
     stages = plan(profile(model, data[0][0], runs=1), cluster, schedule=schedule, shape=shape, cuts=(1,), **options)
-    with Pipeline(
-        model, stages, loss=nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.01), check=False
-    ) as pipeline:
-        DRAWN.clear()
-        _ = list(pipeline.train(data))
+    DRAWN.clear()
+    training.train(model, stages, data, loss=nn.functional.mse_loss, check=False)
     return list(DRAWN)
 
 
