@@ -41,7 +41,8 @@ class ModelOptions(Chooser):
     """Options of a model's training, on however many workers.
 
     Attributes:
-        metrics: name -> ``metric(output, targets)``, which returns the samples' mean or (sum, weight); see `targets`.
+        metrics: name -> ``metric(output, targets)``, which returns the samples' mean or (sum, weight); see `targets`. A
+            root or F1 is refused for several microbatches; an evaluation gives its mean over batches.
         inputs: batch -> the model's input: a tuple for several, a mapping for keyword arguments; by default the first
             of a pair, else the batch. If the model computes the loss it is the whole batch, also of a pair.
         targets: batch -> what loss and metrics get besides the output. By default the second of a pair if the loss is

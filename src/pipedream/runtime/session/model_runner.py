@@ -24,6 +24,7 @@ from pipedream.runtime.data.generators import find_values
 from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.data.splitter import Parts
 from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.results.metric_means import Row
 from pipedream.runtime.results.scoring import choose_unit, has_units, needs_weights
 from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -136,6 +137,7 @@ class ModelRunner:
         auxiliary: bool = True,
         moves_weights: bool = False,
         messages: Messages | None = None,
+        rows: list[Row] | None = None,
     ) -> Run:
         """Runs the model on each part, and leaves no trace.
 
@@ -144,6 +146,7 @@ class ModelRunner:
             auxiliary: auxiliary losses count.
             moves_weights: weights are others first, as an average of weights may equal them so far.
             messages: the model runs stage by stage, and what one sends to another worker is encoded.
+            rows: gets what a metric gets of each part.
         """
         run, loss, total, divisor = Run(), self.loss.copy_unused(), 0.0, 0.0
         # cuDNN's recurrent layers have no backward in evaluation mode.
@@ -160,6 +163,8 @@ class ModelRunner:
                 factor = 1.0 if is_sum else weight
                 run.weight += weight
                 run.losses.append(float(part_loss.detach()))
+                if rows is not None:
+                    rows.append((map_tensors(output, torch.detach), to_device(targets, self.device), message.samples))
                 tensors = (tensor for tensor in tensors_in(output) if not tensor.is_nested)
                 run.outputs.append([(tensor.numel(), self.plain.fingerprint(tensor)) for tensor in tensors])
                 total += run.losses[-1] * factor if weight else 0.0

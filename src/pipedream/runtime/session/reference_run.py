@@ -7,6 +7,7 @@ Each check compares two runs of one kind (`ModelRunner.run`), on other parts or 
     each from the same state  no microbatch reads what another one leaves on modules
     the whole minibatch       its loss is that of its microbatches
     two microbatches as one   so is its gradient
+    both in evaluation mode   a metric of the whole is the mean of those of the parts
     one sample                normalisations do not fail for the last minibatch of an epoch
 """
 
@@ -23,6 +24,7 @@ from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.fingerprint import Fingerprint, find_difference
 from pipedream.core.user_code import with_place
 from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, FirstMinibatch, Parts
+from pipedream.runtime.results.metric_means import Row, explain_mean
 from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.model_runner import ModelRunner, Run, UserModel
@@ -102,6 +104,8 @@ class ReferenceRun:
                 if not reference.incomparable:
                     self._check_carried(run, first.parts)
                 reference.parts = self._check_parts(first, draws) if len(first.parts) > 1 else ""
+                if len(first.parts) > 1 and self._settings.metrics and not reference.parts:
+                    self._check_metrics(first)
                 break
             except PipelineError:
                 raise
@@ -269,6 +273,21 @@ class ReferenceRun:
             f"losses of its {len(first.parts)} microbatches make {split.numbers.loss:.7g}; "
             f"{self._explain_parts(whole, split, limit)}"
         )
+
+    def _check_metrics(self, first: FirstMinibatch) -> None:
+        """Raises a PipelineError if the value of a metric for the whole is not the mean of those for the parts."""
+        whole, parts = list[Row](), list[Row]()
+        self.runner.run(first.whole, training=False, rows=whole)
+        self.runner.run(first.parts, training=False, isolated=self.runner.modules, rows=parts)
+        for name, metric in self._settings.metrics.items():
+            with self._model.restoring_state({}, [metric]):
+                difference = explain_mean(metric, whole[0], parts, self.runner.choose_tolerance())
+            if difference:
+                raise PipelineError(
+                    f"the metric {name!r} of a minibatch is {difference}, which would be reported; let it return (sum, "
+                    "weight) of what it is a mean over, and compute a root or a ratio of means yourself; or train with "
+                    "microbatches=1"
+                )
 
     def _has_gradient_of_parts(self, first: FirstMinibatch, training: bool) -> bool:
         """Returns whether the gradient of two microbatches as one is that of both; all would need more memory.
