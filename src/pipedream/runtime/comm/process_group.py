@@ -178,16 +178,10 @@ def peers_may_end() -> Iterator[None]:
 @peers_may_end()
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
     """Returns the text of the group's rank 0."""
-    if group is None:
-        return text
-    data = text.encode()
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, group=group, group_src=0)
-    buffer = torch.zeros(int(size), dtype=torch.uint8)
-    if dist.get_rank(group) == 0 and data:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, group=group, group_src=0)
-    return bytes(buffer.numpy()).decode()
+    texts = [text]
+    if group is not None:
+        dist.broadcast_object_list(texts, group=group, group_src=0)
+    return texts[0]
 
 
 def run_on_rank_0(make: Callable[[], str], device: str) -> str:
@@ -220,17 +214,9 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Returns the texts of the group's ranks in their order."""
     if group is None:
         return [text]
-    data = text.encode()
-    ranks = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = max(1, *(int(size) for size in sizes))
-    own_data = torch.zeros(longest, dtype=torch.uint8)
-    if data:
-        own_data[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
-    dist.all_gather(rows, own_data, group=group)
-    return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
+    texts = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
