@@ -130,7 +130,6 @@ class SliceCalls(nn.Module):
             counts: how often each module was called before.
         """
         saved: list[SavedAttribute] = []
-        states = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             count = counts[path] = counts.get(path, 0) + 1
@@ -139,15 +138,13 @@ class SliceCalls(nn.Module):
                 reseed(name)
             return self.compiled.get(name, original)(*args, **kwargs)
 
-        try:
-            paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
-            wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
-            yield
-        finally:
-            unwrap_calls(saved)
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                torch.cuda.set_rng_state(states[1], place)
+        with torch.random.fork_rng([place] if place.type == "cuda" else []):
+            try:
+                paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
+                wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
+                yield
+            finally:
+                unwrap_calls(saved)
 
 
 def _take_backward_hooks(

@@ -174,7 +174,7 @@ class Passes:
             finally:
                 for parameter, gradient in zip(parameters, gradients_before, strict=True):
                     parameter.grad = gradient
-        return tree_map(_leave, value)
+        return tree_map(leave, value)
 
     def _time_call(
         self, what: str, forward: Callable[..., Any], arguments: Sample, parameters: list[nn.Parameter]
@@ -189,7 +189,7 @@ class Passes:
                 raise
             except Exception as error:
                 raise _make_error(what, arguments, error) from error
-        return tree_map(_leave, value)
+        return tree_map(leave, value)
 
     def _time_forward(self, forward: Callable[..., Any], arguments: Sample) -> Any:
         with enter_autocast(self._device.type, self._autocast):
@@ -262,14 +262,17 @@ def enter_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextMan
     return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
 
+def has_numbers(leaf: Any) -> bool:
+    """Returns whether a value is a tensor that is sent: a meta tensor in a bundle stands for one that is not."""
+    return isinstance(leaf, torch.Tensor) and not leaf.is_meta
+
+
 def _select_differentiable(value: Any) -> list[torch.Tensor]:
-    # A meta tensor in a bundle stands for one that is not sent.
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_meta]
+    return [leaf for leaf in tree_leaves(value) if has_numbers(leaf) and leaf.requires_grad]
 
 
 def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+    if not has_numbers(leaf):
         return leaf
     start = leaf.detach()
     if leaf.requires_grad:
@@ -278,10 +281,9 @@ def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
     return start.clone()
 
 
-def _leave(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
-        return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)
+def leave(leaf: Any) -> Any:
+    """Returns a tensor without its graph; it requires a gradient as before."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if has_numbers(leaf) else leaf
 
 
 def _make_error(what: str, arguments: Sample, error: Exception) -> ProfileError:

@@ -21,7 +21,7 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
-from pipedream.profiler.passes import Sample, call_with, enter_autocast
+from pipedream.profiler.passes import Sample, call_with, enter_autocast, has_numbers, leave
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
 from pipedream.sharding.stage import StageSharding
@@ -114,12 +114,14 @@ class OneRank:
         if layer is self._layers[0]:
             self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
             inside = [
-                self._sharding.shard_input(tensor, self._samples) if _is_part(tensor) else tensor for tensor in tensors
+                self._sharding.shard_input(tensor, self._samples) if has_numbers(tensor) else tensor
+                for tensor in tensors
             ]
         else:
             placed = iter(self._entering)
             inside = [
-                self._sharding.enter_layer(tensor, next(placed)) if _is_part(tensor) else tensor for tensor in tensors
+                self._sharding.enter_layer(tensor, next(placed)) if has_numbers(tensor) else tensor
+                for tensor in tensors
             ]
         arguments = tree_unflatten(inside, structure)
         leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
@@ -140,7 +142,7 @@ class OneRank:
         self._entering = []
 
         def take_part(tensor: Any) -> Any:
-            if not _is_part(tensor):
+            if not has_numbers(tensor):
                 return tensor
             part, placed = self._sharding.leave_layer(tensor, whole=whole)
             self._entering.append(placed)
@@ -158,13 +160,13 @@ class OneRank:
         device = self._mesh[0].device_type
         for layer in self._layers:
             parameters = {name: self._parameters[name] for name in self._names[id(layer)]}
-            arguments = tree_map(_detach, arguments)
-            inputs = [tensor for tensor in tree_flatten(arguments)[0] if _is_part(tensor) and tensor.requires_grad]
-            arguments = tree_map(lambda tensor: tensor.clone() if _is_part(tensor) else tensor, arguments)
+            arguments = tree_map(leave, arguments)
+            inputs = [tensor for tensor in tree_flatten(arguments)[0] if has_numbers(tensor) and tensor.requires_grad]
+            arguments = tree_map(lambda tensor: tensor.clone() if has_numbers(tensor) else tensor, arguments)
             with CountCollectives(*self._mesh) as forward, torch.enable_grad(), enter_autocast(device, autocast):
                 inside = self._run(layer, arguments)
                 value = self._take_parts(inside, whole=layer is self._layers[-1])
-            outputs = [tensor for tensor in tree_flatten(value)[0] if _is_part(tensor) and tensor.requires_grad]
+            outputs = [tensor for tensor in tree_flatten(value)[0] if has_numbers(tensor) and tensor.requires_grad]
             with CountCollectives(*self._mesh) as backward:
                 if outputs and (inputs or parameters):
                     leaves, seeds = [*inputs, *parameters.values()], list(map(torch.ones_like, outputs))
@@ -177,22 +179,13 @@ class OneRank:
             sent = (
                 self._sharding.leave(tensor.detach(), self._sharding.place_batch(tensor, self._samples))
                 for tensor in tree_flatten(inside)[0]
-                if _is_part(tensor)
+                if has_numbers(tensor)
             )
             self.sent_bytes.append(sum(part.nbytes for part in sent))
-            arguments = (tree_map(_detach, value),)
+            arguments = (tree_map(leave, value),)
         with CountCollectives(*self._mesh) as update:
             self._sharding.sum_gradients(list(gradients), list(gradients.values()))
         return forwards, backwards, update.collectives
-
-
-def _is_part(tensor: Any) -> bool:
-    """A meta tensor in a bundle stands for one that is not sent."""
-    return isinstance(tensor, torch.Tensor) and not tensor.is_meta
-
-
-def _detach(tensor: Any) -> Any:
-    return tensor.detach().requires_grad_(tensor.requires_grad) if _is_part(tensor) else tensor
 
 
 @contextmanager

@@ -198,6 +198,7 @@ def find_contradiction(call: OperatorCall, description: Description) -> str:
         tensors = {name: _draw(tensor) for name, tensor in call.tensors().items()}
         ranges = {name: range(size) for name, size in step.sizes.items()}
         whole = _run_part(call, description, step, tensors, ranges)
+        wide = torch.complex128 if whole.is_complex() else torch.float64
         shapes = [call.shapes[access.tensor] for access in step.accesses]
         for index in step.sizes:
             if len(ranges[index]) > 1 and is_offered(step, shapes, ranges, index):
@@ -206,7 +207,8 @@ def find_contradiction(call: OperatorCall, description: Description) -> str:
                     parts = [_run_part(call, description, step, tensors, half) for half in halves]
                 except RuntimeError:
                     return index
-                if not _is_close(_join(step, index, halves, parts, whole), whole):
+                joined = _join(step, index, halves, parts, whole).to(wide)
+                if not torch.allclose(joined, whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
                     return index
     return ""
 
@@ -220,11 +222,6 @@ def _join(
     for half, part in zip(halves, parts, strict=True):
         joined[slice_of(find_box(step.line.result, half, tuple(whole.shape)))] = part
     return joined
-
-
-def _is_close(joined: torch.Tensor, whole: torch.Tensor) -> bool:
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    return torch.allclose(joined.to(wide), whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _draw(tensor: torch.Tensor) -> torch.Tensor:

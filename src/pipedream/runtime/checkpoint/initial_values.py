@@ -82,14 +82,13 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
                     del names_to_fill[id(tensor)]
                     holders.setdefault(path, []).append((slot, id(tensor)))
     values_by_id: dict[int, torch.Tensor] = {}
-    state_before = torch.default_generator.get_state()
-    try:
-        with _keep_all_on_meta(model), torch.no_grad(), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), _restore_slots(model.modules()) as tensors:
+        for old_slots, slot, tensor in tensors:
+            old_slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
+        with torch.no_grad(), torch.device("cpu"):
             for path, module_tensors in holders.items():
                 values = _initialise_module(model, path, [slot for slot, _ in module_tensors], seed)
                 values_by_id |= {number: values[slot].detach().to(device) for slot, number in module_tensors}
-    finally:
-        torch.default_generator.set_state(state_before)
     for number, initial_values in values_by_id.items():
         slots.replace(state[names_by_id[number]], initial_values)
 
@@ -114,15 +113,6 @@ def _check_attributes(model: nn.Module) -> None:
                     f"{_join_name(path, name)} of {type(module).__name__} is a tensor on the meta device, but neither "
                     f"a parameter nor a buffer, so that nothing fills it; register it as a buffer, or {_REMEDY}"
                 )
-
-
-@contextmanager
-def _keep_all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Replaces all parameters and buffers by meta tensors, and puts them back at the end."""
-    with _restore_slots(model.modules()) as tensors:
-        for slots, slot, tensor in tensors:
-            slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
-        yield
 
 
 @contextmanager

@@ -163,18 +163,15 @@ def _is_plain(value: Any) -> bool:
 
 def run_without_graph(run: ForwardFunction, message: Message) -> Message:
     """Runs a forward on a copy of the message, by the same paths as in training; keeps none of its tensors."""
+    memo: dict[int, torch.Tensor] = {}
+    copy = replace(message, tensors=tuple(None if t is None else _clone(t, memo) for t in message.tensors))
     with HooksOutsideFunc(lambda _: None, _refuse_unpack):
-        result = run(_copy_message(message), False)
+        result = run(copy, False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
 
 def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     return memo.setdefault(id(tensor), tensor.detach().clone())
-
-
-def _copy_message(message: Message) -> Message:
-    memo: dict[int, torch.Tensor] = {}
-    return replace(message, tensors=tuple(None if t is None else _clone(t, memo) for t in message.tensors))
 
 
 def _refuse_unpack(_: None) -> torch.Tensor:

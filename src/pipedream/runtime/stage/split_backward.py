@@ -127,7 +127,7 @@ def split_backward(
     graph = _Graph([edge.node for edge in roots], [edge.node for edge in entries])
     early, branches, independent_leaves = graph.divide_weights()
     incoming: dict[int, _Gradients] = {}
-    hooks = [branch.node.register_prehook(partial(_record_gradients, incoming, i)) for i, branch in enumerate(branches)]
+    hooks = [branch.node.register_prehook(partial(incoming.__setitem__, i)) for i, branch in enumerate(branches)]
     input_gradients: list[torch.Tensor | None] = [None] * len(entries)
     computed: list[tuple[torch.Tensor, torch.Tensor]] = []
     inputs: list[Any] = [*entries, *early]
@@ -220,10 +220,6 @@ class _Graph:
                     ancestors.add(parent)
                     to_visit.append(parent)
         return ancestors
-
-
-def _record_gradients(incoming: dict[int, _Gradients], number: int, gradients: _Gradients) -> None:
-    incoming[number] = gradients
 
 
 def _count_down(leaves: Sequence[torch.Tensor], remaining: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -244,7 +244,7 @@ class StageModule:
                 _check_storages(storages, leaves)
             return value
         except BaseException as error:
-            note_module(error, _list_named_modules(self.layers))
+            note_module(error, (pair for name, layer in self.layers for pair in layer.named_modules(prefix=name)))
             raise
         finally:
             self._set_parameters(self.handles)
@@ -414,7 +414,7 @@ class StageModule:
             if leaves is self.handles:
                 attributes.pop("flatten_parameters", None)
             else:  # it would move the leaves away from the handles
-                attributes["flatten_parameters"] = _skip_flattening
+                attributes["flatten_parameters"] = lambda: None
 
     def counting_collectives(self, what: str) -> AbstractContextManager[None]:
         """Returns the context of a pass; on a mesh the collectives of the first one are counted."""
@@ -444,10 +444,6 @@ def _set_flat_weights(module: Any, weights: Sequence[tuple[str, str | None]], le
     module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
 
-def _skip_flattening() -> None:
-    pass
-
-
 def _check_storages(old_storages: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
     """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
     moved_names = [name for name, storage in _list_storages(leaves).items() if old_storages[name] != storage]
@@ -456,12 +452,6 @@ def _check_storages(old_storages: Mapping[str, int], leaves: Mapping[str, torch.
             f"the forward moves the weight {moved_names[0]!r} to other memory (by weight.data = ..., or by a function "
             "that flattens weights), where no update would reach it; move it before training, not in the forward"
         )
-
-
-def _list_named_modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    for name, layer in layers:
-        for path, module in layer.named_modules():
-            yield f"{name}.{path}" if path else name, module
 
 
 def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
