@@ -16,7 +16,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.report.text import stage_memory_table
-from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.workflows import plan as planning
 from pipedream.workflows.check import check_plan
 
@@ -104,8 +103,7 @@ def plan(
     if as_json:
         print_json(answer.as_json())
         return
-    cost = describe_delay_cost(plan.schedule, len(plan.stages))
-    print(f"verdict: {compared.verdict}\n{cost}\n" if cost else f"verdict: {compared.verdict}\n")
+    print(f"verdict: {compared.verdict}\n")
     print(compared if explain else compared.keep_best(), end="\n\n")
     print(plan)
     if memory_table:
@@ -153,7 +151,6 @@ class _Answer(NamedTuple):
         period_s = chosen.period_s or plan.slowest_stage_s
         return {
             "verdict": compared.verdict,
-            "delay_cost": describe_delay_cost(plan.schedule, len(plan.stages)) or None,
             "config": plan.config,
             "kind": chosen.kind,
             "kinds": encode(compared.kinds()),

@@ -23,7 +23,6 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
-from pipedream.schedules.delay_cost import describe_delay_cost
 from pipedream.simulator import Stragglers
 from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
@@ -110,9 +109,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         console.print(f"\n{plan}\n\n{proofs}\n")
         for phase in pipeline.prepared:
             if phase.proof.staleness_note:
-                compensations = "+".join(rule.name for rule in phase.program.updates.compensation)
-                cost = describe_delay_cost(phase.program.name, len(plan.stages), compensations)
-                console.print("\n".join([phase.proof.staleness_note, *filter(None, [cost]), ""]))
+                console.print(f"{phase.proof.staleness_note}\n")
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
