@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -23,23 +23,11 @@ from worker_processes import Disturbance
 
 from pipedream import Cluster, Plan, Profile, plan as make_plan
 from pipedream.core.units import format_bytes, format_number
-from pipedream.core.variants import (
-    ACCUMULATED,
-    DDP,
-    HALF,
-    HALF_ACCUMULATING,
-    LOCAL_SGD,
-    ONE_WORKER,
-    SHARED,
-    format_link,
-    format_ratio,
-)
-from pipedream.options import TrainingOptions
+from pipedream.core.variants import DDP, ONE_WORKER, format_link, format_ratio
 from pipedream.slow_links import Network, slow_network
-from pipedream.training.compare import profile_together
-from pipedream.training.compare_runs import Runs, limit_threads
-from pipedream.training.compare_variants import accumulate_minibatches
+from pipedream.training.compare_runs import Runs
 
+ACCUMULATED = 8  # minibatches that each worker accumulates for an update
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
 QUIET, TRIES = 0.05, 2  # share of the cores that others may take; runs until that is so
@@ -49,34 +37,36 @@ FAST = 50e6  # bytes per second that plans of a training without link are made f
 
 @dataclass(frozen=True)
 class Way:
-    """How a row trains: by torch, or by this library.
+    """How a row trains.
 
     Attributes:
         minibatches: that enter an update.
-        torch: details of a `WorkerJob`; empty for this library.
         plan: arguments of `pipedream.plan`.
+        kind: of `compare_runs.run_job`.
+        accumulated: minibatches that each worker accumulates.
     """
 
-    minibatches: int = 1
-    torch: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    minibatches: int
+    plan: dict[str, Any]
+    kind: str = "pipeline"
+    accumulated: int = 1
 
 
-def _copies(sums: str, accumulated: int = 1) -> Way:
-    return Way(2 * accumulated, plan={"shape": "data-parallel", "sums": sums})
+def _copies(sums: str = "full", accumulated: int = 1, kind: str = "pipeline") -> Way:
+    return Way(2 * accumulated, {"shape": "data-parallel", "sums": sums}, kind, accumulated)
 
 
 def _pipeline(schedule: str, **how: Any) -> Way:
-    return Way(plan={"shape": "pipeline", "all_workers": True, "schedule": schedule} | how)
+    return Way(1, {"shape": "pipeline", "all_workers": True, "schedule": schedule} | how)
 
 
 VARIANTS: dict[str, Way] = {
-    ONE_WORKER: Way(1, {"kind": "plain"}),
-    DDP: Way(2, {"kind": "ddp"}),
-    SHARED: Way(1, {"kind": "ddp", "parts": PARTS}),
-    HALF: Way(2, {"kind": "ddp", "sums": "float16"}),
-    HALF_ACCUMULATING: Way(2 * ACCUMULATED, {"kind": "ddp", "sums": "float16", "accumulated": ACCUMULATED}),
-    LOCAL_SGD: Way(2, {"kind": "ddp", "sums": f"every:{ACCUMULATED}"}),
+    ONE_WORKER: Way(1, {"shape": "data-parallel"}, "plain"),
+    DDP: _copies(kind="ddp"),
+    "DDP, minibatch shared": Way(1, {"shape": "data-parallel", "schedule": "1f1b", "microbatches": PARTS}, "ddp"),
+    "DDP, fp16": _copies("float16", kind="ddp"),
+    "DDP, fp16, accumulating 8": _copies("float16", ACCUMULATED, "ddp"),
+    "local SGD, every 8": _copies("every:8", kind="ddp"),
     "PowerSGD 1": _copies("powersgd:1"),
     "PowerSGD 4": _copies("powersgd:4"),
     "PowerSGD 4, accumulating 8": _copies("powersgd:4", ACCUMULATED),
@@ -158,7 +148,8 @@ def measure(
         keep: gets the rows so far after each run.
     """
     few, rows = SIZES[size], list(earlier)
-    with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network, limit_threads(2):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one worker has as many as each of two
+    with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network:
         for task in few.tasks:
             if tasks and task.name not in tasks:
                 continue
@@ -198,7 +189,8 @@ class _Bench:
     def profile(self) -> Profile:
         os.environ[ASKED] = self.task.describe_request(self.task.rate)
         self.network.limit(None)
-        return profile_together(self._make_runs(TUNING_SEED, self.task.epochs), 2, PARTS)[0]
+        folder = self._make_runs(TUNING_SEED).run("profile", 2, "profile", runs=10, microbatches=PARTS)
+        return Profile.load(folder / "profile.json")
 
     def run(self, run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns a row: what the training comes to, and over a link the seconds of its first epochs.
@@ -207,7 +199,8 @@ class _Bench:
         """
         link = run["bytes_per_s"]
         plan = self._make_plan(run["variant"], link or FAST)
-        cuts = str(plan and ([(stage.first, stage.last) for stage in plan.stages], plan.in_flight, plan.update_delay))
+        stages = [(stage.first, stage.last) for stage in plan.stages], plan.in_flight, plan.update_delay
+        cuts = str(stages if VARIANTS[run["variant"]].kind == "pipeline" else None)
         same = {key: run[key] for key in ("task", "variant", "seed", "rate")} | {"cuts": cuts}
         row = next((row for row in rows if same.items() <= row.items()), None)
         row = run | (row or self._train(run, plan, None, self.task.epochs) | same) | {"bytes_per_s": link}
@@ -224,40 +217,42 @@ class _Bench:
                 break
         return row | _reach(row, best)
 
-    def _make_runs(self, seed: int, epochs: int) -> Runs:
+    def _make_runs(self, seed: int) -> Runs:
         self._count += 1
-        options = TrainingOptions(seed=seed, epochs=epochs)
-        file = str(Path(__file__).with_name("accuracy_recipe.py"))
-        return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
+        file, folder = str(Path(__file__).with_name("accuracy_recipe.py")), self.folder / str(self._count)
+        return Runs(file, folder, seed, "cpu", self.network, count=10 * self._count)
 
-    def _make_plan(self, name: str, bytes_per_s: float) -> Plan | None:
-        """Returns None for what torch trains."""
-        way = VARIANTS[name]
-        if way.torch:
-            return None
-        plan = make_plan(self.profile, Cluster.flat(2, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
-        return accumulate_minibatches(plan, ACCUMULATED) if way.minibatches > plan.workers else plan
+    def _make_plan(self, name: str, bytes_per_s: float) -> Plan:
+        way, workers = VARIANTS[name], 1 if name == ONE_WORKER else 2
+        plan = make_plan(self.profile, Cluster.flat(workers, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
+        return _accumulate(plan, way.accumulated) if way.kind == "pipeline" and way.accumulated > 1 else plan
 
-    def _train(self, run: dict[str, Any], plan: Plan | None, bytes_per_s: float | None, epochs: int) -> dict[str, Any]:
-        name, way = run["variant"], VARIANTS[run["variant"]]
-        os.environ[ASKED] = self.task.describe_request(run["rate"], each_update=way.minibatches)
+    def _train(self, run: dict[str, Any], plan: Plan, bytes_per_s: float | None, epochs: int) -> dict[str, Any]:
+        way = VARIANTS[run["variant"]]
+        batch = plan.batch // self.profile.batch
+        os.environ[ASKED] = self.task.describe_request(run["rate"], batch=batch, each_update=way.minibatches // batch)
         self.network.limit(bytes_per_s)
-        runs = self._make_runs(run["seed"], epochs)
-        if plan is None:
-            file, sent = runs.run_worker(workers=1 if name == ONE_WORKER else 2, name=name, **way.torch)
-            summary = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            summary, sent = runs.train(plan, name, plan.batch // self.profile.batch)
+        runs = self._make_runs(run["seed"])
+        options = {"checkpoint_every": 0} if way.kind == "pipeline" else {"accumulated": way.accumulated}
+        plan_file = plan.save(runs.folder / "run.plan.json")
+        folder = runs.run(way.kind, plan.ranks, "run", plan=str(plan_file), epochs=epochs, minibatches=None, **options)
+        summary, sent = json.loads((folder / "summary.json").read_text(encoding="utf-8")), folder / "sent_bytes.json"
         return {
             "metric": self.task.metric,
-            "samples_per_s": summary["samples_per_s"] if plan is None else summary["throughput"]["measured_per_s"],
+            "samples_per_s": summary["throughput"]["measured_per_s"],
             "target": recipe().target[1],
             "epochs_to_target": _count_epochs(summary),
-            "epoch_bytes": (sent or 0) / epochs,
+            "epoch_bytes": int(sent.read_text()) / epochs if sent.exists() else 0,
             "final": summary["metrics"][self.task.metric],
             "loss": summary["metrics"]["loss"],
             "evaluations": summary["evaluations"],
         }
+
+
+def _accumulate(plan: Plan, accumulated: int) -> Plan:
+    """Returns a data-parallel plan in which each worker accumulates this many minibatches for an update."""
+    count = plan.workers * accumulated
+    return replace(plan, schedule="1f1b", batch=count * plan.batch, microbatches=count)
 
 
 def _count_epochs(summary: dict[str, Any]) -> int | None:

@@ -20,11 +20,11 @@ from worker_processes import Workers, worker_processes
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
 from pipedream.core.units import format_bytes
-from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
+from pipedream.core.variants import ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.plan_request import PlanRequest
-from pipedream.report.variants import variants_svg
+from pipedream.report.variants import comparison_svg
 from pipedream.slow_links import Network, slow_network
-from pipedream.training.compare_variants import predict_samples_per_s
+from pipedream.training.compare import predict_samples_per_s
 from pipedream.workflows.plan import plan_and_compare
 
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
@@ -377,18 +377,17 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns a picture of each model: file name -> SVG."""
     svg_by_name = {}
     for model in dict.fromkeys(row["model"] for row in rows):
-        links, ran = [], {row["variant"] for row in rows if row["model"] == model}
+        variants, ran = list[Variant](), {row["variant"] for row in rows if row["model"] == model}
         for _, point in _group_points(rows, model):
-            variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
+            link = point["solo"]["bytes_per_s"]
+            variants.append(Variant(ONE_WORKER, link, samples_per_s=point["solo"]["samples_per_s"]))
             for name in (name for name in _DRAWN if name in ran):
                 row = point.get(name, {})
                 title = name.removeprefix("torch ")
                 if title.endswith("accumulating") and row:
                     title += f" {row['microbatches_per_update'] // 2}"  # as in `pipedream compare`
-                rates = {key: row.get(key) for key in ("samples_per_s", "predicted_per_s")}
-                variants.append(Variant(title, 2, **rates))
-            links.append(OverLink((point["solo"]["bytes_per_s"],), tuple(variants)))
-        svg_by_name[f"{model}.svg"] = variants_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
+                variants.append(Variant(title, link, samples_per_s=row.get("samples_per_s")))
+        svg_by_name[f"{model}.svg"] = comparison_svg(RecipeComparison(MODELS[model].title, 2, tuple(variants)))
     return svg_by_name
 
 

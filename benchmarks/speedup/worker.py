@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from messages import measure_message_s_per_byte
 from models import LARGE, MODELS, Job, shard_fully
 from sleeping import Seconds, load_seconds, make_sleeping, set_seconds
 from torch import nn
@@ -35,7 +36,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream.runtime.torch_baselines import Task, data_parallel, measure_message_s_per_byte, plain_loop
+from pipedream.runtime.torch_baselines import DataParallel, PlainLoop, Task
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -87,20 +88,19 @@ class _Worker:
     def messages(self, bytes_per_s: float) -> dict[str, float]:
         """Measures what a byte of a message takes from compute, at each of its ends."""
         task, batch = self._make_task(self.job.make())
-        return {"message_s_per_byte": measure_message_s_per_byte(plain_loop(task), batch, bytes_per_s)}
+        return {"message_s_per_byte": measure_message_s_per_byte(PlainLoop(task), batch, bytes_per_s)}
 
     def solo(self, steps: int) -> dict[str, float]:
         """Trains the whole model here, while the other worker does the same; no messages."""
         task, batch = self._make_task(self.job.make())
-        loop = plain_loop(task)
-        return self._time_steps(lambda: loop.step(batch), steps, 1)
+        loop = PlainLoop(task)
+        return self._time_steps(lambda: loop.step([batch]), steps, 1)
 
     def ddp(self, steps: int, microbatches: int, sums: str = "full") -> dict[str, float]:
         """Runs torch's data parallelism with its own settings, its fp16 hook, or its local SGD."""
         task, batch = self._make_task(self.job.make())
-        loop = data_parallel(task, microbatches, sums)
-        batches = [batch] * microbatches if microbatches > 1 else batch
-        return self._time_steps(lambda: loop.step(batches), steps, 2 * microbatches)
+        loop = DataParallel(task, microbatches, sums)
+        return self._time_steps(lambda: loop.step([batch] * microbatches), steps, 2 * microbatches)
 
     def fsdp(self, steps: int, microbatches: int = 1, meta: bool = False) -> dict[str, float]:
         """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered.
@@ -111,8 +111,8 @@ class _Worker:
         model = self._make_model(meta)
         shard_fully(model)
         task, batch = self._make_task(model, microbatches)
-        loop = plain_loop(task)
-        return self._time_steps(lambda: loop.step(batch), steps, 2 * microbatches)
+        loop = PlainLoop(task)
+        return self._time_steps(lambda: loop.step([batch]), steps, 2 * microbatches)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""

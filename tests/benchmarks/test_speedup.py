@@ -94,7 +94,7 @@ def test_accumulating_adds_up_8_minibatches_of_each_worker(curve: Any) -> None:
     rows = _rows(1.0, 50.0, 99.0)
     rows.append(rows[1] | {"variant": "torch DDP, accumulating", "microbatches_per_update": 16})
     assert "| torch DDP, accumulating | 16 microbatches |" in curve.tables(rows)
-    assert "DDP, accumulating 8" in curve.pictures(rows)["vgg.svg"]
+    assert "DDP, accumulating 8" in curve.pictures([*rows, *_rows(4.0, 16.0, 98.0)])["vgg.svg"]
 
 
 def test_a_choice_is_compared_with_what_it_was_allowed_to_choose(curve: Any) -> None:

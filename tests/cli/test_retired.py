@@ -54,7 +54,6 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
         ("probe --disk /tmp", "probe --disk", "leave it out"),
         ("sweep net.txt --workers 2", "reading a graph.txt (net.txt)", CONVERT),
         ("plan net.txt --check plan.json", "reading a graph.txt (net.txt)", CONVERT),
-        ("compare recipe.py --emulate-delay --profile net.txt", "reading a graph.txt (net.txt)", CONVERT),
     ],
 )
 def test_it_says_what_to_do_instead(

@@ -1,84 +1,81 @@
-"""Comparisons: the verdict is the figures', and what is missing is said."""
+"""Comparisons: the verdict and the table are the figures', and what is missing is said."""
+
+from dataclasses import replace
 
 import pytest
 
-from pipedream.core.variants import ACCUMULATING, DDP, ONE_WORKER, OverLink, RecipeComparison, Variant
+from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant
 
 
-def over(rate: float | None, **rates: float | None) -> OverLink:
-    """A link with variants and their samples per second."""
-    names = {"one_worker": ONE_WORKER, "ddp": DDP, "ours": "PipeDream, noam", "accumulating": ACCUMULATING}
-    variants = tuple(
-        Variant(names[name], 2, samples_per_s=value, why="" if value else "it has none")
+def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:
+    """Variants over a link with their samples per second."""
+    names = {"one_worker": ONE_WORKER, "ddp": DDP, "ours": "pipedream"}
+    return tuple(
+        Variant(names[name], rate, samples_per_s=value, why="" if value else "it has none")
         for name, value in rates.items()
     )
-    return OverLink(() if rate is None else (rate,), variants)
 
 
 @pytest.mark.parametrize(
-    ("link", "words"),
+    ("variants", "words"),
     [
-        (over(50e6, one_worker=30, ddp=10, ours=42), "over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples "
-         "per second as DDP, 1.4 times as fast as one worker"),
-        (over(50e6, one_worker=40, ours=30, accumulating=54), "over 400 Mbit/s use DDP, accumulating 8, 1.3 times "
-         "as fast as one worker"),
-        (over(1.25e9, ddp=60, ours=42), "over 10 Gbit/s use DDP"),
-        (over(1.25e9, ddp=60, accumulating=61, ours=42), "over 10 Gbit/s use DDP, accumulating 8"),
-        (over(12.5e6, one_worker=50, ddp=4, ours=42), "over 100 Mbit/s one worker alone is the fastest"),
-        (over(None, ddp=None, ours=42), "over this machine's own links PipeDream, noam is the fastest"),
-        (over(50e6, ddp=None, ours=None), "over 400 Mbit/s nothing ran"),
-    ],
-)  # fmt: skip
-def test_verdict_of_a_link(link: OverLink, words: str) -> None:
-    assert link.verdict() == words
-
-
-def test_an_approximate_answer_has_an_exact_one_beside_it() -> None:
-    link = over(50e6, one_worker=30, ddp=10, ours=42)
-    fast = Variant("data parallel, powersgd:4", 2, samples_per_s=60.0, approximation="sums=powersgd:4")
-    assert OverLink(link.bytes_per_s, (*link.variants, fast)).verdict() == (
-        "over 400 Mbit/s data parallel, powersgd:4 trains 6.0 times as many samples per second as DDP, 2.0 times as "
-        "fast as one worker (approximate: sums=powersgd:4); with exact gradients PipeDream, noam trains 4.2 times as "
-        "many samples per second as DDP, 1.4 times as fast as one worker"
-    )
-
-
-def test_verdict_is_one_sentence() -> None:
-    links = over(1.25e9, ddp=60, ours=42), over(50e6, ddp=10, ours=42), over(25e6, ddp=10, ours=88)
-    assert RecipeComparison("vgg", 2, None, links).verdict == (
-        "Over 10 Gbit/s use DDP; over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP; "
-        "over 200 Mbit/s PipeDream, noam trains 8.8 times."
-    )
-
-
-def test_emulated_workers_are_said_to_be() -> None:
-    comparison = RecipeComparison("vgg", 8, None, (over(50e6, ddp=10, ours=42),), emulated=True)
-    assert comparison.verdict == (
-        "With emulated workers over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP."
-    )
-    assert str(comparison).startswith("vgg, 8 emulated workers, over 400 Mbit/s\n")
-
-
-def test_table_says_what_is_missing() -> None:
-    link = OverLink(
-        (1.25e9, 50e6),
         (
-            Variant(DDP, 2, samples_per_s=10.0, metrics={"accuracy": 0.5}, samples_per_update=64, bytes_per_sample=2e6),
-            Variant("torch Schedule1F1B", 2, why="the model is no chain"),
-            Variant("2BW", 2, "1-1, noam", 20.0, 21.0, 32, 1e5, 0.125, 3_000_000, 7.5, {"accuracy": 0.25}),
+            over(50e6, one_worker=30, ddp=10, ours=42),
+            "Over 400 Mbit/s pipedream (1.4 times one worker, 4.2 times DDP) is the fastest.",
         ),
+        (over(1.25e9, ddp=60, ours=42), "Over 10 Gbit/s DDP is the fastest."),
+        (over(12.5e6, one_worker=50, ddp=4), "Over 100 Mbit/s one worker (12.5 times DDP) is the fastest."),
+        (over(None, ddp=None, ours=42), "Over this machine's own links pipedream is the fastest."),
+        (over(50e6, ddp=None, ours=None), "Over 400 Mbit/s nothing ran."),
+        (
+            (*over(1.25e9, ddp=60), *over(25e6, ddp=10, ours=88)),
+            "Over 10 Gbit/s DDP is the fastest; over 200 Mbit/s pipedream (8.8 times DDP) is the fastest.",
+        ),
+        (
+            (*over(50e6, ddp=10, ours=42), Variant("fast", 50e6, samples_per_s=60.0, approximation="powersgd:4")),
+            "Over 400 Mbit/s fast (6.0 times DDP) is the fastest, with exact gradients pipedream (4.2 times DDP).",
+        ),
+    ],
+)
+def test_the_verdict_names_the_fastest(variants: tuple[Variant, ...], words: str) -> None:
+    assert RecipeComparison("vgg", 2, variants).verdict == words
+
+
+def test_a_column_without_figures_is_left_out_and_reasons_are_given() -> None:
+    variants = (
+        Variant(DDP, 50e6, samples_per_s=10.0, metrics={"accuracy": 0.5}, samples_per_update=64, bytes_per_sample=2e6),
+        Variant("torch Schedule1F1B", 50e6, why="the model is no chain"),
+        Variant("2bw", 50e6, plan="1-1, noam", samples_per_s=20.0, samples_per_update=32, losses=((8, 2.0), (16, 1.0))),
     )
-    comparison = RecipeComparison("net", 2, None, (link,), ("the profile's seconds vary by 40%",))
-    head, ddp, torchs, two_bw = (line.split("  ") for line in str(comparison).split("\n\n")[0].splitlines()[1:])
-    words = [[cell.strip() for cell in row if cell.strip()] for row in (head, ddp, torchs, two_bw)]
-    assert words[0] == list(comparison.heads)
-    assert words[1] == ["DDP", "-", "10", "-", "-", "1.00", "64", "2.00 MB", "-", "-", "-", "0.5"]
-    assert words[2] == ["torch Schedule1F1B", *["-"] * 11]
-    assert words[3] == ["2BW", "1-1, noam", "20", "21", "-", "2.00", "32", "100 kB", "12.5%", "3.00 MB", "7.5", "0.25"]
-    assert "over 10 Gbit/s, 400 Mbit/s\n" in str(comparison)
-    assert comparison.reasons() == (
-        "torch Schedule1F1B did not run: the model is no chain",
-        'no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)',
-        "the profile's seconds vary by 40%",
+    comparison = RecipeComparison("net", 2, variants)
+    assert comparison.table() == [
+        ("over", "variant", "plan", "samples/s", "of DDP", "samples/update", "bytes/sample", "updates", "loss",
+         "test accuracy"),
+        ("400 Mbit/s", DDP, "-", "10", "1.00", "64", "2.00 MB", "-", "-", "0.5"),
+        ("400 Mbit/s", "torch Schedule1F1B", *["-"] * 8),
+        ("400 Mbit/s", "2bw", "1-1, noam", "20", "2.00", "32", "-", "2", "1", "-"),
+    ]  # fmt: skip
+    assert comparison.variants[2].loss_curve == [(0.4, 2.0), (0.8, 1.0)]
+    assert "note: torch Schedule1F1B has no figures: the model is no chain\n" in str(comparison)
+
+
+def test_seconds_until_the_loss_of_the_reference() -> None:
+    """Losses fall by 1 an update of 5 samples, late ones by half of that; a mean is over a tenth of 40."""
+    falling = tuple((5 * (i + 1), float(-i)) for i in range(40))
+    reference = Variant("1f1b", 1.25e8, predicted_per_s=10.0, losses=falling)
+    late = Variant("late", 1.25e8, predicted_per_s=40.0, losses=tuple((n, loss / 2) for n, loss in falling))
+    compared = RecipeComparison("small", 4, (reference, late), delayed=True)
+    assert compared.average_losses(reference)[:2] == [(2.0, -1.5), (2.5, -2.5)]
+    assert compared.reach_reference(reference) == 40 * 5 / 10.0
+    assert compared.reach_reference(late) is None
+    assert compared.verdict == (
+        "On 4 workers over 1 Gbit/s, 1f1b is predicted to be the first at its own loss, after 20.0 s."
     )
-    assert RecipeComparison("net", 2, ("accuracy", 0.9), (link,)).reasons() == comparison.reasons()[:1]
+    longer = replace(late, losses=tuple((5 * (i + 1), float(-i)) for i in range(60)))
+    compared = replace(compared, variants=(reference, longer))
+    assert compared.reach_reference(longer) == 40 * 5 / 40.0
+    assert compared.verdict.endswith(
+        "late is predicted to be the first at the loss of 1f1b, after 5.00 s; 1f1b takes 20.0 s."
+    )
+    assert compared.table()[0][-1] == "s to 1f1b's loss"
+    assert replace(compared, finished=False).verdict.startswith("Not all runs have finished: the same command")

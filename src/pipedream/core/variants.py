@@ -1,44 +1,40 @@
-"""The RecipeComparison: one recipe trained in several ways over links of given rates."""
-
-from __future__ import annotations
+"""The RecipeComparison: runs of one recipe, in several ways and over links of given rates."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
+from pipedream.core.artifact import NOT_STORED
 from pipedream.core.display import align
-from pipedream.core.units import format_bytes, format_number
+from pipedream.core.units import format_bytes, format_number, format_seconds
 
 ONE_WORKER, DDP = "one worker", "DDP"
-ACCUMULATED = 8
-"""Minibatches that each worker accumulates before its gradients are summed, in accumulating variants."""
-SHARED, ACCUMULATING = "DDP, minibatch shared", f"DDP, accumulating {ACCUMULATED}"
-HALF, HALF_ACCUMULATING = "DDP, fp16", f"DDP, fp16, accumulating {ACCUMULATED}"
-LOCAL_SGD = f"local SGD, every {ACCUMULATED}"
-TORCH = (DDP, SHARED, ACCUMULATING, HALF, HALF_ACCUMULATING, LOCAL_SGD, "torch Schedule1F1B")
-"""Torch's own ways to train on several workers."""
-_TIMES_DDP = " as many samples per second as DDP"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train, with its results; unknown figures are None.
+    """One way to train over one link, with the figures of its run folder; unknown ones are None.
 
     Attributes:
+        link: bytes/s; None for this machine's own links.
         plan: replica counts of the stages, and the depth; '' for one of torch's.
-        predicted_per_s: samples per second by simulation.
+        samples_per_s: None if all workers ran in one process.
+        predicted_per_s: samples per second by simulation; None for torch's.
         samples_per_update: over all workers.
-        bytes_per_sample: bytes that all workers sent, with evaluations and the packets' headers, per trained sample.
-        bubble: share of time in which workers did not compute; for torch's variants, all time beyond the profiled
-            seconds.
+        bytes_per_sample: bytes that all workers sent, from their start to their end, per trained sample.
+        bubble: share of time in which workers did not compute; None for torch's.
         peak_bytes: peak of tensors, on the fullest worker.
-        seconds_to_target: None if it was not reached.
-        metrics: metrics of the last evaluation.
-        why: why it did not run; else ''.
+        why: why it did not run, or not to its end; else ''.
         approximation: of the gradients, such as 'sums=powersgd:4'.
+        losses: (samples trained, loss) of each minibatch.
     """
 
     name: str
-    workers: int
+    link: float | None = None
+    folder: str = ""
     plan: str = ""
     samples_per_s: float | None = None
     predicted_per_s: float | None = None
@@ -50,138 +46,145 @@ class Variant:
     metrics: dict[str, float] = field(default_factory=dict)
     why: str = ""
     approximation: str = ""
-
-
-@dataclass(frozen=True)
-class OverLink:
-    """All variants over one link.
-
-    Attributes:
-        bytes_per_s: speed of each level of the network, innermost first; () for this machine's own links.
-    """
-
-    bytes_per_s: tuple[float, ...]
-    variants: tuple[Variant, ...]
+    losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
 
     @property
-    def link(self) -> str:
-        """The rates in words."""
-        return ", ".join(map(format_link, self.bytes_per_s)) or "this machine's own links"
-
-    def fastest(self, *, exact: bool = False) -> Variant | None:
-        """Returns the variant with most samples per second; with `exact`, of those with exact gradients."""
-        ran = [v for v in self.variants if v.samples_per_s and not (exact and v.approximation)]
-        return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
-
-    def compare_with(self, name: str, variant: Variant) -> float | None:
-        """Returns a variant's samples per second over those of the variant of this name."""
-        other = next((other.samples_per_s for other in self.variants if other.name == name), None)
-        return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
-
-    def verdict(self) -> str:
-        """Recommends a variant for this link, and an exact one if the first is approximate."""
-        where, best, exact = f"over {self.link}", self.fastest(), self.fastest(exact=True)
-        if best is None:
-            return f"{where} nothing ran"
-        text = f"{where} {self._recommend(best)}"
-        if best.approximation and exact is not None:
-            text += f" (approximate: {best.approximation}); with exact gradients {self._recommend(exact)}"
-        return text
-
-    def _recommend(self, best: Variant) -> str:
-        if best.name == ONE_WORKER:
-            return "one worker alone is the fastest"
-        alone = self.compare_with(ONE_WORKER, best)
-        gain = "" if alone is None else f", {format_ratio(alone)} times as fast as one worker"
-        if best.name.startswith(DDP):
-            return f"use {best.name}{gain}"
-        if (ratio := self.compare_with(DDP, best)) is None:
-            return f"{best.name} is the fastest{gain}"
-        return f"{best.name} trains {format_ratio(ratio)} times{_TIMES_DDP}{gain}"
+    def loss_curve(self) -> list[tuple[float, float]]:
+        """(seconds, loss) of each minibatch, at the measured or predicted rate."""
+        rate = self.samples_per_s or self.predicted_per_s or math.inf
+        return [(samples / rate, loss) for samples, loss in self.losses]
 
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """One recipe trained in several ways.
+    """Runs of one recipe.
 
     Attributes:
-        target: (metric, value), or None.
-        notes: remarks on the figures.
-        emulated: several workers waited instead of computing.
+        variants: those over the same link follow each other.
+        settings: what was asked for.
+        delayed: all workers of a run are in one process, and its losses show what stale gradients cost; the first run
+            flushes, so it trains as one worker does.
+        finished: all runs have ended.
     """
 
     recipe: str
     workers: int
-    target: tuple[str, float] | None
-    links: tuple[OverLink, ...]
-    notes: tuple[str, ...] = ()
-    emulated: bool = False
+    variants: tuple[Variant, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    delayed: bool = False
+    finished: bool = True
 
     @property
-    def workers_text(self) -> str:
-        return f"{self.workers} {'emulated ' if self.emulated else ''}workers"
+    def heading(self) -> str:
+        workers = f"{self.workers} {'stages in one process' if self.delayed else 'workers'}"
+        return f"{self.recipe}, {workers}"
+
+    @property
+    def links(self) -> dict[float | None, list[Variant]]:
+        """The variants over each link."""
+        links = dict.fromkeys(variant.link for variant in self.variants)
+        return {link: [variant for variant in self.variants if variant.link == link] for link in links}
+
+    def compare_with(self, name: str, variant: Variant) -> float | None:
+        """Returns a variant's samples per second over those of the variant of this name, over the same link."""
+        others = (other.samples_per_s for other in self.links[variant.link] if other.name == name)
+        other = next(others, None)
+        return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
+
+    def average_losses(self, variant: Variant) -> list[tuple[float, float]]:
+        """Returns (seconds, moving average of the loss), over a tenth of the first run's minibatches."""
+        curve = variant.loss_curve
+        window = max(1, min(len(self.variants[0].losses) // 10, len(curve)))
+        sums = list(accumulate((loss for _, loss in curve), initial=0.0))
+        means = [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
+        return [(seconds, mean) for (seconds, _), mean in zip(curve[window - 1 :], means, strict=True)]
+
+    def reach_reference(self, variant: Variant) -> float | None:
+        """Returns the seconds until a run reaches the first run's final mean loss; None if it never does."""
+        reference = self.average_losses(self.variants[0])[-1:]
+        means = self.average_losses(variant)
+        return next((seconds for seconds, mean in means if reference and mean <= reference[0][1]), None)
 
     @property
     def verdict(self) -> str:
-        """One sentence: what to use over which link."""
-        text = "; ".join(link.verdict() for link in self.links)
-        first, times_ddp, rest = text.partition(_TIMES_DDP)
-        text = ("with emulated workers " if self.emulated else "") + first + times_ddp + rest.replace(_TIMES_DDP, "")
+        """One sentence: what is fastest over which link, or predicted to be the first at the first run's loss."""
+        if not self.finished:
+            return "Not all runs have finished: the same command, with this folder as --out, continues."
+        text = self._judge_losses() if self.delayed else "; ".join(map(self._judge_link, self.links))
         return f"{text[:1].upper()}{text[1:]}."
 
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """The columns of `row`."""
-        names = dict.fromkeys(name for link in self.links for variant in link.variants for name in variant.metrics)
-        return (
-            "variant", "plan", "samples/s", "predicted", "of one worker", "of DDP", "samples/update", "bytes/sample",
-            "bubble", "peak", "s to target", *names,
-        )  # fmt: skip
+    def _judge_losses(self) -> str:
+        seconds = {variant.name: s for variant in self.variants if (s := self.reach_reference(variant)) is not None}
+        if not seconds:
+            return "nothing was trained"
+        best, reference = min(seconds, key=seconds.__getitem__), self.variants[0].name
+        loss = "its own loss" if best == reference else f"the loss of {reference}"
+        text = f"over {format_link(self.variants[0].link)}, {best} is predicted to be the first at {loss}"
+        also = "" if best == reference else f"; {reference} takes {format_seconds(seconds[reference])}"
+        return f"on {self.workers} workers {text}, after {format_seconds(seconds[best])}{also}"
 
-    def row(self, link: OverLink, variant: Variant) -> tuple[str, ...]:
-        """Returns a variant's figures in words, one for each of `heads`; '-' where unknown."""
-        shares = [link.compare_with(name, variant) for name in (ONE_WORKER, DDP)]
-        return (
-            variant.name,
-            variant.plan or "-",
-            format_number(variant.samples_per_s),
-            format_number(variant.predicted_per_s),
-            *("-" if share is None else f"{share:.2f}" for share in shares),
-            format_number(variant.samples_per_update),
-            "-" if variant.bytes_per_sample is None else format_bytes(variant.bytes_per_sample),
-            "-" if variant.bubble is None else f"{variant.bubble:.1%}",
-            "-" if variant.peak_bytes is None else format_bytes(variant.peak_bytes),
-            format_number(variant.seconds_to_target),
-            *(format_number(variant.metrics.get(name)) for name in self.heads[11:]),
-        )
+    def _judge_link(self, link: float | None) -> str:
+        """Names the fastest variant over a link, and an exact one if that is approximate."""
+        ran = sorted((v for v in self.links[link] if v.samples_per_s), key=lambda v: -(v.samples_per_s or 0.0))
+        if not ran:
+            return f"over {format_link(link)} nothing ran"
+        text = f"over {format_link(link)} {self._praise(ran[0])} is the fastest"
+        exact = next((variant for variant in ran if not variant.approximation), ran[0])
+        return text if exact is ran[0] else f"{text}, with exact gradients {self._praise(exact)}"
+
+    def _praise(self, variant: Variant) -> str:
+        """Returns a variant's name, and how much faster it is than one worker and DDP."""
+        ratios = {name: self.compare_with(name, variant) for name in (ONE_WORKER, DDP) if name != variant.name}
+        words = [f"{format_ratio(ratio)} times {name}" for name, ratio in ratios.items() if ratio]
+        return f"{variant.name} ({', '.join(words)})" if words else variant.name
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Returns heads, and a row for each run; '-' where unknown. A column without figures is left out."""
+        columns: dict[str, list[str]] = {}
+
+        def add(head: str, figure: Callable[[Variant], Any], words: Callable[[Any], str] = format_number) -> None:
+            values = map(figure, self.variants)
+            columns[head] = ["-" if value in (None, "") else words(value) for value in values]
+
+        add("over", lambda variant: format_link(variant.link), str)
+        add("variant", lambda variant: variant.name, str)
+        add("plan", lambda variant: variant.plan, str)
+        add("samples/s", lambda variant: variant.samples_per_s)
+        add("predicted", lambda variant: variant.predicted_per_s)
+        for name in (ONE_WORKER, DDP):
+            add(f"of {name}", partial(self.compare_with, name), "{:.2f}".format)
+        add("samples/update", lambda variant: variant.samples_per_update)
+        add("bytes/sample", lambda variant: variant.bytes_per_sample, format_bytes)
+        add("bubble", lambda variant: variant.bubble, "{:.1%}".format)
+        add("peak", lambda variant: variant.peak_bytes, format_bytes)
+        add("s to target", lambda variant: variant.seconds_to_target)
+        add("updates", lambda variant: len(variant.losses) or None)
+        add("loss", lambda variant: next((mean for _, mean in self.average_losses(variant)[-1:]), None))
+        if self.delayed:
+            add(f"s to {self.variants[0].name}'s loss", self.reach_reference)
+        for name in dict.fromkeys(name for variant in self.variants for name in variant.metrics):
+            add(f"test {name}", partial(lambda name, variant: variant.metrics.get(name), name))
+        filled = ([head, *cells] for head, cells in columns.items() if set(cells) != {"-"})
+        return list(zip(*filled, strict=True))
 
     def reasons(self) -> tuple[str, ...]:
-        """Explains each figure that is missing on purpose, and lists the notes."""
-        reasons = [
-            f"{variant.name} did not run: {variant.why}"
-            for link in self.links
-            for variant in link.variants
-            if variant.why
-        ]
-        if self.target is None:
-            reasons.append('no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)')
-        return (*dict.fromkeys(reasons), *self.notes)
+        """Explains why runs have no figures."""
+        reasons = (f"{variant.name} has no figures: {variant.why}" for variant in self.variants if variant.why)
+        return tuple(dict.fromkeys(reasons))
 
     def __str__(self) -> str:
-        parts = []
-        for link in self.links:
-            rows = [self.heads, *(self.row(link, variant) for variant in link.variants)]
-            parts.append(f"{self.recipe}, {self.workers_text}, over {link.link}\n{align(rows, 'llr')}")
         notes = [f"note: {reason}" for reason in self.reasons()]
-        return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
+        return "\n".join([self.heading, align(self.table(), "lllr"), "", *notes, self.verdict])
 
 
-def format_link(bytes_per_s: float) -> str:
+def format_link(bytes_per_s: float | None) -> str:
     """Returns a rate in bits, as networks are sold.
 
     >>> format_link(50e6), format_link(1.25e9)
     ('400 Mbit/s', '10 Gbit/s')
     """
+    if bytes_per_s is None:
+        return "this machine's own links"
     bits = 8 * bytes_per_s
     for name, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:

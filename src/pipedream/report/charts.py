@@ -26,6 +26,7 @@ def curve_svg(
     marks: Iterable[float] = (),
     named: Iterable[tuple[float, str]] = (),
     failures: Iterable[tuple[float, str]] = (),
+    x_ticks: Mapping[float, str] | None = None,
     standalone: bool = True,
 ) -> str:
     """Returns the picture of a curve. Many points become a line of means, in a band from minimum to maximum.
@@ -36,6 +37,7 @@ def curve_svg(
         marks: dashed vertical lines.
         named: labelled vertical lines.
         failures: vertical lines with a cross, each with a tooltip.
+        x_ticks: labels of the horizontal axis; by default round numbers.
         standalone: False inside an HTML page.
     """
     several = isinstance(points, Mapping)
@@ -61,10 +63,11 @@ def curve_svg(
             )
 
         parts += y_axis(ticks(low, high, 5), lambda tick: at(left_x, tick)[1], _LEFT, right, format_number)
-        for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
+        round_ticks = ticks(left_x, right_x, max(2, int(width_px / 100)))
+        for tick, word in (x_ticks or {tick: format_number(tick) for tick in round_ticks}).items():
             x = at(tick, low)[0]
             anchor = "end" if x > right - _HALF_LABEL else "middle"
-            parts.append(text(x, bottom + 15, format_number(tick), colour="faint", anchor=anchor))
+            parts.append(text(x, bottom + 15, word, colour="faint", anchor=anchor))
         for mark in marks:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]

@@ -124,14 +124,12 @@ def y_axis(
     left: float,
     right: float,
     write: Callable[[float], str],
-    *,
-    size: float = 11,
 ) -> list[str]:
     """Returns a line at each mark, and its words to the left of it."""
     parts = []
     for mark in marks:
         parts.append(line("tick", left, right, y(mark), y(mark), COLOURS["line"][0]))
-        parts.append(text(left - 8, y(mark) + 4, write(mark), colour="faint", size=size, anchor="end"))
+        parts.append(text(left - 8, y(mark) + 4, write(mark), colour="faint", anchor="end"))
     return parts
 
 

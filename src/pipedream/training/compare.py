@@ -1,249 +1,292 @@
-"""Compares ways to train a recipe: one worker, what torch offers, and some methods, in turn over slow links."""
+"""Compares ways to train a recipe, one run folder each: one worker, what torch offers, some methods; and their losses.
 
-from __future__ import annotations
+Speeds are compared over slow links, each run in processes of its own. What stale gradients cost is compared in this one
+process: there a `Pipeline` runs all stages, and gradients are exactly as stale as on several machines.
+"""
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from math import prod
+from hashlib import sha256
+from math import ceil
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from pipedream.core.artifact import encode, write_text
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.artifact import encode, read_text, write_text
+from pipedream.core.cold import WARM_UP
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.mesh import meshes_of
+from pipedream.core.plan.messages import ENCODINGS
+from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
-from pipedream.core.units import format_seconds
-from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, format_link
-from pipedream.options import TrainingOptions
-from pipedream.report.variants import variants_page, variants_svg
+from pipedream.core.schedule.phase import Phase, phases_text, read_phases
+from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
+from pipedream.plan_request import AUTO, PlanRequest
+from pipedream.report.variants import comparison_page, comparison_svg
 from pipedream.runtime.checkpoint.remote import is_url
-from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network
-from pipedream.training.compare_runs import RunFailed, Runs, Scales, count_cores, limit_threads
-from pipedream.training.compare_variants import OF_TORCH, LinkVariants
+from pipedream.schedules import properties_of
+from pipedream.slow_links import loopback_bytes_per_s, slow_network
+from pipedream.training.compare_options import ComparisonOptions
+from pipedream.training.compare_runs import Runs
+from pipedream.training.run_folder import measure_steady
+from pipedream.workflows.plan import make_plan
 from pipedream.workflows.probe import detect_cluster
+from pipedream.workflows.simulate import simulate
 
+STATE = "compare.json"
+"""Name of the file with a comparison's settings and figures."""
 COMPARED = (
-    OF_TORCH, "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
+    "torch", "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
     "1f1b", "1f1b+bfloat16", "1f1b+int8", "pipedream", "pipedream+int8",
-    "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", "auto",
+    "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", AUTO,
 )  # fmt: skip
 """The methods that are compared with one worker by default, with their sums or messages."""
 
-_LATENCY_S = 1e-4  # of a message between two hosts of a slow network
-_RUNS, _MORE_RUNS, _WIDE_SPREAD = 10, 40, 0.25  # of the profile; relative spread that asks for more runs
-_MIN_SHARE_S, _MAX_TOTAL_BYTES_PER_S = 0.05, 1e8  # see choose_scales
+DELAYED = ("1f1b", "pipedream_2bw", "pipedream")
+"""The methods whose losses are compared by default."""
+
+_DDP = (
+    (DDP, "full", 1),
+    ("DDP, accumulating 8", "full", 8),
+    ("DDP, fp16", "float16", 1),
+    ("DDP, fp16, accumulating 8", "float16", 8),
+    ("local SGD, every 8", "every:8", 1),
+)
+"""Of the ways of torch's DDP: title, sums, minibatches that each worker accumulates for an update."""
+
+
+class _Way(NamedTuple):
+    """A way to train: its title, the request for its plan, its kind and options of `run_job`."""
+
+    name: str
+    request: PlanRequest
+    kind: str = "pipeline"
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def compare_recipe(
     recipe: str,
-    schedules: Sequence[str],
-    options: TrainingOptions,
+    options: ComparisonOptions,
     *,
-    links: Sequence[tuple[float, ...]] = (),
-    widths: tuple[int, ...] = (),
-    seconds: float | None = None,
+    out: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda line: None,
-) -> RecipeComparison:
-    """Trains each variant in its own processes, and writes the comparison into a folder.
+) -> tuple[RecipeComparison, Path]:
+    """Trains a recipe's file in each way, and writes the comparison into a folder; continues one found there.
 
-    Over `links`, more workers than this machine has cores are emulated (`pipedream.training.emulate`).
+    Returns the comparison and its folder.
 
     Args:
-        recipe: a recipe's file.
-        schedules: methods; 'torch' is all that torch offers, 'data-parallel' this library's, 'auto' the planner's
-            choice. After a plus follow sums or messages: 'data-parallel+powersgd:4', '1f1b+int8'.
-        options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and
-            shard_weights are used. With a mesh, workers are ranks: torch's own methods use each as a worker, the others
-            form meshes of them.
-        links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
-        widths: of the levels; by default all workers on one.
-        seconds: of each variant after its warm-up, as predicted, in place of the options' epochs and minibatches.
         progress: is called with a line before and after each step.
 
     Raises:
-        PlanError: the folder is used, a link is faster than this machine's, or the mesh does not divide the workers.
+        PlanError: the folder holds something else, no method has stale gradients to emulate, there are more workers
+            than cores, or a link is faster than this machine's.
         ScheduleError: a method is not known.
-        WorkerError: a variant failed; the message is that of its worker.
+        WorkerError: the model could not be profiled. A run that fails has a reason in place of figures.
     """
-    for text in schedules:
-        if text.partition("+")[2].partition(":")[0] in Compensation.kinds:
-            raise PlanError(
-                f"--schedule {text} was given, but a compensation changes losses, and speeds are compared; add "
-                "--emulate-delay to compare losses, or leave it out"
-            )
-    workers = options.workers or 2 * _measure_mesh(options.mesh)
-    emulated = bool(links) and workers > count_cores()
-    _check_mesh(options.mesh, workers, emulated=emulated)
-    folder = name_folder(recipe, options.out)
-    widths = widths or (workers,)
-    if links:
-        progress("measuring this machine's own link ...")
-    _check_links(links, widths, workers)
-    context = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
-    with context as network, limit_threads(workers):
-        runs = Runs(recipe, options, folder, network)
-        progress(f"profiling the model, on {workers} workers at once ...")
-        profile, notes = profile_together(runs, workers, options.microbatches or workers)
-        compute_s = profile.forward_s + profile.backward_s
-        progress(f"profiled: {format_seconds(compute_s)} of layers per minibatch of {profile.batch} samples")
-        compared: list[OverLink] = []
-        target = None
-        for bytes_per_s in links or ((),):
-            scales = choose_scales(profile, workers, bytes_per_s) if emulated else None
-            if network is None:
-                cluster = detect_cluster(options.device, workers=workers)[0]
-            else:
-                cluster = _limit_network(network, widths, bytes_per_s, scales)
-                if scales is None and options.device == "cpu":
-                    progress(f"measuring messages over {format_link(min(bytes_per_s))} ...")
-                    profile, cluster = add_link_costs(runs, profile, cluster)
-            link = LinkVariants(
-                runs, profile, cluster, options.microbatches, schedules, progress, scales, target, seconds
-            )
-            earlier = compared[0].variants if compared else ()
-            one_worker = next((variant for variant in earlier if variant.name == ONE_WORKER), None)
-            compared.append(OverLink(tuple(bytes_per_s), tuple(link.measure_all(one_worker))))
-            target = link.target
-    notes = (*_describe_setting(options, workers, emulated), *notes)
-    comparison = RecipeComparison(Path(recipe).stem, workers, target, tuple(compared), notes, emulated)
-    write_text(folder / "compare.svg", variants_svg(comparison))
-    text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
-    write_text(folder / "compare.json", text + "\n")
-    write_text(folder / "compare.html", variants_page(comparison))
+    workers, is_delayed = options.worker_count, options.emulate_delay
+    phases = read_methods(options.schedules or DELAYED) if is_delayed else ()
+    if not is_delayed:
+        _check(options, options.schedules or COMPARED)
+    settings = {"recipe_sha256": sha256(Path(recipe).read_bytes()).hexdigest()[:12]} | dict(encode(options))
+    folder = open_folder(recipe, out, settings)
+    is_linked = bool(options.links) and not is_delayed
+    context = slow_network((workers,), (None,)) if is_linked else nullcontext()
+    # A lone worker has only its share of the cores, as each of several.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    with context as network:
+        runs = Runs(recipe, folder, options.seed, options.device, network)
+        comparison = RecipeComparison(Path(recipe).stem, workers, (), settings, is_delayed, finished=False)
+        comparer = _Comparer(options, runs, comparison, progress)
+        profile = comparer.profile_together()
+        for link in options.rates:
+            cluster = options.make_cluster(link) if link else detect_cluster(options.device, workers=workers)[0]
+            if network is not None:
+                network.limit(link)
+            ways = _list_delayed(phases, options, cluster) if is_delayed else _list_ways(options, cluster)
+            for way in ways:
+                comparer.add(way, profile, link)
+    comparer.write(finished=True)
     progress(f"{folder / 'compare.html'}, picture in {folder / 'compare.svg'}")
-    return comparison
+    return comparer.comparison, folder
 
 
-def profile_together(runs: Runs, workers: int, microbatches: int) -> tuple[Profile, tuple[str, ...]]:
-    """Profiles the recipe on all workers at once, as they will train, and for longer if its seconds vary.
+@dataclass
+class _Comparer:
+    """Adds runs to a comparison, and writes it after each."""
 
-    Returns the profile, and a note if they still do.
-    """
-    processes = workers if workers <= count_cores() else 1
-    notes: tuple[str, ...] = ()
-    for count in (_RUNS, _MORE_RUNS):
+    options: ComparisonOptions
+    runs: Runs
+    comparison: RecipeComparison
+    progress: Callable[[str], None]
+
+    def profile_together(self) -> Profile:
+        """Profiles the recipe on all workers at once, as they will train, unless the folder has its profile."""
+        self.write()
+        file, workers = self.runs.folder / "profile" / "profile.json", self.comparison.workers
+        if not file.exists():
+            self.progress("profiling the model ...")
+            processes, parts = 0 if self.comparison.delayed else workers, self.options.microbatches or workers
+            self.runs.run("profile", processes, "profile", runs=10, microbatches=parts)
+        return Profile.load(file)
+
+    def add(self, way: _Way, profile: Profile, link: float | None) -> None:
+        """Runs a way to train over a link, unless its run folder is complete, and adds its figures."""
+        variant = Variant(way.name, link, approximation=way.request.choices.approximations)
         try:
-            file, _ = runs.run_worker("profile", processes, "profile", runs=count, microbatches=microbatches)
-        except RunFailed as failed:
-            raise failed.make_error("profile") from None
-        profile = Profile.load(file)
-        compute_s = profile.forward_s + profile.backward_s
-        spread = sum(layer.forward_spread_s + layer.backward_spread_s for layer in profile.layers)
-        if spread <= _WIDE_SPREAD * compute_s:
-            break
-        remark = f"measured again with {_MORE_RUNS} runs" if count == _RUNS else f"also with {_MORE_RUNS} runs"
-        text = f"the profile's seconds vary by {spread / compute_s:.0%} ({remark}): the machine is not quiet"
-        notes = (f"{text}, and what is predicted may be off by as much",)
-    profile.save(runs.folder / "profile.json")
-    return profile, notes
+            variant = self._run(way, make_plan(profile, way.request), variant)
+        except (PlanError, ScheduleError) as error:
+            variant = replace(variant, why=str(error))
+        self.write(variant)
+
+    def _run(self, way: _Way, plan: Plan, variant: Variant) -> Variant:
+        if way.kind == "pipeline":
+            depth = plan.schedule if way.request.schedule == AUTO else plan.depth_mode
+            variant = replace(variant, plan=f"{plan.config}, {depth}", predicted_per_s=predict_samples_per_s(plan))
+        if plan.ranks == 1 and self.comparison.variants:  # one worker is as fast over any link
+            measured = self.comparison.variants[0]
+            return replace(measured, name=variant.name, link=variant.link, plan=variant.plan)
+        is_linked = self.runs.network is not None and plan.ranks > 1
+        label = f"{way.name} over {format_link(variant.link)}" if is_linked else way.name
+        self.progress(f"{label} ...")
+        accumulated = dict(way.options).get("accumulated", 1)
+        splits = plan.microbatches > 1 or properties_of(plan.schedule or "pipedream").splits_minibatch
+        minibatches = accumulated * (1 if splits else max(plan.replicas))  # of an update
+        variant = replace(variant, folder=re.sub(r"[\W_]+", "_", label), samples_per_update=minibatches * plan.batch)
+        chosen = self._choose_length(plan, minibatches) | dict(way.options)
+        variant = self.runs.train(variant, plan, way.kind, is_here=self.comparison.delayed, **chosen)
+        rate = f"{variant.samples_per_s:.4g} samples/s" if variant.samples_per_s else f"{len(variant.losses)} updates"
+        self.progress(f"{label}: {variant.why or rate}")
+        return variant
+
+    def _choose_length(self, plan: Plan, minibatches: int) -> dict[str, int | None]:
+        """Returns the epochs and minibatches of a run whose updates have so many.
+
+        It has at least two updates. With rare sums, what follows its warm-up has whole periods: without an average of
+        the weights it would look faster than it is.
+        """
+        options, period, warm_up = self.options, plan.choices.sums.period, ceil(WARM_UP / minibatches)
+        if options.seconds is not None:
+            update_s = minibatches * plan.batch / predict_samples_per_s(plan)
+            updates = warm_up + max(2, ceil(options.seconds / update_s))
+        elif options.minibatches is not None:
+            updates = max(2, ceil(options.minibatches / minibatches))
+        else:
+            return {"epochs": options.epochs, "minibatches": None}
+        if period > 1:  # the warm-up is at most half of the run
+            updates = warm_up + ceil(max(warm_up, updates - warm_up) / period) * period
+        count = minibatches * updates
+        return {"epochs": options.epochs if options.seconds is None and period == 1 else count, "minibatches": count}
+
+    def write(self, *variants: Variant, finished: bool = False) -> None:
+        """Adds variants, and writes the comparison."""
+        variants = (*self.comparison.variants, *variants)
+        self.comparison = replace(self.comparison, variants=variants, finished=finished)
+        state, folder = {"verdict": self.comparison.verdict} | dict(encode(self.comparison)), self.runs.folder
+        write_text(folder / STATE, json.dumps(state, indent=1) + "\n")
+        if variants:
+            write_text(folder / "compare.svg", comparison_svg(self.comparison))
+            write_text(folder / "compare.html", comparison_page(self.comparison))
 
 
-def add_link_costs(runs: Runs, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Returns the profile with the compute that messages and all-reduces cost, the cluster with the latter's rate."""
-    bytes_per_s = cluster.bandwidth_bytes_per_s
-    name = f"messages {format_link(bytes_per_s)}"
-    try:
-        file, _ = runs.run_worker("messages", cluster.workers, name, bytes_per_s=bytes_per_s)
-    except RunFailed as failed:
-        raise failed.make_error("the exchange of messages") from None
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    if "why" in measured:  # the plain loop does not train this recipe
-        return profile, cluster
-    *inner, outermost = cluster.levels
-    levels = (*inner, replace(outermost, sum_bytes_per_s=measured["sum_bytes_per_s"]))
-    runtime = replace(profile.runtime, **measured["costs"])
-    return replace(profile, runtime=runtime), replace(cluster, levels=levels)
+def _list_delayed(phases: Sequence[Phase], options: ComparisonOptions, cluster: Cluster) -> Iterator[_Way]:
+    """Yields the methods of `read_methods`, one stage for each worker."""
+    for phase in phases:
+        parts = options.microbatches if properties_of(phase.name).splits_minibatch else None
+        request = PlanRequest(cluster, schedule=phase.name, microbatches=phase.microbatches or parts, shape="straight")
+        yield _Way(phases_text([phase]), request, options=(("compensation", phase.compensation),))
 
 
-def choose_scales(profile: Profile, workers: int, bytes_per_s: Sequence[float]) -> Scales:
-    """Returns the scales of an emulation with which the cores have little to do but wait.
+def _list_ways(options: ComparisonOptions, cluster: Cluster) -> Iterator[_Way]:
+    """Yields one worker, and ways to train on several."""
+    replicated = PlanRequest(cluster, shape="data-parallel")
+    yield _Way(ONE_WORKER, PlanRequest(Cluster.flat(1), shape="data-parallel"), "plain")
+    for text in (options.schedules or COMPARED) if options.worker_count > 1 else ():
+        name, _, exchange = text.partition("+")
+        option = "messages" if exchange.split(",")[0] in ENCODINGS else "sums"
+        exchanged: dict[str, Any] = {option: exchange} if exchange else {}
+        if text == "torch":
+            for title, sums, accumulated in _DDP:
+                yield _Way(title, replace(replicated, sums=sums), "ddp", (("accumulated", accumulated),))
+            shared = replace(replicated, schedule="1f1b", microbatches=options.worker_count)
+            yield _Way("DDP, minibatch shared", shared, "ddp")
+            straight = PlanRequest(cluster, schedule="1f1b", shape="straight", microbatches=options.microbatches)
+            yield _Way("torch Schedule1F1B", straight, "1f1b")
+        elif name == "data-parallel":
+            yield _Way(text, replace(replicated, **exchanged))
+        elif name == AUTO:
+            yield _Way(text, PlanRequest(cluster, schedule=AUTO, allow_asynchronous=True))
+        else:
+            request = PlanRequest(cluster, schedule=name, shape="pipeline", all_workers=True, **exchanged)
+            if properties_of(name).splits_minibatch:
+                request = replace(request, microbatches=options.microbatches)
+            yield _Way(text, replace(request, in_flight="full") if name == "pipedream" else request)
 
-    A worker's share of a minibatch takes at least `_MIN_SHARE_S`; the slowest links carry no more than
-    `_MAX_TOTAL_BYTES_PER_S` from all workers together.
-    """
-    share_s = max(1e-9, profile.forward_s + profile.backward_s) / workers
-    dilation = max(1.0, _MIN_SHARE_S / share_s)
-    return Scales(dilation, dilation * min(1.0, _MAX_TOTAL_BYTES_PER_S / (workers * min(bytes_per_s))))
+
+def predict_samples_per_s(plan: Plan) -> float:
+    """Returns the simulated throughput, of the steady part of a run if it has one."""
+    minibatches = max(12, 4 * plan.placement.cycle * max(plan.in_flight))  # most are between filling and draining
+    return measure_steady(simulate(plan, minibatches=minibatches)).samples_per_s
 
 
-def _limit_network(
-    network: Network, widths: Sequence[int], bytes_per_s: Sequence[float], scales: Scales | None
-) -> Cluster:
-    """Gives each level of the network its rate, and returns it as a cluster."""
-    for level, rate in enumerate(bytes_per_s):
-        network.limit(rate if scales is None else rate * scales.byte_scale / scales.dilation, level=level)
-    latency_s = _LATENCY_S if scales is None else 0.0  # the real one is not dilated, so it is negligible
-    return Cluster(tuple(Level(width, rate, latency_s) for width, rate in zip(widths, bytes_per_s, strict=True)))
-
-
-def _describe_setting(options: TrainingOptions, workers: int, emulated: bool) -> list[str]:
-    notes = []
-    if options.mesh:
-        notes.append(f"workers are ranks; the methods shard layers over meshes of them, {options.mesh}")
-    if emulated:
-        notes.append(
-            f"{workers} workers are more than {count_cores()} cores, so they are emulated: they wait for the profiled "
-            "seconds, with real messages and all-reduces; DDP's rows are emulated with this library's data "
-            "parallelism; peaks and seconds to the target are not known"
+def read_methods(schedules: Sequence[str]) -> tuple[Phase, ...]:
+    """Reads methods with their compensation; one that flushes comes first. Raises a PlanError if all flush."""
+    phases = [read_phases(text)[-1] for text in dict.fromkeys(schedules)]
+    flushing = [phase for phase in phases if properties_of(phase.name).flushes]
+    delayed = [phase for phase in phases if phase not in flushing]
+    if not delayed:
+        raise PlanError(
+            f"--emulate-delay was asked for with {', '.join(schedules)}, which flush: no gradient is stale, and the "
+            "losses are those of one process; name a method with stale gradients, such as pipedream"
         )
-    return notes
+    return (*(flushing or [Phase("1f1b")]), *delayed)
 
 
-def name_folder(recipe: str, out: str | os.PathLike[str] | None, *, may_be_used: bool = False) -> Path:
-    """Returns a comparison's folder. Raises a `PlanError` if it is not empty, unless it may be."""
+def open_folder(recipe: str, out: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> Path:
+    """Returns a comparison's folder. Raises a `PlanError` if it holds anything else than one of these settings."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     if is_url(out):
         raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
-    if not may_be_used and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(f"{folder} is not empty; name a new folder, or omit --out for one in runs/")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return folder
+    try:
+        saved = json.loads(read_text(folder / STATE))["settings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise PlanError(f"{folder} is not empty, and has no comparison to continue; name a new folder") from None
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise PlanError(
+                f"{folder} has a comparison with {name} {saved.get(name)}, and {value} was asked for; give the same "
+                "options to continue it, or a new folder"
+            )
     return folder
 
 
-def _measure_mesh(mesh: str) -> int:
-    """Returns the ranks of the mesh of every worker; raises a `PlanError` if there are several."""
-    first, *others = set(meshes_of(mesh))
-    if others:
+def _check(options: ComparisonOptions, schedules: Sequence[str]) -> None:
+    """Raises a PlanError if speeds cannot be compared."""
+    for text in schedules:
+        name, _, exchange = text.partition("+")
+        if name not in ("torch", "data-parallel", AUTO):
+            properties_of(name)  # which refuses unknown methods
+        if exchange.partition(":")[0] in Compensation.kinds:
+            raise PlanError(
+                f"--schedule {text} was given, but a compensation changes losses, and speeds are compared; add "
+                "--emulate-delay to compare losses, or leave it out"
+            )
+    workers, cores = options.worker_count, len(os.sched_getaffinity(0))
+    if workers > cores and options.device == "cpu":
         raise PlanError(
-            f"the meshes {mesh} were asked for, but the methods that are compared partition the model differently; "
-            "give one mesh for all, such as model:2"
+            f"{workers} workers were asked for on {cores} cores, where they would take turns; ask for at most {cores}, "
+            "or predict (pipedream plan, then pipedream simulate or emulate)"
         )
-    return first.size
-
-
-def _check_mesh(mesh: str, workers: int, *, emulated: bool) -> None:
-    size = _measure_mesh(mesh)
-    if workers % size:
-        raise PlanError(
-            f"{workers} workers were asked for with the mesh {mesh}, so they are ranks, {size} to a mesh; give {size}, "
-            f"{2 * size} or another multiple"
-        )
-    if mesh and emulated:
-        raise PlanError(
-            f"the mesh {mesh} was asked for over --link with {workers} workers on {count_cores()} cores, which would "
-            "be emulated, but an emulation has one rank of each mesh; give fewer workers, or no --link"
-        )
-
-
-def _check_links(links: Sequence[tuple[float, ...]], widths: tuple[int, ...], workers: int) -> None:
-    if not links:
-        return
-    if prod(widths) != workers:
-        shape = "x".join(map(str, reversed(widths)))
-        raise PlanError(f"{workers} workers on {shape} hosts were asked for; the product must be the workers")
-    if misfit := next((rates for rates in links if len(rates) != len(widths)), None):
-        raise PlanError(
-            f"a link of {len(misfit)} rates was asked for on a network of {len(widths)} levels; give a rate for each, "
-            "innermost first, as in --link 10gbit/s,400mbit/s --hosts 2x2"
-        )
-    fastest = max(rate for rates in links for rate in rates)
-    if fastest > (limit := loopback_bytes_per_s()):
+    if options.links and (fastest := max(options.links)) > (limit := loopback_bytes_per_s()):
         raise PlanError(
             f"a link of {format_link(fastest)} was asked for, but this machine's loopback carries {format_link(limit)} "
             "(measured now); ask for a slower one"

@@ -1,214 +1,224 @@
-"""The runs of a comparison: each in processes of its own, on this machine or on the hosts of a slow network."""
+"""The run folders of a comparison: started, written by workers (``python -m ... KIND RECIPE OPTIONS``), and read.
 
-from __future__ import annotations
+Workers are processes of this machine, or of the hosts of a slow network.
+"""
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
-from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, WorkerError
+from rich.console import Console
+
+from pipedream.core.artifact import read_text, write_text
+from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
-from pipedream.options import TrainingOptions
-from pipedream.runtime.failure.launch import launch
+from pipedream.core.variants import Variant
+from pipedream.recipe import load_recipe
+from pipedream.runtime.comm import process_group
+from pipedream.runtime.failure.guard import guard_job
+from pipedream.runtime.failure.launch import launch, set_threads
+from pipedream.runtime.failure.processes import write_error
+from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
 from pipedream.slow_links import Network
-from pipedream.training.compare_worker import BEGIN_SUFFIX, WorkerJob
+from pipedream.training import run_folder
+from pipedream.training.job import capture_recipe, profile_recipe
+from pipedream.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.training.train import train_recipe
 
-_GRACE_S = 10.0  # for the other workers, once one has failed
-_PLAN_FILE = "plan.json"  # written into a run folder after planning, before training
-
-
-class Scales(NamedTuple):
-    """Factors of an emulation on all seconds and on all bytes."""
-
-    dilation: float
-    byte_scale: float
-
-
-def count_for_sums(plan: Plan) -> int:
-    """Returns how many minibatches a run needs to include a rare sum; 1 if none are rare."""
-    period = plan.choices.sums.period
-    return (1 + period) * max(plan.replicas) if period > 1 else 1
-
-
-class RunFailed(Exception):
-    """A run ended with an exit status and a message."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.text = text.removeprefix("pipedream: ")
-        self._status = status
-
-    @property
-    def reason(self) -> str:
-        """The message in a line. Raises KeyboardInterrupt if the user stopped it."""
-        self._check_interrupt()
-        return self.text.rpartition("\n")[2] or f"exit status {self._status}"
-
-    def make_error(self, name: str) -> PipelineError:
-        """Returns the error of a run that should not have failed. Raises KeyboardInterrupt if the user stopped it."""
-        self._check_interrupt()
-        if self._status == BAD_CALL:
-            return PlanError(self.text or f"{name} was refused; see above")
-        return WorkerError(0, f"variant {name!r}", self.text or f"its run ended with exit status {self._status}")
-
-    def _check_interrupt(self) -> None:
-        if self._status in (130, -2):
-            raise KeyboardInterrupt
+_SENT = "sent_bytes.json"  # of all workers, from their start to their end
 
 
 @dataclass
 class Runs:
-    """Runs workers: local processes, or one on each host of a network.
-
-    Each method returns what the run wrote, and the bytes that all workers sent (None if unknown).
-    """
+    """Runs workers, on the hosts of a network or in local processes, and reads the folders that they write."""
 
     recipe: str
-    options: TrainingOptions
     folder: Path
-    network: Network | None
+    seed: int
+    device: str
+    network: Network | None = None
     count: int = 0
 
-    def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
-        """Runs a `WorkerJob` with these details; returns the file it wrote."""
-        options, out = self.options, self.folder / make_folder_name(name) / f"{kind}.json"
-        fields: dict[str, Any] = {"kind": kind, "recipe": self.recipe, "out": str(out), "seed": options.seed or 0}
-        names = ("device", "epochs", "minibatches", "mesh", "layout", "shard_weights")
-        fields |= {name: getattr(options, name) for name in names}
-        arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(WorkerJob(**(fields | details))))]
-        begin_file = out.with_name(_PLAN_FILE) if kind == "pipeline" else out.with_suffix(BEGIN_SUFFIX)
-        return out, self._run(workers, arguments, begin_file)
+    def run(self, kind: str, workers: int, name: str, **more: Any) -> Path:
+        """Runs `run_job` with these options, without workers in this process; returns the folder it wrote.
 
-    def train(self, plan: Plan, name: str, accumulated: int = 1) -> tuple[dict[str, Any], int | None]:
-        """Runs ``pipedream train``, with `accumulated` of the recipe's batches in a minibatch; returns its summary."""
-        options = self.options
-        if accumulated > 1:
-            plan_file = plan.save((self.folder / make_folder_name(name)).with_suffix(".plan.json"))
-            details: dict[str, Any] = {"accumulated": accumulated, "plan": str(plan_file)}
-            if options.minibatches is not None:
-                details["minibatches"] = max(2, options.minibatches // accumulated, count_for_sums(plan))
-            out, sent_bytes = self.run_worker("pipeline", plan.ranks, name, **details)
-            return json.loads(out.with_name("summary.json").read_text(encoding="utf-8")), sent_bytes
-        flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
-        flags += ["--checkpoint-every", 0]
-        if options.minibatches is not None:
-            flags += ["--minibatches", max(options.minibatches, count_for_sums(plan))]
-        for option in ("layout", "shard_weights", "epochs"):
-            if (value := getattr(options, option)) is not None:
-                flags += [f"--{option.replace('_', '-')}", value]
-        return self._run_command(plan, name, plan.ranks, _PLAN_FILE, "train", self.recipe, *flags, "--plan")
+        Raises:
+            PlanError: the workers refused it.
+            WorkerError: a worker failed.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        folder = self.folder / name
+        options = {"seed": self.seed, "device": self.device, "out": str(folder), **more}
+        if not workers:
+            with redirect_stdout(sys.stderr):
+                run_job(kind, self.recipe, options)
+            return folder
+        arguments = ["-m", "pipedream.training.compare_runs", kind, self.recipe, json.dumps(options)]
+        self.count += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.network is not None and workers > 1:
+            sent_before = self.network.sent_bytes()
+            status, text = self._run_on_hosts(self.network, workers, arguments)
+            write_text(folder / _SENT, str(self.network.sent_bytes() - sent_before))
+        else:
+            with redirect_stderr(io.StringIO()) as messages:
+                status = launch(workers, arguments, silent=True)
+            text = messages.getvalue()
+        if status in (130, -2):
+            raise KeyboardInterrupt
+        if status:
+            text = text.strip().removeprefix("pipedream: ") or f"exit status {status}"
+            text = text.rpartition("\n")[2] if "Traceback" in text else text
+            raise PlanError(text) if status == BAD_CALL else WorkerError(0, name, text)
+        return folder
 
-    def emulate(self, plan: Plan, name: str, scales: Scales, minibatches: int) -> tuple[dict[str, Any], int | None]:
-        """Runs ``pipedream emulate``; returns its summary, without the scales."""
-        dilation, byte_scale = scales
-        flags = ["--dilation", dilation, "--byte-scale", byte_scale, "--minibatches", minibatches]
-        summary, sent_bytes = self._run_command(plan, name, plan.workers, ".lock", "emulate", *flags)
-        rates = {key: dilation * summary["throughput"][key] for key in ("measured_per_s", "predicted_per_s")}
-        sent_bytes = None if sent_bytes is None else round(sent_bytes / byte_scale)
-        return summary | {"throughput": rates, "stages": (), "seconds_to_target": None}, sent_bytes
-
-    def _run_command(
-        self, plan: Plan, name: str, workers: int, begin_name: str, *words: Any
-    ) -> tuple[dict[str, Any], int | None]:
-        """Runs a command on a plan, appending the plan's file; returns the summary of its run folder."""
-        folder = self.folder / make_folder_name(name)
-        plan_file = plan.save(folder.with_suffix(".plan.json"))
-        arguments = ["-m", "pipedream", *map(str, words), str(plan_file), "--json", "--out", str(folder)]
-        sent_bytes = self._run(workers, arguments, folder / begin_name)
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent_bytes
-
-    def _run(self, workers: int, arguments: Sequence[str], begin_file: Path) -> int | None:
-        """Runs ``python ARGUMENTS`` on each worker; returns the bytes that they sent.
+    def train(self, variant: Variant, plan: Plan, kind: str, *, is_here: bool = False, **more: Any) -> Variant:
+        """Trains on a plan, unless the run folder is complete; returns the variant with its figures.
 
         Args:
-            begin_file: appears when training begins; bytes sent before that are not counted.
+            is_here: all workers run in this process, and continue what the folder holds.
         """
-        self.count += 1
-        begin_file.parent.mkdir(parents=True, exist_ok=True)
-        if self.network is not None and workers > 1:
-            return self._run_on_hosts(self.network, workers, arguments, begin_file)
-        if status := launch(workers, arguments, silent=True):
-            raise RunFailed(status, "")
-        return 0 if workers == 1 else None
+        folder, more = self.folder / variant.folder, {"plan": str(self.folder / f"{variant.folder}.plan.json"), **more}
+        measured = read_run(folder, variant)
+        if measured is None:
+            plan.save(Path(more["plan"]))
+            if is_here:
+                more["resume"] = str(folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                more |= {"checkpoint_every": 0} if kind == "pipeline" else {}
+            try:
+                self.run(kind, 0 if is_here else plan.ranks, variant.folder, **more)
+            except PipelineError as error:
+                return replace(variant, why=" ".join(str(error).split()))
+            measured = read_run(folder, variant) or variant
+        # The seconds and bytes of one process are not those of several workers.
+        return replace(variant, metrics=measured.metrics, losses=measured.losses) if is_here else measured
 
-    def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str], begin_file: Path) -> int:
+    def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str]) -> tuple[int, str]:
+        """Runs ``python ARGUMENTS`` on each host; returns the status of the first that failed, and its output."""
         processes: list[subprocess.Popen[bytes]] = []
-        outputs = [self.folder / f"{begin_file.parent.name}.rank{rank}.txt" for rank in range(workers)]
-        sent_before: int | None = None
-
-        def watch() -> None:
-            nonlocal sent_before
-            if sent_before is None and begin_file.exists():
-                sent_before = network.sent_bytes()
-
+        outputs = [self.folder / f"rank{rank}.txt" for rank in range(workers)]
         try:
             for rank, (host, output) in enumerate(zip(network.hosts, outputs, strict=False)):
                 variables = network.variables(rank, port=20000 + self.count) | {"WORLD_SIZE": str(workers)}
                 with output.open("wb") as file:
-                    processes.append(
-                        subprocess.Popen(
-                            host.inside(sys.executable, *arguments),
-                            env=os.environ | variables,
-                            stdin=subprocess.DEVNULL,
-                            stdout=subprocess.DEVNULL,
-                            stderr=file,
-                        )
+                    process = subprocess.Popen(
+                        host.inside(sys.executable, *arguments),
+                        env=os.environ | variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=file,
                     )
-            statuses = _wait_for_all(processes, watch)
+                    processes.append(process)
+            while not (failed := [rank for rank, process in enumerate(processes) if process.poll()]):
+                if all(process.poll() == 0 for process in processes):
+                    return 0, ""
+                time.sleep(0.02)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
+                process.kill()
                 process.wait()
-        if any(statuses):
-            failed_rank = next((i for i, status in enumerate(statuses) if status == BAD_CALL), 0)
-            texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
-            raise RunFailed(statuses[failed_rank] or 1, texts[failed_rank] or "\n".join(filter(None, texts)))
-        for output in outputs:
-            if not output.stat().st_size:
-                output.unlink()
-        return network.sent_bytes() - (sent_before or 0)
+        return processes[failed[0]].returncode, outputs[failed[0]].read_text(encoding="utf-8", errors="replace")
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None]) -> list[int]:
-    """Waits for all processes and returns their statuses; `_GRACE_S` after one fails, kills the others."""
-    failed_at_s = None
-    while any(process.poll() is None for process in processes):
-        if failed_at_s is None and any(process.returncode for process in processes):
-            failed_at_s = time.monotonic()
-        if failed_at_s is not None and time.monotonic() - failed_at_s > _GRACE_S:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-        watch()
-        time.sleep(0.02)
-    return [process.returncode for process in processes]
-
-
-def make_folder_name(name: str) -> str:
-    """Returns the name of a variant's folder."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name).replace("__", "_")
-
-
-def count_cores() -> int:
-    """Returns the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-@contextmanager
-def limit_threads(workers: int) -> Iterator[None]:
-    """Context in which a lone worker has only its share of the cores."""
-    previous = os.environ.get("OMP_NUM_THREADS")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+def read_run(folder: Path, variant: Variant) -> Variant | None:
+    """Returns the variant with the figures of its run folder; None if the run has not ended."""
     try:
-        yield
-    finally:
-        if previous is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
+        summary, losses = (json.loads(read_text(folder / name)) for name in ("summary.json", "losses.json"))
+    except FileNotFoundError:
+        return None
+    if summary["interrupted"]:
+        return None
+    batch, sent = Plan.load(folder / "plan.json").batch, folder / _SENT
+    return replace(
+        variant,
+        samples_per_s=summary["throughput"]["measured_per_s"],
+        bytes_per_sample=int(read_text(sent)) / (summary["minibatches"] * batch) if sent.exists() else None,
+        bubble=summary["bubble"]["measured"],
+        peak_bytes=summary["memory"]["measured_bytes"],
+        seconds_to_target=summary["seconds_to_target"],
+        metrics=summary["metrics"],
+        losses=tuple((batch * (number + 1), loss) for number, loss in losses),
+    )
+
+
+def run_job(kind: str, recipe: str, options: dict[str, Any]) -> None:
+    """Runs this rank's part of a job; rank 0 writes files into the folder `out`.
+
+    Args:
+        kind: 'profile' measures the recipe on all workers at the same time. The others train a plan: 'pipeline' as
+            ``pipedream train``, 'plain', 'ddp' and '1f1b' as torch itself does.
+        options: of `profile_recipe` or `train_recipe`; 'ddp' also takes `accumulated`.
+    """
+    if kind == "pipeline":
+        train_recipe(lambda seed: load_recipe(recipe, seed=seed), **options | {"plan": Plan.load(options["plan"])})
+        return
+    began_s, device = time.perf_counter(), process_group.process_device(options["device"])
+    out = Path(options.pop("out"))
+    rank, workers = process_group.join_group(device, check_software=False)
+    set_threads(workers)
+    with guard_job(rank, workers):
+        loaded = load_recipe(recipe, seed=options["seed"])
+        if kind == "profile":
+            files = {"profile.json": profile_recipe(loaded, on_all_ranks=True, **options).to_json()}
+        else:
+            files = _train_rival(kind, Task(loaded, rank, workers, device), options, began_s)
+        for name, text in files.items() if rank == 0 else ():
+            write_text(out / name, text + "\n")
+        process_group.wait_for_all()
+
+
+def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float) -> dict[str, str]:
+    """Trains as torch does, in the loop of ``pipedream train``; returns the files of its run folder: name -> text."""
+    plan, recipe = Plan.load(options["plan"]), task.recipe
+    rival: Any = _make_rival(kind, task._replace(parts=plan.microbatches), plan, options.get("accumulated", 1))
+    loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(Path(), 0, 0), began_s)
+    if loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
+        raise KeyboardInterrupt
+    summary = loop.list_figures() | {
+        "schedule": f"torch, {kind}",
+        "recipe": recipe.name,
+        "seed": options["seed"],
+        "workers": plan.workers,
+        "throughput": {"measured_per_s": median(loop.samples_per_s or [rival.samples / loop.train_s])},
+        "bubble": {"measured": None},
+        "memory": {"of": "the fullest worker", "measured_bytes": rival.measure_peak()},
+        "versions": run_folder.list_versions(),
+        "interrupted": False,
+    }
+    numbers, losses = zip(*loop.losses, strict=True)
+    rows = json.dumps(list(zip(numbers, rival.sum_over_workers(losses), strict=True)))
+    return {"plan.json": plan.to_json(), "losses.json": rows, "summary.json": json.dumps(summary, indent=1)}
+
+
+def _make_rival(kind: str, task: Task, plan: Plan, accumulated: int) -> PlainLoop:
+    if kind != "1f1b":
+        return PlainLoop(task) if kind == "plain" else DataParallel(task, accumulated, str(plan.choices.sums))
+    captured = capture_recipe(task.recipe, device=str(task.device))
+    if captured.model is not None:
+        raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
+    return OneFOneB(task, [captured.stage(stage.first, stage.last) for stage in plan.stages])
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        run_job(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    except PipelineError as error:
+        write_error(f"pipedream: {error}")
+        print(f"pipedream: {error}", file=sys.stderr)
+        status = BAD_CALL
+    sys.stderr.flush()
+    # gloo may abort an interpreter that shuts down, and destroying the group sometimes waits for ever for its thread.
+    os._exit(status)

@@ -150,9 +150,6 @@ plan | shape update_delay chunks cluster bandwidth latency memory mesh
 phases | schedule microbatches
     each phase has its own (and phases may also come from the recipe or the checkpoint)
     give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200
-emulate_delay | workers mesh layout shard_weights
-    it trains straight stages, each on one rank, in a single process
-    leave out OTHERS; --stages N counts the stages
 elastic | mesh
     a mesh that loses a rank cannot continue
     leave out OTHERS, or the elastic restart; --max-restarts starts all ranks again
