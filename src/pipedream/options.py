@@ -1,6 +1,6 @@
 """The only list of training options, each with its default, its meaning and its checks.
 
-    ModelOptions      how a model is trained, whoever runs it
+    ModelOptions      how a model is trained, whoever runs it, with its `ChoiceOptions`
       Recipe          ... with the model and its data (`pipedream.recipe`)
     MethodOptions     how workers run it
       PipelineOptions both: the keyword arguments of `pipedream.Pipeline`
@@ -35,9 +35,27 @@ from pipedream.planner import SHAPES, parse_counts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.schedules import is_torch_csv, load_torch_csv
 
+_ELSEWHERE = "the recipe's or the plan's"
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Chooser):
+class ChoiceOptions(Chooser):
+    """What to trade otherwise than a recipe or a plan does, as in `PlanRequest` (docs/less_communication.md).
+
+    Attributes:
+        sums: a recipe's is left out where no stage has replicas.
+        messages: also a pair.
+        activations: 'none' keeps what the plan moves.
+    """
+
+    sums: str | None = option_of(PlanRequest, "sums", default=None, unset=_ELSEWHERE)
+    messages: str | Sequence[str] | None = option_of(PlanRequest, "messages", unset=_ELSEWHERE)
+    activations: str | None = option_of(PlanRequest, "activations", default=None, unset=_ELSEWHERE)
+    optimizer_state: str | None = option_of(PlanRequest, "optimizer_state", unset=_ELSEWHERE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ChoiceOptions):
     """Options of a model's training, on however many workers.
 
     Attributes:
@@ -69,8 +87,6 @@ class ModelOptions(Chooser):
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
         sample: the model's input for one minibatch, to profile it and find its layers; by default a recipe's first
             training batch.
-        sums: how the replicas of a stage agree, in place of the plan's: 'full', 'bfloat16', 'float16', 'powersgd:RANK',
-            'every:H' or 'diloco:H' (docs/less_communication.md). A recipe's is left out where no stage has replicas.
         compensation: correction of stale gradients in place of the method's own: one or several of
             `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
             applies to phases that do not flush and name none themselves.
@@ -81,13 +97,6 @@ class ModelOptions(Chooser):
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
         layout: how tensors are sharded over the ranks of a worker that has several (`pipedream.Layout`).
-        messages: how tensors with a gradient, and their gradients, are encoded between workers: 'full', 'bfloat16',
-            'float16', 'int8', 'int4', or two of these, for activations and for gradients (docs/less_communication.md).
-            By default as the plan says.
-        activations: where they wait between forward and backward: 'host', the memory of a GPU's
-            machine; 'none' keeps them in the worker's own; by default the plan's place.
-        optimizer_state: 'host' keeps optimizers and their state in the memory of the machine: gradients go there, the
-            optimizer steps there, and the weights come back. By default as the plan says.
         parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It
             may call torch's `parallelize_module`, whose placements come before those of the layout.
     """
@@ -109,7 +118,6 @@ class ModelOptions(Chooser):
     on_nan: str = "error"
     grad_scaler: Any = None
     sample: Any = None
-    sums: str | None = None
     compensation: Any = option(
         None,
         "Compensation of stale gradients: spike, nesterov, error_feedback, basis_rotation, t1:500 (smaller rates for "
@@ -130,10 +138,7 @@ class ModelOptions(Chooser):
         panel=Panel.METHOD,
     )
     layout: Layout | None = None
-    messages: str | Sequence[str] | None = None
-    optimizer_state: str | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
-    activations: str | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.
@@ -245,7 +250,7 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Chooser, MethodOptions):
+class TrainingOptions(ChoiceOptions, MethodOptions):
     """Options of one run of a recipe: those of `pipedream.run` and of the command `pipedream train`.
 
     A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint by default;
@@ -259,7 +264,6 @@ class TrainingOptions(Chooser, MethodOptions):
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         in_flight: counts may be a tuple.
         layout: in place of the recipe's rules, whose names stay.
-        messages, activations, optimizer_state: in place of the recipe's.
         compile: False leaves it to the recipe.
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
@@ -283,7 +287,6 @@ class TrainingOptions(Chooser, MethodOptions):
     plan: Plan | None = None
     shape: str | tuple[int, ...] = "pipeline"
     update_delay: int = option_of(PlanRequest, "update_delay")
-    sums: str | None = option_of(PlanRequest, "sums", default=None, unset="the recipe's, or the plan's")
     recompute: bool = option(
         False,
         "Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "
@@ -313,9 +316,6 @@ class TrainingOptions(Chooser, MethodOptions):
         unset="the recipe's",
         panel=Panel.MESH,
     )
-    messages: str | None = option_of(PlanRequest, "messages", unset="the recipe's or the plan's, or full")
-    activations: str | None = option_of(PlanRequest, "activations", default=None, unset="the recipe's or the plan's")
-    optimizer_state: str | None = option_of(PlanRequest, "optimizer_state", unset="the recipe's or the plan's")
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option_of(ModelOptions, "compile")
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
