@@ -423,7 +423,6 @@ def _build_session(
         planned_samples=plan.batch if options.check else 1,
         layout=_check_layout(options, phases, model, captured.graph),
         parallelize=options.parallelize,
-        messages=plan.choices.messages,
     )
     blueprint = Blueprint(
         programs=[phase.program for phase in phases],

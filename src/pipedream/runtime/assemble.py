@@ -15,7 +15,6 @@ from torch import nn
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.layout import Boundary, Layout
 from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.compensation import BasisRotation
@@ -59,7 +58,6 @@ class Settings:
         planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
         layout: of tensors on the mesh of each worker.
         parallelize: shards layers in place of the layout, see `sharding.parallelized`.
-        messages: how tensors between workers are encoded.
     """
 
     loss: Loss
@@ -76,7 +74,6 @@ class Settings:
     planned_samples: int = 1
     layout: Layout = field(default_factory=Layout)
     parallelize: Callable[[str, nn.Module, Any], Any] | None = None
-    messages: Messages = field(default_factory=Messages)
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def make_local_workers(
     everyone = LocalGroup(placement.workers)
     replica_groups = [LocalGroup(count) for count in placement.replicas]
     holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in tied]
-    channels, messages = list(enumerate(program.channels)), blueprint.settings.messages
+    channels, messages = list(enumerate(program.channels)), program.plan.choices.messages
     workers = []
     changing: dict[int, set[tuple[int, str]]] = {}  # stage -> attributes that forwards change (`CopiedAttributes`)
     for rank in range(placement.workers):
@@ -212,7 +209,7 @@ def make_distributed_worker(
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
     """
     placement, tied = blueprint.placement, blueprint.tied
-    transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
+    transport = Transport(connections, blueprint.programs, blueprint.device)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]
@@ -367,7 +364,7 @@ def _make_stage_state(
             scheduler=settings.scheduler,
             replicas=plan.replicas[stage],
             replica_group=replica_group,
-            sum_method=plan.choices.sums,
+            choices=plan.choices,
             ema=settings.ema,
             counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
             tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],

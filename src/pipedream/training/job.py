@@ -20,7 +20,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
-from pipedream.core.plan.plan import Plan, with_choices
+from pipedream.core.plan.plan import Plan, check_activations, with_choices
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
@@ -33,7 +33,6 @@ from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
-from pipedream.runtime.stage.offload import check_activations
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
@@ -231,7 +230,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     chosen, is_given = _resolve_choices(job, plan, saved), plan is not None
     if plan is None:
-        check_activations(chosen.activations, process.device, saved if options.activations is None else None)
+        check_activations(chosen, process.device.type, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"

@@ -13,7 +13,6 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
@@ -179,14 +178,9 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
     starts = cluster.starts(1) if len(cluster.levels) > 1 else (0, cluster.workers)
     for machine in map(range, starts, starts[1:]):
         replicas = [(s, r) for s in range(len(plan.stages)) for r, w in enumerate(plan.workers_of(s)) if w in machine]
-        free_bytes = cluster.host_bytes
-        if free_bytes is not None and plan.choices.activations:
-            moved = (plan.meshes[s].size * plan.stages[s].memory.moved_bytes for s, _ in replicas)
-            free_bytes -= check_activations_room(sum(moved), free_bytes)
-        if shares_weights or plan.choices.hosts_optimizers:
-            versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
-            gradient_sets = built.gradient_sets if built else 1
-            check_host_memory([plan.stages[s] for s, _ in replicas], versions, free_bytes, gradient_sets)
+        versions = [built.weights.versions(s) for s, _ in replicas] if built and shares_weights else None
+        gradient_sets = built.gradient_sets if built else 1
+        plan.choices.check_machine([plan.stages[s] for s, _ in replicas], cluster.host_bytes, versions, gradient_sets)
 
 
 def check_passes_on_copies(built: Schedule) -> None:

@@ -6,16 +6,18 @@ of `Choices`, of the user's options (`PlanRequest`, `ModelOptions`, `TrainingOpt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.profile import Profile
 from pipedream.core.plan.cost import Terms
+from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.messages import Messages
+from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
 
 ALWAYS, AUTOMATIC, NEVER = "always", "auto", "never"
@@ -109,9 +111,9 @@ class Choices:
         """The choices without the approximate ones."""
         return replace(self, sums=SumMethod(), messages=Messages())
 
-    def terms(self, trained_bytes: float, matrices: Iterable[Matrices]) -> Terms:
-        """Returns what the choices cost some weights."""
-        sums = self.sums.costs(trained_bytes, matrices, self.messages.value_bits / 8)
+    def terms(self, weights: Stage | Profile) -> Terms:
+        """Returns what the choices cost; for a model, in the mean over its stages."""
+        sums = self.sums.costs(weights.trained_bytes, weights.matrices, self.messages.value_bits / 8)
         return Terms(sums, self.messages.shares)
 
     def of_values(self, bits: int) -> Choices:
@@ -121,6 +123,27 @@ class Choices:
     def check(self, replicas: Sequence[int]) -> None:
         """Raises a `PlanError` for stages with these replicas."""
         self.sums.check_replicas(replicas)
+
+    def check_machine(
+        self,
+        stages: Sequence[Stage],
+        free_bytes: int | None,
+        versions: Sequence[int] | None = None,
+        gradient_sets: int = 1,
+    ) -> None:
+        """Raises a `PlanError` if a machine has too little memory, besides its workers', for what stages keep there.
+
+        Args:
+            free_bytes: None if unknown.
+            versions: sets of weights of each stage, if ranks share them there.
+            gradient_sets: see `Rules.gradient_sets`.
+        """
+        if free_bytes is None:
+            return
+        if self.activations:
+            free_bytes -= check_activations_room(sum(stage.memory.moved_bytes for stage in stages), free_bytes)
+        if versions is not None or self.hosts_optimizers:
+            check_host_memory(stages, versions, free_bytes, gradient_sets)
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""

@@ -8,13 +8,10 @@ from pipedream.core.units import format_bytes
 
 
 def check_host_memory(
-    stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int | None, gradient_sets: int = 1
+    stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int, gradient_sets: int
 ) -> None:
-    """Raises a PlanError if the stages of a machine need more memory than is free (None: unknown).
-
-    Args:
-        versions: sets of weights of each stage; None for copies of the trained weights, for an optimizer.
-        gradient_sets: see `Rules.gradient_sets`.
+    """Raises a PlanError if the weights of a machine's stages, or without versions their optimizers, need more memory
+    than is free.
     """
     otherwise = "use a smaller model" if versions else "keep the optimizers with the weights"
     trained = [stage.trained_bytes for stage in stages]
@@ -23,7 +20,7 @@ def check_host_memory(
     version_bytes = frozen + sum(size * count for size, count in zip(trained, versions, strict=True))
     state_bytes = sum(stage.optimizer_bytes for stage in stages)
     need_bytes = gradient_sets * weights + version_bytes + state_bytes
-    if free_bytes is None or need_bytes <= free_bytes:
+    if need_bytes <= free_bytes:
         return
     smaller_bytes = {
         "one version of the weights (a method without delay) needs": 2 * weights + frozen + state_bytes,

@@ -202,7 +202,7 @@ class Plan(Tabular, Artifact):
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         workers = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
-        terms = tuple(self.choices.terms(stage.trained_bytes, stage.matrices) for stage in self.stages)
+        terms = tuple(map(self.choices.terms, self.stages))
         runtime = self.choices.messages.add_costs(self.runtime)
         return PlanCosts(self.stages, workers, self.cluster, self.tied_weights, runtime, terms)
 
@@ -408,6 +408,18 @@ def describe_offloads(plan: Plan) -> str:
     """Says which stages' activations a plan offloads."""
     sizes = [f"stage {s} {format_bytes(row.memory.moved_bytes)}" for s, row in enumerate(plan.stages) if row.offload]
     return f"activations in the memory of the machine: {', '.join(sizes)}"
+
+
+def check_activations(choices: Choices, device: str, plan: Plan | None = None) -> None:
+    """Raises a `PlanError` if workers on such a device cannot move activations, as an option or this plan says."""
+    if not choices.activations:
+        return
+    by_plan = plan and f"the plan {plan.config} ({describe_offloads(plan)})"
+    request = by_plan or f"activations={choices.activations!r}"
+    if device == "cpu":
+        raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")
+    if plan is not None and plan.ranks > plan.workers:
+        raise PlanError(f"{request} was asked for, but it has meshes, whose ranks keep parts of tensors; give none")
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:

@@ -123,7 +123,7 @@ class SearchSpace(PlaceSums):
     @cached_property
     def terms(self) -> Terms:
         """What the choices cost, as the mean over the model."""
-        return self.choices.terms(self.profile.trained_bytes, self.profile.matrices)
+        return self.choices.terms(self.profile)
 
     @cached_property
     def precedes(self) -> BoolArray:

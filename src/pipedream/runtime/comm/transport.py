@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipedream.core.plan.messages import Messages
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.program import Program
@@ -54,12 +53,10 @@ class Transport:
         device: where the stages are.
     """
 
-    def __init__(
-        self, connections: Connections, programs: Sequence[Program], device: torch.device, messages: Messages
-    ) -> None:
+    def __init__(self, connections: Connections, programs: Sequence[Program], device: torch.device) -> None:
         self._connections, self._links = connections, connections.links
         self._programs = programs
-        self._messages = messages
+        self._messages = programs[0].plan.choices.messages
         self._device = device
         self._channels = programs[0].channels
         self._placement = programs[0].placement

@@ -53,6 +53,7 @@ class ReferenceRun:
         self.runner = ModelRunner(model, local, values)
         self.comparer = Comparer(local.rank, model.fingerprint, receive)
         self._model, self._settings = model, local.blueprint.settings
+        self._messages = local.program.plan.choices.messages
         self._uses_meshes = any(mesh.dimensions for mesh in local.blueprint.meshes)
         self._publish = publish
 
@@ -97,7 +98,7 @@ class ReferenceRun:
         self._check_training(run)
         if len(first.parts) > 1 and run.changed["weights"]:
             self._check_written(run.changed["weights"], first)
-        if self._settings.messages:
+        if self._messages:
             reference = self._encode(run, first.parts)
         for self.runner.keeps_graph in (False, True):
             try:
@@ -119,7 +120,7 @@ class ReferenceRun:
         Raises:
             PipelineError: the messages hold nothing that can be encoded, or float16 loses most of a gradient.
         """
-        messages = self._settings.messages
+        messages = self._messages
         run = self.runner.run(parts, backward=True, messages=messages)
         exact, rounded = plain.numbers, run.numbers
         pairs = ((name, numbers, rounded.gradients[name]) for name, numbers in exact.gradients.items())

@@ -19,7 +19,7 @@ from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
+from pipedream.core.plan.plan import check_activations
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -56,7 +56,6 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
-from pipedream.runtime.stage.offload import check_activations
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
@@ -175,7 +174,7 @@ def _build_local_workers(
 
 def _check_activations(local: LocalWorkers) -> None:
     for program in local.blueprint.programs:
-        check_activations(program.plan.choices.activations, local.blueprint.device, program.plan)
+        check_activations(program.plan.choices, local.blueprint.device.type, program.plan)
 
 
 def _build_all(local: LocalWorkers, weights: Weights) -> None:
@@ -201,17 +200,16 @@ def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks
     `ranks`: workers of this process.
     """
     blueprint, plan = local.blueprint, local.blueprint.program.plan
+    stages, versions = plan.stages, None
     if blueprint.placement.shares_weights:
         rules = [program.weights for program in blueprint.programs]
-        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(plan.stages))]
-        check_host_memory(plan.stages, versions, free_bytes(), blueprint.program.gradient_sets)
+        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
     elif plan.choices.activations or plan.choices.hosts_optimizers:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        stages, room_bytes = [plan.stages[stage] for stage in _list_stages_here(local, local_stages)], free_bytes()
-        if plan.choices.activations:
-            room_bytes -= check_activations_room(sum(stage.memory.moved_bytes for stage in stages), room_bytes)
-        if plan.choices.hosts_optimizers:
-            check_host_memory(stages, None, room_bytes)
+        stages = tuple(stages[stage] for stage in _list_stages_here(local, local_stages))
+    else:
+        return
+    plan.choices.check_machine(stages, free_bytes(), versions, blueprint.program.gradient_sets)
 
 
 def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
@@ -233,7 +231,7 @@ def _join_others(
         for stage, stage_state in local.stage_states
     }
     check_same_settings(optimizers, local.group)
-    transport = Transport(connections, blueprint.programs, blueprint.device, blueprint.settings.messages)
+    transport = Transport(connections, blueprint.programs, blueprint.device)
     channels = DataChannels(local.worker_rank, connections.leaders, *transport.open_data_channels())
     if local.worker_rank in blueprint.placement.readers:
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()

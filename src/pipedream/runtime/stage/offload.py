@@ -14,9 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipedream.core.errors import PlanError
 from pipedream.core.plan.activations import WINDOW_SHARE
-from pipedream.core.plan.plan import Plan, describe_offloads
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.block_mover import Block, BlockMover
@@ -252,18 +250,3 @@ class _Forward:
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()
-
-
-def check_activations(text: str, device: torch.device, plan: Plan | None = None) -> None:
-    """Raises a `PlanError` if the workers cannot offload activations as an option or a plan says.
-
-    Args:
-        plan: the plan that says it; None for an option.
-    """
-    if not text:
-        return
-    request = f"activations={text!r}" if plan is None else f"the plan {plan.config} ({describe_offloads(plan)})"
-    if device.type == "cpu":
-        raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")
-    if plan is not None and plan.ranks > plan.workers:
-        raise PlanError(f"{request} was asked for, but it has meshes, whose ranks keep parts of tensors; give none")

@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.sums import SumMethod
+from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.agreement import Agreement
@@ -109,9 +109,6 @@ class ReducedGradients(NamedTuple):
         return float(self.microbatches) if mean_of_rounds else self.loss_weight
 
 
-_FULL = SumMethod()
-
-
 class Optimizer:
     """The user's optimizer on one stage's handles, and everything that belongs to its step.
 
@@ -122,7 +119,7 @@ class Optimizer:
         scheduler: factory from the optimizer; None for a constant rate.
         replicas: r_s.
         replica_group: None for a single replica.
-        sum_method: how the replicas agree.
+        choices: say how the replicas agree.
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
         tied: names of weights that other stages hold too; their gradients are summed over all holders.
@@ -148,7 +145,7 @@ class Optimizer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         replicas: int = 1,
         replica_group: Group | None = None,
-        sum_method: SumMethod = _FULL,
+        choices: Choices = DEFAULTS,
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
         tied: Collection[str] = (),
@@ -190,7 +187,7 @@ class Optimizer:
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        agreement = Agreement.make(sum_method, handles, self.ema, replica_group, replicas, tied)
+        agreement = Agreement.make(choices.sums, handles, self.ema, replica_group, replicas, tied)
         self.all_reduce, self.low_rank, self.average = agreement
         self.scheduled = self.updates = self.rounds_before = 0
 
