@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from commands import Ended, Started
 from failing_recipe import SOON_S, plan_for, written
 
 pytestmark = pytest.mark.processes
+long = partial(pytest.param, marks=pytest.mark.long)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -60,27 +62,15 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
             ("rank 1, stage 1, 1F5", "KeyboardInterrupt: the ice is thinthe", "(149000 characters left out)"),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"loader": "raises=KeyboardInterrupt()"},
-            ("rank 0, stage 0, 0F", "KeyboardInterrupt"),
-            marks=pytest.mark.long,
+        long({"loader": "raises=KeyboardInterrupt()"}, ("rank 0, stage 0, 0F", "KeyboardInterrupt")),
+        long(
+            {"samples": "MemoryError()"}, ("0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:")
         ),
-        pytest.param(
-            {"samples": "MemoryError()"},
-            ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep"), marks=pytest.mark.long
-        ),
-        pytest.param(
-            {"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone"), marks=pytest.mark.long
-        ),
-        pytest.param({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader"), marks=pytest.mark.long),
-        pytest.param(
-            {"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",), marks=pytest.mark.long
-        ),
-        pytest.param({"second": "partial(Forward, crash)"}, ("rank 1 was ended by SIGSEGV",), marks=pytest.mark.long),
+        long({"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep")),
+        long({"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone")),
+        long({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader")),
+        long({"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",)),
+        long({"second": "partial(Forward, crash)"}, ("rank 1 was ended by SIGSEGV",)),
     ],
 )
 def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
@@ -103,9 +93,7 @@ def test_a_recipe_that_does_not_import_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "group", [True, pytest.param(False, marks=pytest.mark.long)], ids=["terminal", "launcher alone"]
-)
+@pytest.mark.parametrize("group", [True, long(False)], ids=["terminal", "launcher alone"])
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     started = start_training(tmp_path)
     addresses = [address for pid in started.processes() for address in listening(pid)]
@@ -178,9 +166,9 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "ranks"),
     [
-        pytest.param("start", (1,), marks=pytest.mark.long),
-        pytest.param("start", (0, 1), marks=pytest.mark.long),
-        pytest.param("end", (0, 1), marks=pytest.mark.long),
+        long("start", (1,)),
+        long("start", (0, 1)),
+        long("end", (0, 1)),
     ],
 )
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
@@ -198,10 +186,7 @@ def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, rank
     "number",
     [
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-        *(
-            pytest.param(number, marks=pytest.mark.long)
-            for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        ),
+        *(long(number) for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal.Signals) -> None:
@@ -357,8 +342,8 @@ def step(named):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        pytest.param("import", 0, marks=pytest.mark.long),
-        pytest.param("recipe", 1, marks=pytest.mark.long),
+        long("import", 0),
+        long("recipe", 1),
         pytest.param("optimizer", 1, marks=pytest.mark.slow),
     ],
 )
