@@ -777,7 +777,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
 def test_scales_policies_and_clipping_without_meaning_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         make_pipeline("mlp", **{"schedule": "1f1b"} | options)

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import pytest
 import torch
 from commands import Ended, Started
 from failing_recipe import SOON_S, plan_for, written
+from marks import long, slow
 
 pytestmark = pytest.mark.processes
-long = partial(pytest.param, marks=pytest.mark.long)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -57,10 +56,9 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        pytest.param(
+        slow(
             {"second": "partial(Forward, KeyboardInterrupt, repeats=10_000)"},
             ("rank 1, stage 1, 1F5", "KeyboardInterrupt: the ice is thinthe", "(149000 characters left out)"),
-            marks=pytest.mark.slow,
         ),
         long({"loader": "raises=KeyboardInterrupt()"}, ("rank 0, stage 0, 0F", "KeyboardInterrupt")),
         long(
@@ -163,14 +161,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     assert "the store, which the launcher serves, has not answered for " in ended.err
 
 
-@pytest.mark.parametrize(
-    ("moment", "ranks"),
-    [
-        long("start", (1,)),
-        long("start", (0, 1)),
-        long("end", (0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("moment", "ranks"), [long("start", (1,)), long("start", (0, 1)), long("end", (0, 1))])
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
     started = commands.start(*written(tmp_path), folder=tmp_path, environment={"SLOW": moment})
     for rank in (0, 1):
@@ -185,7 +176,7 @@ def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, rank
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        slow(signal.SIGKILL),
         *(long(number) for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
     ],
 )
@@ -229,16 +220,8 @@ def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        pytest.param(
-            {"second": "Stuck"},
-            ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"loader": "stuck=True"},
-            ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for"),
-            marks=pytest.mark.long,
-        ),
+        slow({"second": "Stuck"}, ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after")),
+        long({"loader": "stuck=True"}, ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for")),
     ],
     ids=["layer", "loader"],
 )
@@ -339,14 +322,7 @@ def step(named):
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "rank"),
-    [
-        long("import", 0),
-        long("recipe", 1),
-        pytest.param("optimizer", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("where", "rank"), [long("import", 0), long("recipe", 1), slow("optimizer", 1)])
 def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(BEFORE)
     ended = commands.run(
