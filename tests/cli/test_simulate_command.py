@@ -123,11 +123,12 @@ def test_stages_of_a_worker_share_its_bytes(capfd: pytest.CaptureFixture[str]) -
         summary = simulate_json(capfd, "--uniform", "4", "--schedule", name, "--microbatches", "12", *options)
         peaks[name, chunks] = [row["peak_bytes"] for row in summary["per_rank"]]
     assert peaks["1f1b", 1] == [6 * MB, 5 * MB, 4 * MB, 3 * MB]
-    # Weights, 11 to 5 activations of half a stage, and the gradients of the stage at work.
-    assert peaks["interleaved_1f1b", 2] == [(1 + count / 2 + 0.5) * MB for count in (11, 9, 7, 5)]
-    assert peaks["interleaved_1f1b", 3][0] == pytest.approx((1 + 15 / 3 + 1 / 3) * MB, rel=1e-5)
-    assert peaks["zbv", 2][0] <= peaks["1f1b", 1][0]
-    assert peaks["chimera", 1] == [(2 + 3 + 1) * MB, (2 + 4 + 1) * MB, (2 + 4 + 1) * MB, (2 + 3 + 1) * MB]
+    # Weights, 11 to 5 activations of half a stage, and the gradients of all stages.
+    assert peaks["interleaved_1f1b", 2] == [(1 + count / 2 + 1) * MB for count in (11, 9, 7, 5)]
+    assert peaks["interleaved_1f1b", 3][0] == pytest.approx((1 + 15 / 3 + 1) * MB, rel=1e-5)
+    assert peaks["zbv", 2][0] <= peaks["1f1b", 1][0] + MB // 2, "it waits with gradients of half a stage"
+    # Each stage has two replicas, so gradients of a bucket are there twice.
+    assert peaks["chimera", 1] == [(2 + count + 2 + 1) * MB for count in (3, 4, 4, 3)]
 
 
 def test_methods_are_compared(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bytes held over time, against the definition of a live version and against `core.plan.memory.stage_bytes`."""
+"""Bytes held over time, against the definition of a live version and against `core.schedule.stage_memory`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from hypothesis import given, strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.plan.memory import (
-    DEFERRED_SHARE,
-    StageSizes,
-    message_bytes,
-    peers_of,
-)
+from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
+from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.stage_memory import DEFERRED_SHARE
 from pipedream.core.schedule.timeline import WORK, Timeline
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
@@ -131,14 +128,17 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         pass_bytes = row.working_bytes
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
+        # What is in a bucket of a sum over replicas is there twice.
+        bucket_bytes = min(FIRST_BUCKET_BYTES, row.trained_bytes) if row.replicas > 1 else 0
+        summed_bytes = row.trained_bytes + bucket_bytes
         alive = 1
         for span in timeline.of_rank(rank):
             extra = 0
             if span.kind == "I":
                 in_flight, halved = in_flight - 1, halved + 1
-                extra = row.working_bytes + (row.trained_bytes if summed else 0)
+                extra = row.working_bytes + (summed_bytes if summed else 0)
             elif span.kind == "W":
-                extra = row.working_bytes + row.trained_bytes + (row.largest_parameter_bytes if summed else 0)
+                extra = row.working_bytes + summed_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
@@ -148,9 +148,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                     if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
                         alive += 1  # its view is dropped after it
                     most = max(most, alive)
-                extra = pass_bytes + (row.trained_bytes if summed else 0)
+                extra = pass_bytes + (summed_bytes if summed else 0)
             elif span.kind == "B":
-                extra = pass_bytes + row.trained_bytes + (row.largest_parameter_bytes if summed else 0)
+                extra = pass_bytes + summed_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "U":
                 newest, summed = span.index, 0
                 extra = row.trained_bytes + row.update_working_bytes

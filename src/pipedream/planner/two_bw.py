@@ -10,8 +10,8 @@ microbatches of a replica in a minibatch of B samples:
 
 Unlike in this library's own model, messages do not overlap with compute, all-reduces do, and an update takes no time.
 The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed stage
-by stage and with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks evenly;
-here the cut into d stages is the one whose slowest stage is fastest (`search`).
+by stage and with gradients and optimizer state (`core.schedule.stage_memory`). The paper cuts a model of equal blocks
+evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 
 def stage_memory_table(plan: Plan) -> str:
-    """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
+    """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.schedule.stage_memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory) if field.name not in ELSEWHERE]
     elsewhere = [name for name in ELSEWHERE if any(getattr(stage.memory, name) for stage in plan.stages)]
     heads = [name.removesuffix("_bytes") for name in (*names, "peak", *elsewhere)]

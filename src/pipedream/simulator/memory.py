@@ -11,27 +11,25 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from pipedream.core.plan.activations import window_bytes
-from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
+from pipedream.core.plan.memory import peers_of
+from pipedream.core.schedule.occupancy import occupancy_in
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
 
 
-def _size_stage(program: Program, stage: int) -> StageSizes:
-    plan = program.plan
-    return plan.stages[stage].sizes(
-        program.microbatches if plan.unit == "minibatch" else 1,
-        plan.stages[stage - 1].output_bytes if stage else 0,
-        samples=plan.batch,
-        is_last=stage + 1 == len(plan.stages),
-    )
+def _count_stage(program: Program, stage: int, in_flight: tuple[int, ...]) -> StageBytes:
+    usage = occupancy_in(program, stage, in_flight[stage])
+    return StageBytes.of_rules(program, stage, usage, peers_of(program.plan.replicas, in_flight)[stage])
 
 
-def _is_on_host(program: Program) -> bool:
-    """Returns whether weights are in the memory of the machine, and the workers are GPUs."""
-    return program.placement.shares_weights and program.plan.costs.on_gpus
+def _count_during(stage_bytes: StageBytes) -> dict[tuple[str, bool], int]:
+    """Returns the bytes that ops add, by their letters and whether there are sums of gradients."""
+    return {
+        (kind.value, sums): int(stage_bytes.during(kind, sums).total_bytes) for kind in Kind for sums in (False, True)
+    }
 
 
 class _CopiedPasses:
@@ -41,24 +39,23 @@ class _CopiedPasses:
     forwards wait until they have been sent: until the first forward of the next update here.
     """
 
-    def __init__(self, program: Program, stage: int, total: int) -> None:
-        sizes = _size_stage(program, stage)
-        planned = program.plan.stages[stage]
+    def __init__(self, program: Program, stage: int, total: int, stage_bytes: StageBytes) -> None:
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
         self._is_remote = program.placement.is_remote(stage)
-        self._weights_bytes: int = planned.parameter_bytes * (1 + _is_on_host(program))
-        self._trained_bytes = planned.trained_bytes
-        self._input_bytes = int(sizes.input_bytes if self._is_remote else sizes.activation_bytes)
-        self._forward_bytes = int(sizes.activation_bytes + sizes.working_bytes)
+        self._weights_bytes = int(stage_bytes.copied_bytes or stage_bytes.sizes.parameter_bytes)
+        self._sums_bytes = int(stage_bytes.sizes.trained_bytes)
+        self._input_bytes = int(stage_bytes.waiting.total_bytes)
+        weights_bytes = 0 if stage_bytes.copied_bytes else self._weights_bytes
+        self._during = {op: weights_bytes + size for op, size in _count_during(stage_bytes).items()}
         self._kept_inputs = 0
         self._has_sums = False
         self.has_weights = not self._trains
 
     @property
     def held_bytes(self) -> int:
-        weights_bytes = self.has_weights * self._weights_bytes + self._has_sums * self._trained_bytes
+        weights_bytes = self.has_weights * self._weights_bytes + self._has_sums * self._sums_bytes
         return weights_bytes + self._kept_inputs * self._input_bytes
 
     def run(self, kind: str, index: int) -> int:
@@ -66,12 +63,13 @@ class _CopiedPasses:
         if not self._trains:
             return self.held_bytes
         ends = (index + 1) % self._per_update == 0 or index + 1 == self._total
+        inputs = int(self._is_remote)  # of a backward, whose input has come from another rank
         if kind == "F":
-            self._kept_inputs = self._kept_inputs + 1 if self._is_remote and index % self._per_update else 1
-        self.has_weights = True
-        most_bytes = self.held_bytes + self._forward_bytes
+            inputs = self._kept_inputs = self._kept_inputs + 1 if self._is_remote and index % self._per_update else 1
+        else:
+            inputs += self._kept_inputs
+        most_bytes = inputs * self._input_bytes + self._during[kind, self._has_sums]
         if kind == "B":
-            most_bytes += self._trained_bytes
             self._has_sums = not ends
             self._kept_inputs *= self._is_remote
         self.has_weights = not ends or (kind == "F" and not self._is_remote)
@@ -81,10 +79,13 @@ class _CopiedPasses:
 class CopiedPassesTrace:
     """All passes of a rank with copied weights."""
 
-    def __init__(self, program: Program, rank: int, total: int) -> None:
+    def __init__(self, program: Program, rank: int, total: int, in_flight: tuple[int, ...]) -> None:
         passes = [program.placement.passes_on_copies(rank, forward=forward) for forward in (True, False)]
         self.passes = {(kind, stage) for kind, row in zip("FB", passes, strict=True) for stage, _ in row}
-        self._stages = {stage: _CopiedPasses(program, stage, total) for _, stage in sorted(self.passes)}
+        stages = {stage for _, stage in self.passes}
+        self._stages = {
+            s: _CopiedPasses(program, s, total, _count_stage(program, s, in_flight)) for s in sorted(stages)
+        }
         self.peak_versions = 0
 
     @property
@@ -126,13 +127,10 @@ class _StageTrace:
         newest, versions, peak: newest version; versions that exist now, and the most at once.
         order: its microbatches in the order of their gradients.
         in_flight, deferred: microbatches that wait for the second half of their backward count only as deferred.
-        forward_bytes, first_bytes, further_bytes, update_bytes: added to the bytes held, during a forward, the first
-            backward of an update, a later one, an update (`core.plan.memory.moments`).
+        has_sums: there are gradients of its microbatches before an update.
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
-        plan = program.plan
-        planned = plan.stages[stage]
         self.stride = program.placement.replicas[stage]
         self.is_remote = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
@@ -147,50 +145,29 @@ class _StageTrace:
         self.newest = 0
         self.versions = self.peak = 1
         self.order = list(range(total)) if program.placement.has_turns else []
-        sizes = _size_stage(program, stage)
         self.in_flight = self.deferred = 0
         self.has_sums = False
-        self.weights_bytes: int = planned.trained_bytes
-        self.working_bytes = int(sizes.working_bytes)
-        self.largest_bytes = int(sizes.largest_parameter_bytes)
-        moved_bytes = sizes.activation_bytes * planned.offload
-        relief_bytes = sizes.relief_bytes * (not planned.offload)
-        self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes - moved_bytes)
-        self.waiting_bytes = int((sizes.input_bytes if planned.recompute else sizes.activation_bytes) - moved_bytes)
-        here_bytes = sizes.activation_bytes - moved_bytes + window_bytes(moved_bytes)
-        self.forward_bytes = int(here_bytes - self.waiting_bytes + sizes.working_bytes)
-        self.first_bytes = int(self.forward_bytes + self.weights_bytes - relief_bytes)
-        self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
-        kept_tensors = program.updates.kept_tensors(program.weights.staleness(stage))
-        kept_tensors += program.gradient_sets - 1
-        kept_tensors += (planned.replicas > 1) * program.plan.costs.terms[stage].sums.kept_tensors
-        matrix_bytes, temporary_bytes = program.updates.matrix_bytes(planned.matrices)
-        kept_bytes = kept_tensors * self.weights_bytes + matrix_bytes
-        # An update needs one more of the kept tensors.
-        step_bytes = sizes.update_working_bytes + (self.weights_bytes if kept_bytes else 0)
-        self.update_bytes = int(self.weights_bytes + max(step_bytes, temporary_bytes))
-        state_bytes = planned.frozen_bytes + self.weights_bytes * (1 + program.weights.buffers(stage))
-        state_bytes += planned.optimizer_bytes + kept_bytes
-        messages = message_bytes(sizes, in_flight[stage], planned.recompute, peers_of(plan.replicas, in_flight)[stage])
-        if plan.choices.hosts_optimizers and not program.placement.shares_weights:
-            if plan.costs.on_gpus:
-                state_bytes -= planned.optimizer_bytes + kept_bytes
-                self.update_bytes = self.weights_bytes
-            else:
-                state_bytes += self.weights_bytes
-        if program.overlaps_updates and planned.replicas == 1:  # a thread's update may last until the next one
-            state_bytes, self.update_bytes = state_bytes + self.update_bytes, 0
-        if _is_on_host(program):  # copies for a slot, and those of the previous slot
-            self.forward_bytes += 2 * planned.parameter_bytes
-            self.first_bytes += 2 * planned.parameter_bytes
-            self.further_bytes += 2 * planned.parameter_bytes
-            state_bytes = self.weights_bytes = self.update_bytes = 0
-        self.start_bytes = state_bytes + int(messages)
+        stage_bytes = _count_stage(program, stage, in_flight)
+        pieces = stage_bytes.fixed, stage_bytes.version, stage_bytes.waiting, stage_bytes.deferred, stage_bytes.sums
+        fixed, self.version_bytes, self.waiting_bytes, self.deferred_bytes, self.sums_bytes = (
+            int(piece.total_bytes) for piece in pieces
+        )
+        self.start_bytes = fixed + program.weights.buffers(stage) * self.version_bytes
+        self.during = _count_during(stage_bytes)
 
     @property
     def held_bytes(self) -> int:
-        passes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
-        return self.start_bytes + (self.versions - 1) * self.weights_bytes + passes
+        """Between ops."""
+        return self._kept_bytes + self.has_sums * self.sums_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        """Besides gradients, which the bytes of ops contain."""
+        passes_bytes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
+        return self.start_bytes + (self.versions - 1) * self.version_bytes + passes_bytes
+
+    def _count(self, letter: str) -> int:
+        return self._kept_bytes + self.during[letter, self.has_sums]
 
     def forward(self) -> int:
         """Returns the most bytes during the next forward; the methods of other ops likewise."""
@@ -201,7 +178,7 @@ class _StageTrace:
             self.predicted = version
             self.versions += 1
             self.peak = max(self.peak, self.versions)
-        most_bytes = self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
+        most_bytes = self._count("F")
         if self.prediction_until is Kind.FORWARD:
             self.readers[version] -= 1
             self.versions -= not self.readers[version]
@@ -211,7 +188,7 @@ class _StageTrace:
 
     def backward(self, index: int) -> int:
         self.in_flight += self.is_remote
-        most_bytes = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
+        most_bytes = self._count("B")
         self.in_flight -= 1
         self._end(index)
         return most_bytes
@@ -219,11 +196,10 @@ class _StageTrace:
     def input_gradient(self) -> int:
         self.in_flight -= 1
         self.deferred += 1
-        return self.held_bytes + self.working_bytes + (self.weights_bytes if self.has_sums else 0)
+        return self._count("I")
 
     def weight_gradient(self, index: int) -> int:
-        most_bytes = self.held_bytes + self.working_bytes + self.weights_bytes
-        most_bytes += self.largest_bytes if self.has_sums else 0
+        most_bytes = self._count("W")
         self.deferred -= 1
         self._end(index)
         return most_bytes
@@ -249,7 +225,7 @@ class _StageTrace:
             self.peak = max(self.peak, self.versions)
         self.newest = index
         self.has_sums = False
-        return self.held_bytes + self.update_bytes
+        return self._count("U")
 
     def gradients(self, program: Program, stage: int) -> list[GradientVersions]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
@@ -270,7 +246,7 @@ def trace_memory(
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)
     }
-    copied = CopiedPassesTrace(program, rank, total)
+    copied = CopiedPassesTrace(program, rank, total, in_flight)
     memory = [sum(trace.start_bytes for trace in stages.values()) + copied.held_bytes]
     has_several_stages = len(stages) > 1
     for _, kind, stage, index, _, _ in spans:

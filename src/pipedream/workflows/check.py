@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pipedream import metrics, planner, schedules, simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.memory import hosted_copies_s, peers_of, place_state, stage_memory
+from pipedream.core.plan.memory import hosted_copies_s, peers_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import BasisRotation
@@ -17,12 +17,13 @@ from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.planner.tables.search_space import count_bytes, offload_stage
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.methods import check_machines, check_passes_on_copies, occupancy_of, resolve_method, score
+from pipedream.workflows.methods import add_passes_on_copies, check_machines, occupancy_of, resolve_method, score
 
 _SAME_FIGURE = 0.01  # relative; smaller differences between plan and profile are not reported
 _SAME_CLAIM = 1e-9
@@ -111,8 +112,7 @@ def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> t
         plan, differences = _plan_from_profile(plan, profile, built)
     _check_stage_memory(plan, occupancy(built))
     check_machines(plan, built)
-    check_passes_on_copies(replace(built, plan=plan))
-    return plan, differences
+    return add_passes_on_copies(replace(built, plan=plan)), differences
 
 
 def _check_figures(plan: Plan) -> None:
@@ -213,26 +213,11 @@ def _join_names(names: tuple[str, ...]) -> str:
 
 def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     """Returns the plan with peak bytes from its own figures."""
-    parts = built.microbatches if plan.unit == "minibatch" else 1
-    last, usages = len(plan.stages) - 1, occupancy(built)
+    stages, usages, built = [], occupancy(built), replace(built, plan=plan)
     peers = peers_of(plan.replicas, [usage.in_flight for usage in usages])
-    stages, hosts = [], plan.choices.hosts_optimizers
-    for s, (stage, usage, stage_peers) in enumerate(zip(plan.stages, usages, peers, strict=True)):
-        memory = stage_memory(
-            stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
-            versions=usage.versions,
-            in_flight=usage.in_flight,
-            deferred=usage.deferred,
-            **place_state(usage.on_host, usage.double_buffered, hosts, plan.costs.on_gpus),
-            per_update=-(-built.microbatches // stage.replicas),
-            flushes=built.flushes,
-            update_delay=plan.update_delay[s],
-            recompute=stage.recompute,
-            offload=stage.offload,
-            peers=stage_peers,
-            matrix_bytes=usage.matrix_bytes(stage.matrices),
-            kept_tensors=usage.kept_tensors + (stage.replicas > 1) * plan.costs.terms[s].sums.kept_tensors,
-        )
+    for s, (stage, usage) in enumerate(zip(plan.stages, usages, strict=True)):
+        stage_bytes = StageBytes.of_rules(built, s, usage, peers[s])
+        memory = stage_bytes.peak(usage, -(-built.microbatches // stage.replicas), plan.update_delay[s])
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))
 

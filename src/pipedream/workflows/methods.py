@@ -89,7 +89,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
     layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
         rows = occupancy(schedules.load_torch_csv(schedule))
-        minimum = StageOccupancy(1, 1)
+        minimum = StageOccupancy(1, 1, flushes=True)
         return planner.MethodOccupancy(
             lambda plan: rows if len(plan.stages) == len(rows) else (minimum,) * len(plan.stages)
         )
@@ -107,7 +107,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         except ScheduleError:
             if layout is None or plan.worker_order:
                 raise
-            return (StageOccupancy(1, 1),) * len(plan.stages)
+            return (StageOccupancy(1, 1, flushes=True),) * len(plan.stages)
         if microbatches is None:
             return occupancy(built)
         # The method does not work with so few microbatches: a stage then holds all that it admits.
@@ -183,20 +183,30 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
         plan.choices.check_machine([plan.stages[s] for s, _ in replicas], cluster.host_bytes, versions, gradient_sets)
 
 
-def check_passes_on_copies(built: Schedule) -> None:
-    """Raises PlanError if a worker lacks the memory for passes that copy weights; the stages must have their bytes."""
+def add_passes_on_copies(built: Schedule) -> Plan:
+    """Returns a schedule's plan, whose stages must have their bytes, with those of passes that copy weights.
+
+    Such passes run beside the stages of their worker, so only a simulation tells what they add to its peak.
+    Raises PlanError if a worker lacks the memory for them.
+    """
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not built.placement.shares_weights:
-        return
-    total = max(m, built.placement.cycle)  # each rank has had its turns
+        return plan
+    # Each rank has had its turns, while inputs and gradients of the minibatch before were there.
+    total = max(m, built.placement.cycle) * (2 + max(map(built.weights.staleness, range(len(plan.stages)))))
     peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), total).peak_bytes
+    stages = list(plan.stages)
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
             passes = (built.placement.passes(rank, forward=forward) for forward in (True, False))
-            stages = sorted({stage for row in passes for stage, _ in row})
+            numbers = sorted({stage for row in passes for stage, _ in row})
             raise PlanError(
                 f"worker {worker} needs up to {format_bytes(peak)} for the passes of the stages "
-                f"{', '.join(map(str, stages))}, and has {format_bytes(limit)}; use smaller microbatches, more workers "
-                "or another method"
+                f"{', '.join(map(str, numbers))}, and has {format_bytes(limit)}; use smaller microbatches, more "
+                "workers or another method"
             )
+        more_bytes, s = max(peak - plan.worker_bytes[worker], 0), plan.costs.stages_by_worker[worker][0]
+        memory = replace(stages[s].memory, activation_bytes=stages[s].memory.activation_bytes + more_bytes)
+        stages[s] = replace(stages[s], memory=memory, peak_bytes=memory.total_bytes)
+    return replace(plan, stages=tuple(stages))

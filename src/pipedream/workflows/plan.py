@@ -463,8 +463,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     plan = space.with_bytes(plan)
     _check_worker_memory(plan)
     methods.check_machines(plan, built)
-    methods.check_passes_on_copies(replace(built, plan=plan))
-    return plan
+    return methods.add_passes_on_copies(replace(built, plan=plan))
 
 
 def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:

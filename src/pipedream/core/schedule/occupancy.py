@@ -57,6 +57,7 @@ class StageOccupancy:
         on_host: weights are in the memory of the machine; a GPU has copies.
         double_buffered: an update may overlap the passes of the next minibatch.
         updates: None unless something is kept whose size depends on the shapes of weights.
+        flushes: nothing is in flight at an update.
     """
 
     in_flight: int
@@ -66,6 +67,7 @@ class StageOccupancy:
     on_host: bool = False
     double_buffered: bool = False
     updates: UpdateRule | None = None
+    flushes: bool = False
 
     def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
         return (0, 0) if self.updates is None else self.updates.matrix_bytes(matrices)
@@ -73,16 +75,22 @@ class StageOccupancy:
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
     """Returns what the fullest replica of each stage holds."""
-    rows, double_buffered = [], isinstance(schedule.weights, DoubleBuffer)
-    for stage in range(len(schedule.plan.stages)):
-        in_flight, deferred = _count_in_flight(schedule, stage)
-        kept_tensors = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
-        kept_tensors += schedule.gradient_sets - 1
-        versions = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
-        updates = schedule.updates if schedule.updates.compensation else None
-        shared = schedule.placement.shares_weights
-        rows.append(StageOccupancy(in_flight, versions, kept_tensors, deferred, shared, double_buffered, updates))
-    return tuple(rows)
+    stages = range(len(schedule.plan.stages))
+    return tuple(occupancy_in(schedule, stage, *_count_in_flight(schedule, stage)) for stage in stages)
+
+
+def occupancy_in(rules: Rules, stage: int, in_flight: int, deferred: int = 0) -> StageOccupancy:
+    """Returns what a stage holds under these rules, given the microbatches that it holds."""
+    return StageOccupancy(
+        in_flight,
+        versions=rules.weights.versions(stage) + rules.weights.buffers(stage),
+        kept_tensors=rules.updates.kept_tensors(rules.weights.staleness(stage)) + rules.gradient_sets - 1,
+        deferred=deferred,
+        on_host=rules.placement.shares_weights,
+        double_buffered=isinstance(rules.weights, DoubleBuffer),
+        updates=rules.updates if rules.updates.compensation else None,
+        flushes=rules.flushes,
+    )
 
 
 def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
@@ -192,7 +200,8 @@ class OccupancyRule:
         If versions depend on the whole plan, it has two, the least of any stage but the last.
         """
         if self.method is None:
-            return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
+            versions = self.versions(in_flight, update_delay)
+            return StageOccupancy(in_flight, versions, flushes=versions == 1)
         share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
         return self.method.of_stage(in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay))
 

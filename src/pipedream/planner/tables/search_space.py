@@ -24,14 +24,12 @@ from pipedream.core.plan.memory import (
     hosted_copies_s,
     part_bytes,
     peers_of,
-    place_state,
-    stage_bytes,
-    stage_memory,
 )
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
+from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
@@ -209,13 +207,16 @@ class SearchSpace(PlaceSums):
         occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
-        how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
-        sizes = sizes or self.sizes(first, last)
-        need: Bytes = stage_bytes(sizes, peers=peers, **how)
-        offloads = may_offload(self, first, last, recompute)
-        if offloads.any():
-            need = np.where(offloads, np.minimum(need, stage_bytes(sizes, peers=peers, offload=True, **how)), need)
-        return need
+        span, per_update = (first, last), -(-self.microbatches // replicas)
+        sizes = sizes or self.sizes(*span)
+
+        def count(*, offload: bool) -> Bytes:
+            terms = self._stage_bytes(span, occupancy, peers, sizes, recompute=recompute, offload=offload)
+            need: Bytes = terms.peak_bytes(occupancy, per_update, update_delay)
+            return need
+
+        need, offloads = count(offload=False), may_offload(self, *span, recompute)
+        return np.where(offloads, np.minimum(need, count(offload=True)), need) if offloads.any() else need
 
     def memory(
         self,
@@ -229,8 +230,9 @@ class SearchSpace(PlaceSums):
         offload: bool = False,
     ) -> StageMemory:
         """Returns the memory of one replica."""
-        how = self._list_memory_options(first, last, occupancy, update_delay, recompute, replicas)
-        return stage_memory(self.sizes(first, last), peers=peers, offload=offload, **how)
+        sizes = self.sizes(first, last)
+        terms = self._stage_bytes((first, last), occupancy, peers, sizes, recompute=recompute, offload=offload)
+        return terms.peak(occupancy, -(-self.microbatches // replicas), update_delay)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
         """Returns the sizes for the largest microbatch."""
@@ -252,21 +254,13 @@ class SearchSpace(PlaceSums):
             frozen_bytes=self.parameter_bytes(first, last) - self.trained_bytes(first, last),
         )
 
-    def _list_memory_options(
-        self, first: Place, last: Place, occupancy: StageOccupancy, update_delay: int, recompute: bool, replicas: int
-    ) -> dict[str, Any]:
-        return {
-            "versions": occupancy.versions,
-            "in_flight": occupancy.in_flight,
-            "deferred": occupancy.deferred,
-            **place_state(occupancy.on_host, occupancy.double_buffered, self.choices.hosts_optimizers, self._on_gpus),
-            "per_update": -(-self.microbatches // replicas),
-            "flushes": occupancy.versions == 1,
-            "update_delay": update_delay,
-            "recompute": recompute,
-            "kept_tensors": occupancy.kept_tensors + (replicas > 1) * self.terms.sums.kept_tensors,
-            "matrix_bytes": self.matrix_bytes(occupancy.updates, first, last),
-        }
+    def _stage_bytes(
+        self, span: tuple[Place, Place], occupancy: StageOccupancy, peers: Peers, sizes: StageSizes, **moves: bool
+    ) -> StageBytes:
+        matrix_bytes, sum_tensors = self.matrix_bytes(occupancy.updates, *span), self.terms.sums.kept_tensors
+        where = {"hosts_optimizers": self.choices.hosts_optimizers, "on_gpus": self._on_gpus, **moves}
+        sum_tensors *= peers.sums
+        return StageBytes.of(sizes, occupancy, peers, sum_tensors=sum_tensors, matrix_bytes=matrix_bytes, **where)
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         return self.occupancy_rule.of_stage(in_flight, update_delay, replicas)
