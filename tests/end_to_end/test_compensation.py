@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from cases import OPTIMIZERS, Case, check, make_pipeline, run
-from marks import spread
+from marks import slow, spread
 from reference import Rule
 
 import pipedream as pd
@@ -151,9 +151,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [*CASES, *spread(pytest.param(name, case.lengthened(), marks=pytest.mark.slow) for name, case in SLOW)],
-    ids=str,
+    ("name", "case"), [*CASES, *spread(slow(name, case.lengthened()) for name, case in SLOW)], ids=str
 )
 def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
     check_published(name, case)
@@ -166,7 +164,7 @@ OTHERS = [
     ("first moment", Case("mlp", "pipedream", 2, replicas=(2, 1), optimizer="adamw", scheduled=True, ema=0.9)),
     ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
     *(
-        pytest.param(name, case.lengthened(), marks=pytest.mark.slow)
+        slow(name, case.lengthened())
         for name, case in (
             ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
             ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from loaders import seed_all
 from loading import SEED, Job, Notes, loader_of
+from marks import long, slow
 from torch.utils.data import DataLoader, RandomSampler
 
 import pipedream as pd
@@ -63,16 +64,9 @@ def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replicas", [(2, 1), long((1, 1)), slow((3,))])
 @pytest.mark.parametrize(
-    "replicas", [(2, 1), pytest.param((1, 1), marks=pytest.mark.long), pytest.param((3,), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "rest",
-    [
-        {"leave_at": 6},
-        pytest.param({"drain_at": 3}, marks=pytest.mark.slow),
-        pytest.param({"schedule": "1f1b", "microbatches": 4, "leave_at": 4}, marks=pytest.mark.slow),
-    ],
+    "rest", [{"leave_at": 6}, slow({"drain_at": 3}), slow({"schedule": "1f1b", "microbatches": 4, "leave_at": 4})]
 )
 def test_one_process_loads_what_a_plain_loop_loads(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
@@ -194,7 +188,7 @@ def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> No
         assert end.seconds < 15.0
 
 
-@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 1)])
+@pytest.mark.parametrize("replicas", [slow((1, 1)), (2, 1)])
 def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_path: Path) -> None:
     """Not even where its loader draws from the same generator, in the middle of an epoch that draws as it goes."""
     loaded = []

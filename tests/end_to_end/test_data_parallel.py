@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from cases import OPTIMIZERS, assert_near
+from marks import slow
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,7 +65,7 @@ def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [2, slow(3)])
 def test_a_one_stage_plan_equals_torch(replicas: int) -> None:
     results = processes.team(replicas).results(both, replicas)
     assert all(not any(pair) for rank in results[1:] for pair in rank)

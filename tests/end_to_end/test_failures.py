@@ -18,6 +18,7 @@ import pytest
 import torch
 from commands import Ended, Started
 from failing_recipe import SOON_S, plan_for, written
+from marks import long, slow
 
 pytestmark = pytest.mark.processes
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -55,32 +56,19 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        pytest.param(
+        slow(
             {"second": "partial(Forward, KeyboardInterrupt, repeats=10_000)"},
             ("rank 1, stage 1, 1F5", "KeyboardInterrupt: the ice is thinthe", "(149000 characters left out)"),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"loader": "raises=KeyboardInterrupt()"},
-            ("rank 0, stage 0, 0F", "KeyboardInterrupt"),
-            marks=pytest.mark.long,
+        long({"loader": "raises=KeyboardInterrupt()"}, ("rank 0, stage 0, 0F", "KeyboardInterrupt")),
+        long(
+            {"samples": "MemoryError()"}, ("0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:")
         ),
-        pytest.param(
-            {"samples": "MemoryError()"},
-            ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep"), marks=pytest.mark.long
-        ),
-        pytest.param(
-            {"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone"), marks=pytest.mark.long
-        ),
-        pytest.param({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader"), marks=pytest.mark.long),
-        pytest.param(
-            {"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",), marks=pytest.mark.long
-        ),
-        pytest.param({"second": "partial(Forward, crash)"}, ("rank 1 was ended by SIGSEGV",), marks=pytest.mark.long),
+        long({"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep")),
+        long({"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone")),
+        long({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader")),
+        long({"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",)),
+        long({"second": "partial(Forward, crash)"}, ("rank 1 was ended by SIGSEGV",)),
     ],
 )
 def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
@@ -103,9 +91,7 @@ def test_a_recipe_that_does_not_import_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "group", [True, pytest.param(False, marks=pytest.mark.long)], ids=["terminal", "launcher alone"]
-)
+@pytest.mark.parametrize("group", [True, long(False)], ids=["terminal", "launcher alone"])
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     started = start_training(tmp_path)
     addresses = [address for pid in started.processes() for address in listening(pid)]
@@ -175,14 +161,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     assert "the store, which the launcher serves, has not answered for " in ended.err
 
 
-@pytest.mark.parametrize(
-    ("moment", "ranks"),
-    [
-        pytest.param("start", (1,), marks=pytest.mark.long),
-        pytest.param("start", (0, 1), marks=pytest.mark.long),
-        pytest.param("end", (0, 1), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("moment", "ranks"), [long("start", (1,)), long("start", (0, 1)), long("end", (0, 1))])
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
     started = commands.start(*written(tmp_path), folder=tmp_path, environment={"SLOW": moment})
     for rank in (0, 1):
@@ -197,11 +176,8 @@ def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, rank
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-        *(
-            pytest.param(number, marks=pytest.mark.long)
-            for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        ),
+        slow(signal.SIGKILL),
+        *(long(number) for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal.Signals) -> None:
@@ -244,16 +220,8 @@ def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        pytest.param(
-            {"second": "Stuck"},
-            ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"loader": "stuck=True"},
-            ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for"),
-            marks=pytest.mark.long,
-        ),
+        slow({"second": "Stuck"}, ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after")),
+        long({"loader": "stuck=True"}, ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for")),
     ],
     ids=["layer", "loader"],
 )
@@ -354,14 +322,7 @@ def step(named):
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "rank"),
-    [
-        pytest.param("import", 0, marks=pytest.mark.long),
-        pytest.param("recipe", 1, marks=pytest.mark.long),
-        pytest.param("optimizer", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("where", "rank"), [long("import", 0), long("recipe", 1), slow("optimizer", 1)])
 def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(BEFORE)
     ended = commands.run(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zoo
 from hypothesis import HealthCheck, given, settings, strategies as st
+from marks import slow
 from torch import nn
 
 import pipedream as pd
@@ -143,9 +144,7 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["plan", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "plan")]
-)
+@pytest.mark.parametrize("name", ["plan", *(slow(name) for name in COMMANDS if name != "plan")])
 @pytest.mark.filterwarnings("ignore:the workers have")
 @settings(max_examples=30, **QUIET)
 @given(data=st.data())

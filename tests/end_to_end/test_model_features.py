@@ -12,7 +12,7 @@ import pytest
 import torch
 from built import Built
 from cases import stage_states
-from marks import spread, thinned
+from marks import long, slow, spread, thinned
 from models import CASES
 from split_training import (
     FEATURES,
@@ -81,8 +81,7 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "workers"),
-    [pytest.param("attention_lstm", 2, marks=pytest.mark.slow), pytest.param("hf_t5", 3, marks=_marks("hf_t5", False))],
+    ("name", "workers"), [slow("attention_lstm", 2), pytest.param("hf_t5", 3, marks=_marks("hf_t5", False))]
 )
 def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
     chosen = {
@@ -116,10 +115,10 @@ def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder
     ("name", "schedule", "stages", "microbatches"),
     [
         ("resnet", "pipedream", 3, 1),
-        pytest.param("unet", "pipedream", 4, 1, marks=pytest.mark.slow),
+        slow("unet", "pipedream", 4, 1),
         ("tied_gpt", "pipedream_2bw", 3, 4),
-        pytest.param("resnet", "pipedream_2bw", 2, 2, marks=pytest.mark.slow),
-        pytest.param("attention_lstm", "pipedream", 2, 1, marks=pytest.mark.slow),
+        slow("resnet", "pipedream_2bw", 2, 2),
+        slow("attention_lstm", "pipedream", 2, 1),
         pytest.param("hf_gpt2", "pipedream_2bw", 3, 2, marks=[needs_hf, pytest.mark.slow]),
     ],
 )
@@ -195,9 +194,9 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
 @pytest.mark.parametrize(
     ("name", "feature", "backend"),
     [
-        pytest.param("tied_gpt", Feature("pipedream_2bw", 2), "eager", marks=pytest.mark.long),
-        pytest.param("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager", marks=pytest.mark.slow),
-        pytest.param("attention_lstm", Feature(), "aot_eager", marks=pytest.mark.slow),
+        long("tied_gpt", Feature("pipedream_2bw", 2), "eager"),
+        slow("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager"),
+        slow("attention_lstm", Feature(), "aot_eager"),
     ],
 )
 def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import processes
 import pytest
-from marks import spread
+from marks import slow, spread
 from models import CASES, Case
 from random_models import random_case
 from split_training import (
@@ -123,7 +123,7 @@ def test_random_models_at_random_cuts(seed: int) -> None:
     check_same(plain_loop(case, batches, 3), actual, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["value_branch", pytest.param("number_carried", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["value_branch", slow("number_carried")])
 def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
     case = CASES[name]
     assert not parts_make_whole(case, batches_of(case)[0], 3)

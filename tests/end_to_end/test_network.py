@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import Started
 from failing_recipe import SOON_S, written
+from marks import long
 from two_machines import machines, on_both, started_on_both
 
 import pipedream
@@ -85,7 +86,7 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.long)])
+@pytest.mark.parametrize("rendezvous", ["static", long("c10d")])
 def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]

@@ -12,6 +12,7 @@ import processes
 import pytest
 import torch
 from cases import Case, check, check_same, per_worker, run
+from marks import slow
 
 from pipedream.core.schedule.lowering import lower
 from pipedream.runtime.update.all_reduce import GradientAllReduce
@@ -95,9 +96,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "replicas",
-    [(2, 1), (2, 2, 1), *(pytest.param(replicas, marks=pytest.mark.slow) for replicas in ((2, 3), (4, 2, 1)))],
-    ids=str,
+    "replicas", [(2, 1), (2, 2, 1), *(slow(replicas) for replicas in ((2, 3), (4, 2, 1)))], ids=str
 )
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):

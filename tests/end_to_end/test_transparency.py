@@ -14,7 +14,7 @@ import strict
 import torch
 import zoo
 from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_processes, run
-from marks import thinned
+from marks import slow, thinned
 
 from pipedream.schedules import METHODS
 
@@ -89,7 +89,7 @@ ON_SHARED_WORKERS = [
     Case("mlp", "roundpipe", 4, workers=3, microbatches=4, evaluate_at=(), leave_at=5),
     Case("mlp", "roundpipe", 4, workers=3, microbatches=3, ema=0.9, options=(("delay", 1),)),
     *(
-        pytest.param(case, id=str(case), marks=pytest.mark.slow)
+        slow(case, id=str(case))
         for case in (
             Case("cnn", "roundpipe", 4, workers=4, optimizer="adamw", options=(("forwards", 0), ("delay", 1))),
             Case("lstm", "roundpipe", 4, workers=1, microbatches=2, scheduled=True, options=(("delay", 1),)),
@@ -169,7 +169,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
         ("mlp", "zb_h1"),
         ("mlp", "pipedream"),
         ("transformer", "1f1b"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("cnn", "pipedream"), ("transformer", "roundpipe"))),
+        *(slow(*pair) for pair in (("cnn", "pipedream"), ("transformer", "roundpipe"))),
     ],
 )
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:

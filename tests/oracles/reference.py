@@ -31,6 +31,7 @@ class Answer:
         state: the model's at the end.
         at_drains: the whole model at each drain before the end.
         ema: averaged parameters.
+        skipped: updates that each stage skipped.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Answer:
     state: dict[str, Tensor] = field(default_factory=dict)
     at_drains: dict[int, nn.Module] = field(default_factory=dict)
     ema: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 class Rule:
@@ -147,6 +149,7 @@ def delayed(
     ema: float | None = None,
     autocast: torch.dtype | None = None,
     rule: Rule | None = None,
+    skips: str = "",
 ) -> Answer:
     """Trains a copy of the model by asynchronous rules, one minibatch after the other.
 
@@ -161,6 +164,8 @@ def delayed(
             and counts are added up.
         clip: greatest norm of the gradients.
         rule: the update rule.
+        skips: an update whose gradients are not finite is skipped by all stages 'together', or by 'each' itself. The
+            schedule counts it, the average does not.
     """
     rule = rule or Rule()
     model = copy.deepcopy(model)
@@ -169,7 +174,7 @@ def delayed(
     steppers = [optimizer([(name, newest[name]) for name in stage]) if stage else None for stage in stages]
     schedules = [scheduler(stepper) if scheduler and stepper else None for stepper in steppers]
     averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
-    answer, number, numbers, base = Answer(), [0], range(len(stages)), 0
+    answer, number, numbers, base = Answer(skipped=[0] * len(stages)), [0], range(len(stages)), 0
     versions = [[_of(newest, stage)] for stage in stages]
     taken_at: list[dict[str, Tensor]] = [{} for _ in stages]
     waiting: list[list[dict[str, Tensor]]] = [[] for _ in stages]
@@ -193,8 +198,15 @@ def delayed(
             # Of update n - D since the last drain; the last one before it where there is none.
             late = [0.0, *norms][max(norms_at_drain, len(norms) - phase.norm_delay)] if phase.norm_delay else norms[-1]
             bounds = {s: late if phase.norm_delay == 0 else max(late, bound) for s, bound in bounds.items()}
+        finite = {s: all(bool(g.isfinite().all()) for part in waiting[s] for g in part.values()) for s in due}
         for s in due:
-            update(s, bounds.get(s, 0.0))
+            if skips and not (all(finite.values()) if skips == "together" else finite[s]):
+                waiting[s] = []
+                versions[s].append(versions[s][-1])
+                updates[s] += 1
+                answer.skipped[s] += 1
+            else:
+                update(s, bounds.get(s, 0.0))
 
     def update(s: int, bound: float) -> None:
         gradients, stepper = waiting[s], steppers[s]

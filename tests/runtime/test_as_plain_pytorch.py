@@ -217,21 +217,6 @@ NOT_A_MEAN = "the loss is not a mean over samples; give weight="
 FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
 
 
-class CountsCalls(nn.Module):
-    """A loss that keeps a count, in a buffer or a number."""
-
-    def __init__(self, keeps: str) -> None:
-        super().__init__()
-        self.steps: Any = 0
-        if keeps == "buffer":
-            del self.steps
-            self.register_buffer("steps", torch.tensor(0.0))
-
-    def forward(self, output: Tensor, batch: Any) -> Tensor:
-        self.steps += 1
-        return mse(output, batch) / (1 + self.steps)
-
-
 class Tempered(nn.Module):
     """A loss with a parameter."""
 
@@ -296,18 +281,6 @@ LOSSES = {
     "a weight that is wrong": Case(
         net, of_some, pairs(), r"weight=\.\.\. does not give", options={"weight": lambda batch: 1.0}
     ),
-    **{
-        f"counts its calls in a {keeps}, m = 1": Case(
-            net, CountsCalls(keeps), pairs(), pipeline_loss=CountsCalls(keeps), m=1
-        )
-        for keeps in ("buffer", "number")
-    },
-    **{
-        f"counts its calls in a {keeps}": Case(
-            net, CountsCalls(keeps), pairs(), r"the loss changes its 'steps' .* microbatches=1"
-        )
-        for keeps in ("buffer", "number")
-    },
     "with a parameter": Case(net, Tempered(), pairs(), "'scale', which no stage would train", m=1),
     "with a frozen parameter": Case(net, Tempered().requires_grad_(False), pairs(), m=1),
     **{
@@ -962,13 +935,9 @@ FORWARDS = {
     "changed after the plan: order": Case(changing, mse, pairs(), RUNS, after_plan=change("order"), m=1),
     "changed after the plan: skip": Case(changing, mse, pairs(), RUNS, after_plan=change("skip"), m=1),
     "changed after the plan: relu": Case(changing, mse, pairs(), "another gradient", after_plan=change("relu"), m=1),
-    "counter": Case(between_two(counting, calls=0), mse, pairs(), m=1),
-    "counter, m = 2": Case(between_two(counting, calls=0), mse, pairs(), "left in '1.calls', .* 2 microbatches"),
     "counter, recompute": Case(between_two(counting, calls=0), mse, pairs(), recompute="always", check=False),
     "counter, replicas": Case(between_two(counting, calls=0), mse, pairs(), "left in '1.calls'", replicas=(1, 2)),
     "Python's generators, recompute": Case(between_two(drawing), mse, pairs(), recompute="always"),
-    "state of the batch before": Case(between_two(carried, state=None), mse, pairs(), m=1),
-    "state of the part before": Case(between_two(carried, state=None), mse, pairs(), "left in .* 2 microbatches"),
     "state of the batch before, recompute": Case(
         between_two(carried, state=None), mse, pairs(), recompute="always", check=False, cut=2
     ),

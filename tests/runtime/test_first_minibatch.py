@@ -311,7 +311,7 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
         run = ReferenceRun(plain_model, local)
     run.read(FirstMinibatch([], [], [], []))
     module = StageModule([], {}, torch.device("cpu"), 0)
-    LayersCheck(run, 0, module, []).before_update({})
+    LayersCheck(run, 0, [], module=module).before_update({})
     assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"
 
 

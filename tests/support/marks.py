@@ -1,9 +1,14 @@
 """Which cases the default run and continuous integration have."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""A case of the slow run alone; `long` is left to `make test-all`."""
+long = partial(pytest.param, marks=pytest.mark.long)
 
 
 def thinned(cases: Iterable[Any]) -> list[Any]:
@@ -15,25 +20,25 @@ def thinned(cases: Iterable[Any]) -> list[Any]:
         if not parameter.marks:
             is_kept = not is_kept
             if not is_kept:
-                parameter = pytest.param(*parameter.values, id=parameter.id, marks=pytest.mark.slow)
+                parameter = slow(*parameter.values, id=parameter.id)
         parameters.append(parameter)
     return parameters
 
 
 def spread(cases: Iterable[Any], every: int = 2) -> list[Any]:
     """Leaves every n-th of the cases that are marked slow to continuous integration, and marks the others as long."""
-    parameters, slow = [], 0
+    parameters, count = [], 0
     for case in cases:
         parameter: Any = case if hasattr(case, "marks") else pytest.param(case)
         if any(mark.name == "slow" for mark in parameter.marks):
-            if slow % every:
+            if count % every:
                 parameter = pytest.param(*parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.long])
-            slow += 1
+            count += 1
         parameters.append(parameter)
     return parameters
 
 
-def seeds(default: int, slow: int, total: int) -> list[Any]:
-    """Returns numbers from 0 on: the first `default` unmarked, those up to `slow` slow, the others long."""
-    marks = [()] * default + [pytest.mark.slow] * (slow - default) + [pytest.mark.long] * (total - slow)
+def seeds(default: int, in_slow_run: int, total: int) -> list[Any]:
+    """Returns numbers from 0 on: the first `default` unmarked, those up to `in_slow_run` slow, the others long."""
+    marks = [()] * default + [pytest.mark.slow] * (in_slow_run - default) + [pytest.mark.long] * (total - in_slow_run)
     return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]

@@ -81,7 +81,7 @@ def mlp(dtype: torch.dtype) -> Animal:
     )
     data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
     cuts = {1: (), 2: (3,), 3: (2, 4), 4: (1, 3, 5)}
-    return Animal(model.to(dtype), _dealt(*data, 12), F.cross_entropy, _classes, cuts)
+    return Animal(model.to(dtype), _dealt(*data, 12), F.cross_entropy, sum_of_classes, cuts)
 
 
 def cnn(dtype: torch.dtype) -> Animal:
@@ -100,7 +100,7 @@ def cnn(dtype: torch.dtype) -> Animal:
     data = torch.randn(50, 1, 6, 6, dtype=dtype), torch.randint(3, (50,))
     # Cuts before the ReLUs: what arrives is written in place.
     cuts = {1: (), 2: (2,), 3: (2, 6), 4: (1, 2, 6)}
-    return Animal(model.to(dtype), _dealt(*data, 12), nn.CrossEntropyLoss(), _classes, cuts)
+    return Animal(model.to(dtype), _dealt(*data, 12), nn.CrossEntropyLoss(), sum_of_classes, cuts)
 
 
 class _Embed(nn.Module):
@@ -212,7 +212,7 @@ def matrices(dtype: torch.dtype) -> Animal:
             layer.register_parameter("bias", None)
     data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
     cuts = {1: (), 2: (4,), 3: (2, 4), 4: (2, 4, 6)}
-    return Animal(nn.Sequential(*layers).to(dtype), _dealt(*data, 12), F.cross_entropy, _classes, cuts)
+    return Animal(nn.Sequential(*layers).to(dtype), _dealt(*data, 12), F.cross_entropy, sum_of_classes, cuts)
 
 
 class _Regularised(nn.Module):
@@ -270,7 +270,7 @@ def wide(dtype: torch.dtype) -> Animal:
         nn.Linear(70, 3),
     ).to(dtype)
     data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
-    return Animal(model, _dealt(*data, 12), F.cross_entropy, _classes, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
+    return Animal(model, _dealt(*data, 12), F.cross_entropy, sum_of_classes, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
 
 
 NAMES = ("mlp", "cnn", "lstm", "transformer")
@@ -289,7 +289,8 @@ def _dealt(x: Tensor, y: Tensor, size: int) -> list[Batch]:
     return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
 
 
-def _classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+def sum_of_classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """Returns the sum of the cross-entropies, and their number."""
     picked = _full(output).log_softmax(1)[torch.arange(len(targets)), targets]
     return -picked.sum(), float(len(targets))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zoo
 from cases import FLUSHING, OPTIMIZERS, Case, Fresh, Outcome, assert_near, check, make_pipeline, phased, run
-from marks import thinned
+from marks import slow, thinned
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
@@ -131,25 +131,20 @@ def test_compensations_change_with_the_phase() -> None:
 RUNS = [
     # Synchronous, asynchronous, synchronous again; the middle one is PipeMare's warm-up and the hybrid's finish in one.
     phased("1f1b/4:13,pipedream:37,1f1b/4"),
-    pytest.param(
-        phased("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"), marks=pytest.mark.slow
-    ),
-    pytest.param(
-        phased("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip_grad_norm=0.1),
-        marks=pytest.mark.slow,
-    ),
+    slow(phased("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw")),
+    slow(phased("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip_grad_norm=0.1)),
     # Replicas: the first phase ends in the middle of a round of the next, which ends at a whole round of its own.
     phased("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
     phased(
         "pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip_grad_norm=0.1, evaluate_at=(2, 23)
     ),  # 15 minibatches tear a round
-    pytest.param(phased("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw"), marks=pytest.mark.slow),
-    pytest.param(phased("zb_h1/4:13,pipedream:30,zb_h2/4", clip_grad_norm=0.1), marks=pytest.mark.slow),
+    slow(phased("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw")),
+    slow(phased("zb_h1/4:13,pipedream:30,zb_h2/4", clip_grad_norm=0.1)),
     # A loop that is left at a border, and within a phase.
     phased("1f1b/2:5,pipedream", (1, 1), leave_at=4, evaluate_at=(4,)),
-    pytest.param(phased("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=()), marks=pytest.mark.slow),
+    slow(phased("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=())),
     *(
-        pytest.param(phased("1f1b/2:2e,pipedream:33,gpipe/2", animal=animal, optimizer="adamw"), marks=pytest.mark.slow)
+        slow(phased("1f1b/2:2e,pipedream:33,gpipe/2", animal=animal, optimizer="adamw"))
         for animal in ("lstm", "transformer")
     ),
 ]
@@ -221,24 +216,11 @@ SAVE_AT = (4, 12, 20, 27)
     "case",
     [
         phased("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw", epochs=6),
-        pytest.param(
-            phased("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            phased("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            phased("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            phased("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            phased("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=()), marks=pytest.mark.slow
-        ),
+        slow(phased("pipedream:12,pipedream_2bw/3:4e,pipedream", (2, 1), evaluate_at=())),
+        slow(phased("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9)),
+        slow(phased("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=())),
+        slow(phased("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw")),
+        slow(phased("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=())),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import processes as worker_processes
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long, slow
 
 import pipedream
 from pipedream._version import hash_sources
@@ -267,7 +268,7 @@ def recipe(seed=0):
 """
 
 
-@pytest.mark.parametrize("replicas", [(2,), pytest.param((3, 1), marks=pytest.mark.slow)], ids=["2", "3-1"])
+@pytest.mark.parametrize("replicas", [(2,), slow((3, 1))], ids=["2", "3-1"])
 def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """As one process does that runs the plan, and from the checkpoint on the plan with a replica fewer."""
     text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
@@ -352,9 +353,7 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "length"),
-    [((), 40), pytest.param(("--minibatches", "25"), 25, marks=pytest.mark.long)],
-    ids=["epochs", "minibatches"],
+    ("end", "length"), [((), 40), long(("--minibatches", "25"), 25)], ids=["epochs", "minibatches"]
 )
 def test_a_finished_run_has_nothing_left_to_do(
     run_command: Callable[..., tuple[int, str, str]],

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from cases import Case, Fresh, Outcome, answer, assert_near, check_resumed, make_pipeline, run
-from marks import spread
+from marks import long, spread
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
@@ -70,9 +70,7 @@ def test_the_same_plan_goes_on_to_the_bit(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "replicas", [(2, 1), (1, 1), *(pytest.param(r, marks=pytest.mark.long) for r in ((2,), (1, 1, 1)))], ids=str
-)
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 1), *(long(r) for r in ((2,), (1, 1, 1)))], ids=str)
 @pytest.mark.slow
 def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
     train = partial(run, wait=False)

@@ -20,6 +20,7 @@ import processes
 import pytest
 import torch
 import zoo
+from marks import slow
 
 from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
@@ -355,8 +356,7 @@ def full_disk(folder: Path, asynchronous: bool) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("workers", "asynchronous"),
-    [(1, False), (2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False)))],
+    ("workers", "asynchronous"), [(1, False), (2, True), *(slow(*case) for case in ((1, True), (2, False)))]
 )
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
     tmp_path: Path, asynchronous: bool, workers: int

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from built import Built
 from cases import assert_near
 from first_minibatches import plan_of
+from marks import slow
 from models import HF
 from torch import Tensor, nn
 
@@ -206,10 +207,7 @@ def hugging_face(name: str) -> nn.Module:
     return HF[f"hf_{name}"].make()
 
 
-MODELS = [
-    "gpt2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "vit", "mixtral", "mamba")),
-]
+MODELS = ["gpt2", *(slow(name) for name in ("llama", "bert", "vit", "mixtral", "mamba"))]
 
 
 @pytest.mark.parametrize("name", MODELS)

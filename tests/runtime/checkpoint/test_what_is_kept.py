@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+from marks import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -170,9 +171,7 @@ def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize(
-    "kind", ["python", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("numpy", "torch", "numpy's older"))]
-)
+@pytest.mark.parametrize("kind", ["python", *(slow(kind) for kind in ("numpy", "torch", "numpy's older"))])
 def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     check(tmp_path, kind, train)
 

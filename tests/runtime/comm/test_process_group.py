@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from built import Built
 from hypothesis import given, strategies as st
+from marks import slow
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -193,11 +194,7 @@ def _free_port() -> int:
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        pytest.param(
-            1,
-            r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; read what",
-            marks=pytest.mark.slow,
-        ),
+        slow(1, r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; read what"),
         (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; read"),
     ],
 )
@@ -257,7 +254,7 @@ def _one_ends(how: str) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["gather", pytest.param("broadcast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["gather", slow("broadcast")])
 def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
     """Not gloo's error, which says that the connection was closed."""
     ends = processes.launch(_one_ends, 3, how)

@@ -9,6 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from marks import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
@@ -162,9 +163,7 @@ def train(
     return list(layer.samples)
 
 
-@pytest.mark.parametrize(
-    ("until", "size"), [(4, 4), (4, 16), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 12), (6, 5)))]
-)
+@pytest.mark.parametrize(("until", "size"), [(4, 4), (4, 16), *(slow(*pair) for pair in ((3, 12), (6, 5)))])
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_sample_comes_once(name: str, until: int, size: int, tmp_path: Path) -> None:
     """In the order that a run of whole epochs has; the last, smaller batch is no other one."""

@@ -25,7 +25,7 @@ from loaders import (
     plain_loop,
     seed_all,
 )
-from marks import spread, thinned
+from marks import slow, spread, thinned
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -368,7 +368,7 @@ def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> Non
         middle.close(), middle._sharded.close()
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, slow(2)])
 def test_processes_that_read_alike_draw_the_same_numbers_for_their_samples(workers: int) -> None:
     def read(seed: int, extent: EpochRange, state: Any) -> list[list[float]]:
         reader = alike(DataLoader(Noise(), 2, num_workers=workers), seed, extent, state)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from marks import slow
 
 from pipedream.core.errors import PeerError, WorkerError
 from pipedream.runtime.failure import guard, processes
@@ -266,7 +267,7 @@ def test_rank_0_serves_the_store_until_the_others_have_heard(
     assert not waits.is_alive()
 
 
-@pytest.mark.parametrize("gone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gone", "stopped"])
+@pytest.mark.parametrize("gone", [True, slow(False)], ids=["gone", "stopped"])
 def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartbeat], gone: bool) -> None:
     assert soon(lambda: heartbeats[0].exchanges > 0)
     store.gone = gone

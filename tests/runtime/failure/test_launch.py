@@ -14,6 +14,7 @@ from typing import Any
 
 import commands
 import pytest
+from marks import long, slow
 
 from pipedream.runtime.failure import launch as launching, processes
 from pipedream.runtime.failure.agent import Agent, Worker
@@ -266,9 +267,7 @@ print(os.getpid(), launch(2, ["-m", "worker", "a", "b"], max_restarts=1, fewest=
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "how", ["forks", pytest.param("threads", marks=pytest.mark.long), pytest.param("cards", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["forks", long("threads"), slow("cards")])
 def test_workers_and_their_replacements_are_forks_and_differ_in_nothing_else(tmp_path: Path, how: str) -> None:
     """Where the launcher has another thread, or has asked for cards, they are interpreters."""
     (tmp_path / "worker.py").write_text(f"BEFORE = {sorted(os.environ)}\n{FORKED}", encoding="utf-8")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from marks import slow
 
 import pipedream as pd
 from pipedream import metrics
@@ -32,7 +33,7 @@ def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("shift_s", "drift"), [pytest.param(1000.0, 0.0, marks=pytest.mark.slow), (-5000.0, 1e-4)])
+@pytest.mark.parametrize(("shift_s", "drift"), [slow(1000.0, 0.0), (-5000.0, 1e-4)])
 def test_spans_of_ranks_with_other_clocks(shift_s: float, drift: float) -> None:
     (timeline, seconds), (same, _) = processes.results(_train, 2, shift_s, drift)
     assert timeline == same

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 from first_minibatches import SGD, assert_equal, batches, piped
+from marks import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +35,7 @@ def make_case(schedule: str, **more: Any) -> Case:
 
 
 def mark_slow(case: Case) -> Any:
-    return pytest.param(case, id=str(case), marks=pytest.mark.slow)
+    return slow(case, id=str(case))
 
 
 OTHERS = [

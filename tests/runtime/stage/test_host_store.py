@@ -23,6 +23,7 @@ import training
 from built import Built
 from cases import Fresh, assert_near, stage_states
 from first_minibatches import plan_of
+from marks import slow
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,9 +139,7 @@ def total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return F.cross_entropy(output, targets, reduction="sum"), float(len(targets))
 
 
-@pytest.mark.parametrize(
-    "workers", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [3, slow(4), slow(5)])
 def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int) -> None:
     losses, state, evaluated = train(workers)
     expected = reference.plain(make(), NAMES, batches() * 3, total, OPTIMIZER, microbatches=3, seed=3, drains=(6,))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from torch import Tensor, nn
 
 from pipedream.core.errors import ScheduleError
@@ -127,7 +128,7 @@ def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) ->
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize(("delay", "horizon"), [(1, 0.5), pytest.param(4, 2.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("delay", "horizon"), [(1, 0.5), slow(4, 2.0)])
 def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon: float, start: Tensor) -> None:
     """LWPw: forwards read w + T (w(t) - w(t-1)). The other methods are compared in end_to_end/test_compensation.py."""
     published = predicting(start, OTHERS[name], lambda w, before, _: w + horizon * (w - before))

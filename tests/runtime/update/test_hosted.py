@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import OPTIMIZERS, Case, Fresh, run
 from first_minibatches import plan_of
+from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -53,8 +54,8 @@ def pipeline(state: str | None, schedule: str = "1f1b", optimizer: Any = ADAMW, 
         Case("mlp", "pipedream", 3, replicas=(2, 1, 1), optimizer="adamw", evaluate_at=(3,)),
         Case("mlp", "pipedream_2bw", 3, microbatches=4, optimizer="nadam", leave_at=5),
         Case("mlp", "pipedream_2bw", 2, microbatches=4, compensation="error_feedback"),
-        pytest.param(Case("cnn", "zb_h1", 3, microbatches=4, autocast=torch.bfloat16), marks=pytest.mark.slow),
-        pytest.param(Case("transformer", "pipemare", 3, microbatches=2, optimizer="adamw"), marks=pytest.mark.slow),
+        slow(Case("cnn", "zb_h1", 3, microbatches=4, autocast=torch.bfloat16)),
+        slow(Case("transformer", "pipemare", 3, microbatches=2, optimizer="adamw")),
     ],
     ids=str,
 )

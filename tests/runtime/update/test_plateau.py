@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from cases import make_pipeline
+from marks import slow
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -59,9 +60,7 @@ def rates_of_torch(scheduler: Any, values: list[float], count: int) -> list[floa
     return rates
 
 
-@pytest.mark.parametrize(
-    ("counts", "monitor"), [pytest.param((1, 1), "loss", marks=pytest.mark.slow), ((2, 1), "spread")]
-)
+@pytest.mark.parametrize(("counts", "monitor"), [slow((1, 1), "loss"), ((2, 1), "spread")])
 def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None:
     scheduler = partial(HALVES, mode="max") if monitor == "spread" else HALVES
     rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)
@@ -72,7 +71,7 @@ def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None
     assert len(set(at_stages)) == 1
 
 
-@pytest.mark.parametrize("counts", [(1, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [(1, 1), slow((1, 1, 1))])
 def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Path) -> None:
     rates, *_, weights = trained((1, 1), folder=tmp_path)
     later, *_, resumed = trained(counts, folder=tmp_path, resume=True)

@@ -85,16 +85,13 @@ class Comparer:
     def reference(self) -> Reference:
         return Reference(**json.loads(self._receive()))
 
-    def compare_values(
-        self, stage: int, kind: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
-    ) -> None:
-        """Compares tensors that a stage sends with those that its layers compute from the same input."""
-        pairs = [[self.measure(tensor) for tensor in pair] for pair in zip(expected, actual, strict=False)]
-        layers, pipeline = ({f"{kind} {i}": pair[side] for i, pair in enumerate(pairs)} for side in (0, 1))
+    def compare_outputs(self, stage: int, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
+        """Compares a stage's outputs with those that its layers compute from the same input."""
+        layers, pipeline = ({str(i): self.measure(t) for i, t in enumerate(side)} for side in (expected, actual))
         if difference := find_difference(layers, pipeline, self.reference.tolerance):
             raise self.make_error(
-                f"for its first microbatch stage {stage} has another {difference.name} than its layers give for the "
-                f"same input ({difference.describe('in the pipeline', 'by the layers')}); {_CAUSES}"
+                f"for its first microbatch stage {stage} has another output {difference.name} than its layers give for "
+                f"the same input ({difference.describe('in the pipeline', 'by the layers')}); {_CAUSES}"
             )
 
     def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -39,24 +40,24 @@ from pipedream.sharding.stage import StageSharding
 _log = logging.getLogger("pipedream")
 
 
+@dataclass
 class Comparison:
     """The comparison of one process.
 
-    Args:
-        model: the model as the user wrote it.
+    Attributes:
+        user_model: the model as the user wrote it.
         whole_bytes: bytes of the whole model.
         free_bytes: returns the memory that this process may still take.
     """
 
-    def __init__(self, local: LocalWorkers, model: UserModel, whole_bytes: int, free_bytes: Callable[[], int]) -> None:
-        self._local = local
-        self._user_model = model
-        self._whole_bytes = whole_bytes
-        self._free_bytes = free_bytes
+    local: LocalWorkers
+    user_model: UserModel
+    whole_bytes: int
+    free_bytes: Callable[[], int]
 
     def begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
         """Prepares the comparison of the first minibatch; returns the run that has its loss, if the model fits."""
-        local, program = self._local, self._local.program
+        local, program = self.local, self.local.program
         if min(program.updates.per_update) < program.microbatches:
             return None
         reader = program.placement.readers[0]
@@ -66,7 +67,7 @@ class Comparison:
         weights: dict[str, Any] = {"values": named_state(local.model)} if self._has_weights_elsewhere else {}
         if local.distributed:
             weights = self._collect_weights(reader)
-        run = ReferenceRun(self._user_model, local, **weights)
+        run = ReferenceRun(self.user_model, local, **weights)
         for worker in local.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._check_stage(run, stage, replica, worker.stage_states[stage])
@@ -80,35 +81,27 @@ class Comparison:
     @property
     def _has_weights_elsewhere(self) -> bool:
         """Whether the weights are not on the workers' device, where the model runs for the comparison."""
-        return self._local.blueprint.weights_device != self._local.blueprint.device
+        return self.local.blueprint.weights_device != self.local.blueprint.device
 
     def _fits(self, reader: int) -> bool:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
-        fits = self._local.worker_rank != reader or 4 * self._whole_bytes <= self._free_bytes()
-        return not self._local.any_rank(not fits)
+        fits = self.local.worker_rank != reader or 4 * self.whole_bytes <= self.free_bytes()
+        return not self.local.any_rank(not fits)
 
     def _collect_weights(self, reader: int) -> dict[str, Any]:
         """Collects the weights at the reading rank; returns them and how the reference is published and received."""
-        local = self._local
+        local = self.local
         store = dist.distributed_c10d._get_default_store()
         key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, local.group)
         with local.activity.at("collecting the weights"):
             values: dict[str, torch.Tensor] = local.collect_tensors(local.tensors(), reader)
-            values |= {
-                name: values[first_name]
-                for name in values
-                for first_name in local.names.shared.get(name, ())[:1]
-                if first_name in values
-            }
-        return {
-            "values": values,
-            "publish": partial(store.set, key),
-            "receive": lambda: store.get(key).decode(),
-        }
+        first_names = {name: local.names.shared.get(name, (name,))[0] for name in values}
+        values |= {name: values[first] for name, first in first_names.items() if first in values}
+        return {"values": values, "publish": partial(store.set, key), "receive": lambda: store.get(key).decode()}
 
     def _check_each_stage(self) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
-        local, placement = self._local, self._local.program.placement
+        local, placement = self.local, self.local.program.placement
         if local.rank == 0:
             is_compared = not (local.shardings or self._has_weights_elsewhere)
             outcome = "compared stage by stage" if is_compared else "not compared with the model's own"
@@ -118,13 +111,11 @@ class Comparison:
         for stage, replica in placement.stage_replicas(local.worker_rank):
             stage_state = local.lead.stage_states[stage]
             if not replica and not placement.is_remote(stage) and not placement.has_turns:
-                names = list(stage_state.versions.handles)
-                stage_state.observer = LayersCheck(
-                    ReferenceRun(self._user_model, local), stage, stage_state.module, names
-                )
+                run, names = ReferenceRun(self.user_model, local), list(stage_state.versions.handles)
+                stage_state.observer = LayersCheck(run, stage, names, module=stage_state.module)
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
-        local, placement = self._local, self._local.program.placement
+        local, placement = self.local, self.local.program.placement
         microbatches = local.program.microbatches
         whole_update = local.program.updates.per_update[stage] == microbatches
         buffers: list[str] = []
@@ -143,7 +134,7 @@ class Comparison:
             if not comparable and local.rank == replica == 0:
                 sums = plan.choices.sums
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
-            stage_state.observer = StageCheck(run, stage, buffers, names, whole_update=whole_update, sharding=sharding)
+            stage_state.observer = StageCheck(run, stage, names, buffers, whole_update, sharding)
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -151,58 +142,49 @@ def count_bytes(model: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
 
 
+@dataclass
 class StageCheck(StageObserver):
     """Compares a stage's buffers and gradients with those of the model, which has run as a whole.
 
-    Args:
-        buffers: names of the stage's buffers, if no other replica has changed its own.
+    Attributes:
         names: of its trained parameters, in the order of the handles.
-        whole_update: the minibatch is its whole first update; otherwise the gradients of the minibatch's only
+        buffers: names of the stage's buffers, if no other replica has changed its own.
+        is_whole_update: the minibatch is its whole first update; otherwise the gradients of the minibatch's only
             microbatch, 0, are compared before they are summed over the replicas.
         sharding: of a mesh, whose ranks compare whole gradients.
     """
 
-    def __init__(
-        self,
-        run: ReferenceRun,
-        stage: int,
-        buffers: Sequence[str],
-        names: Sequence[str],
-        *,
-        whole_update: bool,
-        sharding: StageSharding | None = None,
-    ) -> None:
-        self._run = run
-        self._stage = stage
-        self._buffers = buffers
-        self._names = names
-        self._is_whole_update = whole_update
-        self._sharding = sharding
-        self._ready_gradients: dict[int, torch.Tensor] = {}
+    run: ReferenceRun
+    stage: int
+    names: Sequence[str]
+    buffers: Sequence[str] = ()
+    is_whole_update: bool = False
+    sharding: StageSharding | None = None
+    _ready_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def after_forward(self, index: int) -> None:
-        if index == self._run.runner.microbatches - 1:
-            model = self._run.runner.model
-            self._run.comparer.compare_buffers(self._stage, ((name, model.get_buffer(name)) for name in self._buffers))
+        if index == self.run.runner.microbatches - 1:
+            model = self.run.runner.model
+            self.run.comparer.compare_buffers(self.stage, ((name, model.get_buffer(name)) for name in self.buffers))
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._is_whole_update:
+        if not self.is_whole_update:
             self._ready_gradients[index] = gradient.clone()
 
     def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if self._is_whole_update or index or not factor:
+        if self.is_whole_update or index or not factor:
             return
         by_index = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready_gradients
-        by_name = {name: by_index.get(i) for i, name in enumerate(self._names)}
-        self._run.comparer.compare_gradients(self._stage, by_name, factor)
+        by_name = {name: by_index.get(i) for i, name in enumerate(self.names)}
+        self.run.comparer.compare_gradients(self.stage, by_name, factor)
         self._ready_gradients.clear()
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        for name in self._names if self._is_whole_update else ():
+        for name in self.names if self.is_whole_update else ():
             gradient = handles[name].grad
-            if gradient is not None and self._sharding is not None:
-                gradient = self._sharding.gather([name], gradient)
-            self._run.comparer.compare_gradients(self._stage, {name: gradient})
+            if gradient is not None and self.sharding is not None:
+                gradient = self.sharding.gather([name], gradient)
+            self.run.comparer.compare_gradients(self.stage, {name: gradient})
 
 
 def _while_memory_suffices(step: Callable[..., None]) -> Callable[..., None]:
@@ -222,6 +204,7 @@ def _while_memory_suffices(step: Callable[..., None]) -> Callable[..., None]:
     return run_step
 
 
+@dataclass
 class LayersCheck(StageCheck):
     """Compares a stage's first microbatch with its layers, run plainly on what the stage has received.
 
@@ -230,23 +213,22 @@ class LayersCheck(StageCheck):
     memory does not suffice, the comparison ends with a warning, and training continues.
     """
 
-    def __init__(self, run: ReferenceRun, stage: int, module: StageModule, names: Sequence[str]) -> None:
-        super().__init__(run, stage, (), names, whole_update=False)
-        self._module = module
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: tuple[torch.Tensor, ...] = ()
-        self._input_gradients: Sequence[torch.Tensor | None] = []
-        self._has_reference = self.has_ended = False
+    module: StageModule = field(kw_only=True)
+    has_ended: bool = False
+    _inputs: list[torch.Tensor] = field(default_factory=list)
+    _outputs: tuple[torch.Tensor, ...] = ()
+    _received: Sequence[str] = ()
+    _has_reference: bool = False
 
     def end(self) -> None:
         self._has_reference = False
-        self._inputs, self._outputs, self._input_gradients = [], (), []
+        self._inputs, self._outputs = [], ()
         self._ready_gradients.clear()
-        self._run.release_memory()
+        self.run.release_memory()
         _log.warning(
             "the first microbatch of stage %d is not compared with its layers: the memory does not suffice for "
             "running them twice; training continues, and check=False (--no-check) leaves the attempt out",
-            self._stage,
+            self.stage,
         )
 
     @_while_memory_suffices
@@ -262,14 +244,14 @@ class LayersCheck(StageCheck):
             self._inputs.append(copy.requires_grad_())
             return copy.clone()  # a layer may write into it
 
-        runner = self._run.runner
+        runner = self.run.runner
         # Otherwise, within a forward that is recomputed later, this graph would keep no tensors.
         keep_tensors = HooksOutsideFunc(_return_itself, _return_itself)
         # Weights are copied to the CPU: stages are compared one by one where a GPU's memory is short.
         with runner.restoring_state(copies_on_cpu=True), torch.enable_grad(), keep_tensors:
-            output = self._module.forward(map_tensors(value, enter), dict(self._module.handles), microbatch, is_first)
+            output = self.module.forward(map_tensors(value, enter), dict(self.module.handles), microbatch, is_first)
             if targets is not None:
-                with self._module.autocasting():
+                with self.module.autocasting():
                     output = runner.compute_loss(runner.loss.copy_unused(), output, message, targets.value())[0]
         self._outputs = tensors_in(output)
         runner.note_dtypes(self._outputs)
@@ -279,18 +261,19 @@ class LayersCheck(StageCheck):
         """Compares the outputs, and computes the layers' gradients from those of the outputs."""
         if saved.microbatch or not self._outputs:
             return
-        comparer = self._run.comparer
-        comparer.reference = Reference(tolerance=self._run.runner.choose_tolerance())
-        comparer.compare_values(self._stage, "output", self._outputs, saved.outputs)
+        comparer = self.run.comparer
+        comparer.reference = Reference(tolerance=self.run.runner.choose_tolerance())
+        comparer.compare_outputs(self.stage, self._outputs, saved.outputs)
         pairs = [(o, g) for o, g in zip(self._outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        leaves = [*(self._module.handles[name] for name in self._names), *self._inputs]
+        leaves = [*(self.module.handles[name] for name in self.names), *self._inputs]
         layer_gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if pairs:
             outputs, received = zip(*pairs, strict=True)
             with auxiliary_loss_scale(saved.auxiliary_scale):
                 layer_gradients = torch.autograd.grad(outputs, leaves, received, allow_unused=True)
-        comparer.reference.note_gradients(zip(self._names, layer_gradients, strict=False), comparer.measure)
-        self._input_gradients = layer_gradients[len(self._names) :]
+        self._received = [f"received tensor {number}" for number in range(len(self._inputs))]
+        named = zip([*self.names, *self._received], layer_gradients, strict=True)
+        comparer.reference.note_gradients(named, comparer.measure)
         self._inputs, self._outputs = [], ()
         self._has_reference = True
 
@@ -307,16 +290,15 @@ class LayersCheck(StageCheck):
     @_while_memory_suffices
     def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of the received tensors, which go to the previous stage."""
-        if index or not self._has_reference or len(gradients) != len(self._input_gradients):
+        if index or not self._has_reference or len(gradients) != len(self._received):
             return
-        pairs = [(a, b) for a, b in zip(self._input_gradients, gradients, strict=True) if a is not None]
-        expected, actual = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]
-        self._run.comparer.compare_values(self._stage, "gradient of the received tensor", expected, actual)
-        self._input_gradients = []
+        named = {n: torch.zeros(()) if g is None else g for n, g in zip(self._received, gradients, strict=True)}
+        expected = self.run.comparer.reference.gradients
+        self.run.comparer.compare_gradients(self.stage, {n: g for n, g in named.items() if expected[n] is not None})
 
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
         """Ends the comparison, whose memory training may need."""
-        self._run.release_memory()
+        self.run.release_memory()
 
 
 def _return_itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ class Run:
 
     Attributes:
         numbers: the loss, buffers, and gradients if there was a backward.
+        draws: whether the forwards have drawn random numbers of torch.
         weight: of the parts, summed.
         losses: of the parts; sums if the loss is a sum.
         outputs: of the parts: the size and the fingerprint of each tensor.
@@ -72,6 +73,7 @@ class Run:
     """
 
     numbers: Reference = field(default_factory=Reference)
+    draws: bool = False
     weight: float = 0.0
     losses: list[float] = field(default_factory=list)
     outputs: list[list[tuple[int, Fingerprint]]] = field(default_factory=list)
@@ -180,7 +182,7 @@ class ModelRunner:
                 del output, part_loss
             after = self._read_state(backward)
             run.changed = {kind: [n for n, v in after[kind].items() if old.get(n) != v] for kind, old in before.items()}
-            run.changed["attributes"] = attributes.list_changed()
+            run.changed["attributes"], run.draws = attributes.list_changed(), self.plain.draws
             run.weights = {name: numbers[0] for name, numbers in after["weights"].items()}
             run.numbers.loss = total / run.weight if run.weight else nan
             run.numbers.tolerance, run.numbers.buffers = self.choose_tolerance(), after["buffers"]

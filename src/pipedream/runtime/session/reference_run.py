@@ -84,10 +84,10 @@ class ReferenceRun:
             torch.cuda.reset_peak_memory_stats(self.runner.device)
 
     def _make_reference(self, first: FirstMinibatch) -> Reference:
-        run, draws = self.runner.run(first.parts, backward=True), self._model.draws
+        run = self.runner.run(first.parts, backward=True)
         reference = run.numbers
         reasons = {
-            "compiled modules draw other random numbers": draws and self._settings.compile is not None,
+            "compiled modules draw other random numbers": run.draws and self._settings.compile is not None,
             "the model draws random numbers where it drew none when it was profiled, so that they depend on the cuts; "
             "profile it as it is trained": self._model.draws_unseeded,
             "the forward draws from the generators of Python or NumPy": run.changed["python"],
@@ -104,7 +104,7 @@ class ReferenceRun:
             try:
                 if not reference.incomparable:
                     self._check_carried(run, first.parts)
-                reference.parts = self._check_parts(first, draws) if len(first.parts) > 1 else ""
+                reference.parts = self._check_parts(first, run) if len(first.parts) > 1 else ""
                 if len(first.parts) > 1 and self._settings.metrics and not reference.parts:
                     self._check_metrics(first)
                 break
@@ -230,7 +230,7 @@ class ReferenceRun:
             f"not for the whole minibatch; {advice}, or train with fewer microbatches"
         ) from error
 
-    def _check_parts(self, first: FirstMinibatch, draws: bool) -> str:
+    def _check_parts(self, first: FirstMinibatch, plain: Run) -> str:
         """Compares the whole minibatch with its parts; returns why it cannot be compared, or "".
 
         In evaluation mode, too, if random numbers, the statistics of a batch or what a forward writes may make a
@@ -243,8 +243,8 @@ class ReferenceRun:
         for name, module in self.runner.model.named_modules():
             if getattr(module, "mixes_samples", False):
                 return f"{name!r} computes with several samples at once, as its mixes_samples says"
-        for training in (False,) if draws else (True, False):
-            split = run(first.parts, training=training, isolated=self.runner.modules)
+        for training in (False,) if plain.draws else (True, False):
+            split = plain if training else run(first.parts, training=False, isolated=self.runner.modules)
             whole = run(first.whole, training=training)
             limit = whole.numbers.tolerance * max(map(abs, (whole.numbers.loss, *split.losses)))
             if not isfinite(whole.numbers.loss):
@@ -299,8 +299,9 @@ class ReferenceRun:
             self.runner.run(parts, backward=True, training=training, auxiliary=False).numbers
             for parts in (first.parts[:2], first.pair)
         )
+        named = self.runner.model.named_parameters(remove_duplicate=False)
         # Sums of other sizes round differently, which is all that a gradient near zero may hold.
-        floors = {name: p.numel() * split.scale for name, p in self.runner.model.named_parameters()}
+        floors = {name: p.numel() * split.scale for name, p in named}
         expected, actual = ({n: g or (0.0,) * 3 for n, g in run.gradients.items()} for run in (joined, split))
         return not isfinite(joined.loss) or find_difference(expected, actual, joined.tolerance, floors) is None
 
