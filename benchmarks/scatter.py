@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import log10
+from math import ceil, floor, log10
 
 from pipedream.core.units import format_number
-from pipedream.report.style import COLOURS, LINES, length, line_style, log_ticks
+from pipedream.report.style import COLOURS, LINES, length, line_style
 from pipedream.report.svg import frame, line, text
 
 _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns the powers of ten between low and high, both above 0; also 2 and 5 times them if there are few."""
+    powers = [10.0**power for power in range(floor(log10(low)), ceil(log10(high)) + 1)]
+    steps = (1, 2, 5) if high / low < 100 else (1,)
+    candidates = (size * power for power in powers for size in steps)
+    return [value for value in candidates if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
 @dataclass(frozen=True)

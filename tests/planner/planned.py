@@ -6,6 +6,7 @@ from typing import Any
 import pipedream as pd
 from pipedream.core.model.profile import LayerProfile
 from pipedream.planner import PlanSearch
+from pipedream.planner.dynamic_program.recurrence import State
 
 
 def search_plan(
@@ -28,3 +29,8 @@ def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> p
         return LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
 
     return pd.Profile.of_chain(tuple(layer() for _ in range(layers)))
+
+
+def replicated_states(workers: int) -> tuple[State, ...]:
+    """Returns the states of all plans on at most this many workers."""
+    return tuple((w, r) for w in range(1, workers + 1) for r in range(1, w + 1))

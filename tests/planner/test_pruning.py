@@ -15,11 +15,11 @@ from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,
-    replicated_states,
     states_of_counts,
     straight_states,
 )
 from pipedream.planner.workers import WorkerLine, list_orders
+from tests.planner.planned import replicated_states
 
 
 def random_profile(draw: random.Random) -> Profile:

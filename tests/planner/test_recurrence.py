@@ -19,11 +19,10 @@ from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,
     State,
-    replicated_states,
     states_of_counts,
     straight_states,
 )
-from tests.planner.planned import search_plan
+from tests.planner.planned import replicated_states, search_plan
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,

@@ -1,7 +1,5 @@
 """Fingerprints of tensors: a few sums, by which to compare tensors that no longer exist."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

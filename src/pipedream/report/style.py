@@ -163,20 +163,6 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     return tuple((first + i) * step for i in range(_count(low, high, step)))
 
 
-def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Returns the powers of ten between low and high, both above 0; also 2 and 5 times them if there are few.
-
-    >>> log_ticks(0.9, 1200)
-    (1.0, 10.0, 100.0, 1000.0)
-    >>> log_ticks(3, 30)
-    (5.0, 10.0, 20.0)
-    """
-    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    steps = (1, 2, 5) if high / low < 100 else (1,)
-    candidates = (size * power for power in powers for size in steps)
-    return tuple(value for value in candidates if low * (1 - 1e-9) <= value <= high * (1 + 1e-9))
-
-
 def _count(low: float, high: float, step: float) -> int:
     return math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
 

@@ -1,7 +1,5 @@
 """PlanCosts: the predicted seconds of a plan's messages, sums and stages on its cluster (docs/cost_models.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property

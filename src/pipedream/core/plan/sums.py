@@ -9,8 +9,6 @@
 | `diloco:H` | the same, followed by an outer step of Nesterov momentum (Douillard et al. 2023) | the same |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import inf, prod

@@ -17,7 +17,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedream.layouts.tracing.registry import OperatorRegistry
+from pipedream.layouts.tracing.registry import REGISTRY
 
 A = torch.ops.aten
 _TORCHS = (
@@ -97,7 +97,7 @@ def _read_name(function: Any) -> str:
     return str(function._schema.name).rstrip("_")
 
 
-def list_decompositions(registry: OperatorRegistry) -> dict[Any, Callable[..., Any]]:
+def list_decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> what it does, by simpler ones."""
     by_hand: dict[Any, Callable[..., Any]] = {
         A.var_mean.correction: _compute_var_mean,
@@ -116,11 +116,11 @@ def list_decompositions(registry: OperatorRegistry) -> dict[Any, Callable[..., A
     }
     torchs = _load_torch_decompositions().items()
     table: dict[Any, Callable[..., Any]] = {
-        **{operator: simpler for operator, simpler in torchs if not registry.is_described(operator)},
+        **{operator: simpler for operator, simpler in torchs if not REGISTRY.is_described(operator)},
         **get_decompositions(_TORCHS),
         **by_hand,
     }
-    return {operator: simpler for operator, simpler in table.items() if not registry.is_added(operator)}
+    return {operator: simpler for operator, simpler in table.items() if not REGISTRY.is_added(operator)}
 
 
 @cache

@@ -18,7 +18,7 @@ from pipedream.layouts.description.operators import DescribedStep, Operators
 from pipedream.layouts.description.text import Operator, rename_tensors
 from pipedream.layouts.tracing.calls import Description, OperatorCall, yield_operands
 from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, list_decompositions, swap_tensors
-from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
+from pipedream.layouts.tracing.registry import REGISTRY, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
 from pipedream.sharding.local_rules import bind_arguments
 from pipedream.sharding.whole_weights import steps_each_element
@@ -123,15 +123,10 @@ class TracedStep:
 
 
 def trace(
-    model: nn.Module,
-    sample: Any,
-    *,
-    loss: Callable[[Any], Any] | None = None,
-    optimizer: Optimizer | None = None,
-    registry: OperatorRegistry = REGISTRY,
+    model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, optimizer: Optimizer | None = None
 ) -> TracedStep:
     """Traces a step; see `operators`."""
-    return _Tracing(model, sample, loss, registry).trace(optimizer)
+    return _Tracing(model, sample, loss).trace(optimizer)
 
 
 @dataclass
@@ -139,7 +134,6 @@ class _Tracing:
     model: nn.Module
     sample: Any
     loss: Callable[[Any], Any] | None
-    registry: OperatorRegistry
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     _name: dict[fx.Node, str] = field(default_factory=dict)
@@ -215,7 +209,7 @@ class _Tracing:
         count = self._output_count
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
-        graph = make_fx(pure, decomposition_table=list_decompositions(self.registry), **fake)(*example)
+        graph = make_fx(pure, decomposition_table=list_decompositions(), **fake)(*example)
         graph.graph.eliminate_dead_code()
         return graph, count
 
@@ -309,10 +303,10 @@ class _Tracing:
         self._add_call(node, OperatorCall(function, item, values, value), bound)
 
     def _add_call(self, node: fx.Node, call: OperatorCall, bound: Mapping[str, Any]) -> None:
-        description = self.registry.find(call)
+        description = REGISTRY.find(call)
         if description is None:
             raise PlanError(_explain_refusal(call.function, self._locate(call.function)))
-        if self.registry.is_added(call.function):
+        if REGISTRY.is_added(call.function):
             self._check(call, description)
         named = f" {call.function._schema.name.split('::')[-1].strip('_')}("
         text = description.spell(call).replace(" f(", named, 1)

@@ -86,11 +86,6 @@ def spread(values: NDArray[Any], allowed: BoolArray, other: float) -> NDArray[An
     return table
 
 
-def replicated_states(workers: int) -> tuple[State, ...]:
-    """Returns the states of all plans on at most this many workers."""
-    return tuple((w, r) for w in range(1, workers + 1) for r in range(1, w + 1))
-
-
 def straight_states(stages: int) -> tuple[State, ...]:
     """Returns the states of straight pipelines."""
     return tuple((w, 1) for w in range(1, stages + 1))

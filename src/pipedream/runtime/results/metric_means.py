@@ -1,7 +1,5 @@
 """Checks on a minibatch that the mean of a metric's values for its parts is its value for the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial

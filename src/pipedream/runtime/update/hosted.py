@@ -4,8 +4,6 @@ Life of an update: the gradients are copied to the machine's memory, the optimiz
 and these are copied back. The weights and their versions stay on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
