@@ -874,7 +874,7 @@ BREAKS = (
     Break(
         "data: a batch stays in memory that its loader uses again",
         "runtime/data/reader.py",
-        "for tensor in tensors_in(batch)} if is_fixed else {}",
+        "for tensor in tensors_in(batch)} if self._is_fixed else {}",
         "for tensor in tensors_in(batch)}",
         ("runtime/data/test_reused_memory.py",),
     ),

@@ -2,9 +2,10 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -116,24 +117,10 @@ class _Objects:
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
                 self._restore.append(partial(_copy_back, value, value.detach().clone()))
-        elif isinstance(value, torch.Generator):
-            self._restore.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._restore.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            self._restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
-            self._restore.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.ndarray):
-            self._restore.append(partial(np.copyto, value, value.copy()))
-        elif isinstance(value, (list, deque)):
-            inner = list(value)
-            self._restore.append(partial(_refill_list, value, inner))
-        elif isinstance(value, MutableMapping):
-            inner = list(value.values())
-            self._restore.append(partial(_refill, value, dict(value)))
-        elif isinstance(value, MutableSet):
-            self._restore.append(partial(_refill, value, set(value)))
+        elif row := next((row for row in _STATES if isinstance(value, row[0])), None):
+            state = row[1](value)
+            inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+            self._restore.append(partial(row[2], value, state))
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, FunctionType):
@@ -153,7 +140,7 @@ class _Objects:
             inner = [value.func, *value.args, *value.keywords.values()]
         elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, _CODE):
             inner = list(value.__dict__.values())
-            self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__)))
+            self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__), add="update"))
         for item in inner:
             self._note(item, depth - 1)
 
@@ -168,19 +155,27 @@ def _copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data.copy_(value)
 
 
-def _refill_list(target: Any, items: list[Any]) -> None:
-    if len(target) != len(items) or any(a is not b for a, b in zip(target, items, strict=True)):
+def _refill(target: Any, items: Any, add: str) -> None:
+    if _list_ids(target) != _list_ids(items):
         target.clear()
-        target.extend(items)
+        getattr(target, add)(items)
 
 
-def _refill(target: Any, items: Any) -> None:
-    same = len(target) == len(items)
-    if isinstance(items, dict):
-        same = same and all(key in target and target[key] is item for key, item in items.items())
-    if not same or (isinstance(items, set) and target != items):
-        target.clear()
-        target.update(items) if isinstance(items, dict) else [target.add(item) for item in items]
+def _list_ids(items: Any) -> list[int]:
+    return list(map(id, chain.from_iterable(items.items()) if isinstance(items, Mapping) else items))
+
+
+_STATES: Sequence[tuple[Any, Callable[[Any], Any], Callable[..., object]]] = (
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (np.ndarray, np.copy, np.copyto),
+    ((list, deque), list, partial(_refill, add="extend")),
+    (MutableMapping, dict, partial(_refill, add="update")),
+    (MutableSet, set, partial(_refill, add="__ior__")),
+)
+"""What can be restored: its type, how it is copied, and how it is set to a copy."""
 
 
 @contextmanager

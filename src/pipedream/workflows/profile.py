@@ -33,7 +33,7 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
-from pipedream.runtime.data.splitter import DENSE, BatchDim, first_part, is_sparse, known_samples, split_batch
+from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
@@ -184,7 +184,10 @@ def _measure(
         captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, device_inputs)))
     arguments, is_chain = captured.arguments(device_inputs), captured.model is None
     # The only argument of a slice is the whole input.
-    take_part = partial(first_part, batch_dim=batch_dim)
+
+    def take_part(value: Any, count: int, size: int) -> Any:
+        return split_batch(value, count, [size, count - size], batch_dim)[0]
+
     part_of = take_part if is_chain else lambda only, *sizes: (take_part(only[0], *sizes),)
     measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
     names = layout.of_model(model)

@@ -20,7 +20,6 @@ from pipedream.runtime.data.splitter import (
     BatchDim,
     Splitter,
     count_samples,
-    first_part,
     split_batch,
     split_minibatch,
 )
@@ -158,7 +157,7 @@ def test_a_list_of_dicts_has_one_for_each_sample(counts: tuple[int, ...]) -> Non
         ]
         assert [len(label["boxes"]) for part in parts for label in part["labels"]] == list(counts)
         assert all(len(part["pixels"]) == size for part, size in zip(parts, sizes, strict=True) if "pixels" in part)
-        assert first_part(batch, samples, 1)["labels"][0]["name"] == "0"
+        assert split_batch(batch, samples, [1, samples - 1])[0]["labels"][0]["name"] == "0"
 
 
 def test_a_list_of_dicts_whose_length_is_not_the_batchs_is_shared() -> None:
@@ -293,7 +292,7 @@ def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
 
 def test_first_part_of_a_minibatch() -> None:
     batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
-    half = first_part(batch, 5, 2, batch_dim=1)
+    half = split_batch(batch, 5, [2, 3], batch_dim=1)[0]
     assert half["x"].tolist() == [[0, 1], [5, 6]]
     assert half["n"].tolist() == [0, 1]
     assert half["c"] is batch["c"]

@@ -22,7 +22,7 @@ class _Counting(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def list_counting(loader: Any) -> list[Any]:
+def _list_counting(loader: Any) -> list[Any]:
     """Returns those of the samplers and the loader that have ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler, loader]
@@ -31,7 +31,7 @@ def list_counting(loader: Any) -> list[Any]:
 
 def count_above(loader: Any) -> int:
     """Returns how much the loader's number is above the pipeline's."""
-    return int(_NUMBERS[loader][1]) if list_counting(loader) else 0
+    return int(_NUMBERS[loader][1]) if _list_counting(loader) else 0
 
 
 def follow_epoch(loader: Any, first: int, skip: int, saved: int) -> None:
@@ -40,7 +40,7 @@ def follow_epoch(loader: Any, first: int, skip: int, saved: int) -> None:
     Args:
         skip: minibatches that were read of the first epoch.
     """
-    if parts := list_counting(loader):
+    if parts := _list_counting(loader):
         number = next((part.epoch for part in parts if type(getattr(part, "epoch", None)) is int), 0)
         last, above = _NUMBERS.get(loader, (None, saved))
         if number > first if last is None else number != last and not skip:  # some count by themselves
@@ -50,7 +50,7 @@ def follow_epoch(loader: Any, first: int, skip: int, saved: int) -> None:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Calls ``set_epoch`` of the loader and its samplers."""
-    for part in list_counting(loader):
+    for part in _list_counting(loader):
         above = _NUMBERS[loader][1]
         part.set_epoch(epoch + above)
         _NUMBERS[loader] = epoch + above, above
@@ -94,7 +94,7 @@ class _SetEpoch:
         if not any(frame.f_globals.get("__name__") in _READERS for frame, _ in walk_stack(None)):
             following, batches = self._position()
             current = following if batches else following - 1
-            is_counted = any(self._part is part for part in list_counting(self._loader))
+            is_counted = any(self._part is part for part in _list_counting(self._loader))
             above = _NUMBERS.get(self._loader, (0, 0))[1] if is_counted else 0
             if batches or self._begun() >= following:
                 if epoch not in ((current + above, current + 1 + above) if is_counted else (self._last,)):

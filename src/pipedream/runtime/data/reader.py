@@ -155,6 +155,8 @@ class LoaderReader(Reader):
     adapt: Callable[[Any], Any] = staticmethod(lambda batch: batch)
     _minibatches: Generator[Minibatch, None, None]
     _peeked: Minibatch | None = None
+    _adapts_late = True  # once a batch is no longer the next one
+    _is_fixed = False  # a batch has memory that is not written later
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         _check_samplers(loader)
@@ -176,11 +178,7 @@ class LoaderReader(Reader):
     def _next(self) -> Minibatch:
         minibatch, self._peeked = self._peeked, None
         minibatch = minibatch or next(self._minibatches)
-        return minibatch._replace(batch=self._adapt_late(minibatch.batch))
-
-    @abstractmethod
-    def _adapt_late(self, batch: Any) -> Any:
-        """Returns the batch of a minibatch that is no longer the next one, adapted unless it has been."""
+        return minibatch._replace(batch=self._adapt(minibatch.batch)) if self._adapts_late else minibatch
 
     def peek(self) -> Minibatch | None:
         """Returns the next minibatch, perhaps not adapted yet, which stays the next one; None at the end."""
@@ -208,9 +206,9 @@ class LoaderReader(Reader):
         mark = self._marks[epoch][batches - self._marks[epoch][0].batches] if batches else Mark()
         return self._epoch_states[max(before)] | {"mark": list(mark)}
 
-    def _adapt(self, batch: Any, *, is_fixed: bool) -> Any:
-        """Returns a batch adapted, in memory that is not written later, as a fixed batch's own is."""
-        fixed = {id(tensor): tensor for tensor in tensors_in(batch)} if is_fixed else {}
+    def _adapt(self, batch: Any) -> Any:
+        """Returns a batch adapted, in memory that is not written later."""
+        fixed = {id(tensor): tensor for tensor in tensors_in(batch)} if self._is_fixed else {}
         return map_tensors(self.adapt(batch), _copy_tensor, replaced=fixed)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -291,19 +289,17 @@ class IterableReader(LoaderReader):
                 del self._loader_states[next(iter(self._loader_states))]
 
     def _load_batch(self) -> Any:
-        if not self._draws:
+        if self._is_fixed:
             return next(self._iterator, _END)
         with self._order.drawing():
             batch = next(self._iterator, _END)
-            return batch if batch is _END else self._adapt(batch, is_fixed=False)
-
-    def _adapt_late(self, batch: Any) -> Any:
-        return batch if self._draws else self._adapt(batch, is_fixed=True)
+            return batch if batch is _END else self._adapt(batch)
 
     def _start_epoch(self) -> None:
         with self._order.drawing():
             self._iterator = iter(self._loader)
-        self._draws = not (type(self._iterator) in _OF_STORED or _reads_in_processes(self._loader))
+        self._is_fixed = type(self._iterator) in _OF_STORED or _reads_in_processes(self._loader)  # and nothing draws
+        self._adapts_late = self._is_fixed
 
     def _read(self) -> Generator[Minibatch, None, None]:
         if dist.is_initialized() and isinstance(getattr(self._loader, "dataset", None), IterDataPipe):
@@ -326,7 +322,7 @@ class IterableReader(LoaderReader):
             while batch is not _END:
                 if not (is_done := self.is_before(epoch, mark)) and not marks:
                     mark = (marks := self.begin_at(epoch, mark))[0]
-                mark = Mark(mark.batches + 1, mark.samples + self.count_samples(batch, self._draws))
+                mark = Mark(mark.batches + 1, mark.samples + self.count_samples(batch, not self._is_fixed))
                 if not is_done:
                     marks.append(mark)
                     self._save_loader_state(epoch, mark.batches)

@@ -239,6 +239,7 @@ class ShardedReader(LoaderReader):
         self._number = 0  # lists of the epochs that have ended
         self._open_epochs: deque[_EpochIndices] = deque()
         self._minibatches = self._read()
+        self._is_fixed = sharded.loader.num_workers > 0  # other processes use no memory again
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Has the current states of generators that make samples, because earlier samples are not loaded again."""
@@ -256,9 +257,6 @@ class ShardedReader(LoaderReader):
             if not self._open_epoch():
                 return False
         return True
-
-    def _adapt_late(self, batch: Any) -> Any:
-        return self._adapt(batch, is_fixed=self._loader.num_workers > 0)  # other processes use no memory again
 
     def save_epoch_state(self, epoch: int) -> None:
         super().save_epoch_state(epoch)

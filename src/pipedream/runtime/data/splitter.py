@@ -291,19 +291,6 @@ def split_batch(value: Any, count: int, parts: int | Sequence[int], batch_dim: B
     return _Split(count, sizes).list_parts(value, _find_known_leaves(value, batch_dim, count=count)[0])
 
 
-def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> Any:
-    """Returns the first `size` of `count` samples."""
-
-    def take_first(leaf: Any, dim: int | None) -> Any:
-        if dim is None:
-            return leaf
-        return leaf.narrow(dim, 0, size) if isinstance(leaf, torch.Tensor) else _split_items(leaf, [size])[0]
-
-    leaves, _ = _find_known_leaves(value, batch_dim, count=count)
-    firsts = {id(leaf): take_first(leaf, _find_split_dim(leaf, dim, count)) for leaf, dim, _ in leaves}
-    return map_tensors(value, lambda leaf: leaf, replaced=firsts)
-
-
 def _list_sizes(count: int, parts: int) -> list[int]:
     return [count // parts + (part < count % parts) for part in range(parts)]
 
