@@ -1477,6 +1477,28 @@ BREAKS = (
         "        self.should_stop = False\n",
         ("training/test_habits.py",),
     ),
+    # Comparisons
+    Break(
+        "compare: an interrupted run counts as complete",
+        "training/compare_runs.py",
+        '    if summary["interrupted"]:\n',
+        "    if False:\n",
+        ("training/test_comparing_delays.py",),
+    ),
+    Break(
+        "compare: local SGD is measured without an average of its weights",
+        "training/compare.py",
+        "        if period > 1:  #",
+        "        if period > 1000:  #",
+        ("training/test_comparing.py",),
+    ),
+    Break(
+        "compare: losses of data parallelism weigh each worker's part as the whole",
+        "runtime/torch_baselines.py",
+        "        samples = self._read_together * sum(size for *_, size in parts)\n",
+        "        samples = sum(size for *_, size in parts)\n",
+        ("training/test_comparing.py",),
+    ),
 )
 
 
