@@ -217,15 +217,10 @@ NOT_A_MEAN = "the loss is not a mean over samples; give weight="
 FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
 
 
-class Tempered(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, output: Tensor, batch: Any) -> Tensor:
-        return F.mse_loss(output * self.scale, batch[1])
+def tempered() -> nn.Module:
+    """Returns a loss with a parameter."""
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    return Built(lambda self, output, batch: F.mse_loss(output * self.scale, batch[1]), scale=scale)
 
 
 class Wraps:
@@ -238,11 +233,11 @@ class Wraps:
         return self.module(output, batch)  # type: ignore[no-any-return]
 
 
-TEMPERATURE, FIXED = nn.Parameter(torch.ones((), dtype=torch.float64)), Tempered().requires_grad_(False)
+TEMPERATURE, FIXED = nn.Parameter(torch.ones((), dtype=torch.float64)), tempered().requires_grad_(False)
 OWN_PARAMETERS: dict[str, Any] = {
-    "an object": Wraps(Tempered()),
-    "a method": Wraps(Tempered()).__call__,
-    "a closure of a closure": (lambda inner: lambda o, b: inner(o, b))(Wraps(Tempered())),
+    "an object": Wraps(tempered()),
+    "a method": Wraps(tempered()).__call__,
+    "a closure of a closure": (lambda inner: lambda o, b: inner(o, b))(Wraps(tempered())),
     "a partial": partial(lambda scale, o, b: mse(o * scale["t"], b), {"t": TEMPERATURE}),
     "a global": lambda o, b: mse(o * TEMPERATURE, b) + 0.1 * TEMPERATURE**2,
     "its last line": lambda o, b: mse(o, b) * torch.exp(-TEMPERATURE) + TEMPERATURE,
@@ -281,8 +276,8 @@ LOSSES = {
     "a weight that is wrong": Case(
         net, of_some, pairs(), r"weight=\.\.\. does not give", options={"weight": lambda batch: 1.0}
     ),
-    "with a parameter": Case(net, Tempered(), pairs(), "'scale', which no stage would train", m=1),
-    "with a frozen parameter": Case(net, Tempered().requires_grad_(False), pairs(), m=1),
+    "with a parameter": Case(net, tempered(), pairs(), "'scale', which no stage would train", m=1),
+    "with a frozen parameter": Case(net, tempered().requires_grad_(False), pairs(), m=1),
     **{
         f"with a parameter in {where}": Case(net, loss, pairs(), r"of shape \[\], which no stage would train", m=1)
         for where, loss in OWN_PARAMETERS.items()

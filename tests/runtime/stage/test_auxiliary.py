@@ -10,11 +10,13 @@ import delayed
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 from first_minibatches import SGD, assert_equal, batches, piped
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training import loop
 
 import pipedream
 from pipedream import add_auxiliary_loss, auxiliary_loss_scale
@@ -48,39 +50,33 @@ OTHERS = [
 ]
 
 
-class Penalised(nn.Module):
+def penalise(self: nn.Module, x: Tensor) -> Tensor:
     """A layer whose outputs are to be small; outside of a pipeline the loss may be kept for a sum written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.adds: Callable[[Tensor, Tensor], Tensor] = add_auxiliary_loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x)
-        return self.adds(output, output.square().mean()).tanh()
+    output = self.linear(x)
+    return self.adds(output, output.square().mean()).tanh()
 
 
-class Residual(nn.Module):
+def add_between(self: nn.Module, x: Tensor) -> Tensor:
     """Adds a loss in its own code, between the calls of its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.adds: Callable[[Tensor, Tensor], Tensor] = add_auxiliary_loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        output = self.b(x)
-        x = x + self.adds(output, (output * x).mean().square()).tanh()
-        return x + self.c(x)
+    x = self.a(x)
+    output = self.b(x)
+    x = x + self.adds(output, (output * x).mean().square()).tanh()
+    return x + self.c(x)
 
 
-def net(kind: Callable[[], nn.Module]) -> nn.Module:
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def penalised() -> nn.Module:
     torch.manual_seed(0)
-    if kind is Residual:
-        return kind().double()
-    return nn.Sequential(kind(), nn.Linear(4, 4), kind(), nn.Linear(4, 4)).double()
+    layers = [Built(penalise, linear=linear(), adds=add_auxiliary_loss) if i % 2 == 0 else linear() for i in range(4)]
+    return nn.Sequential(*layers).double()
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return Built(add_between, a=linear(), b=linear(), c=linear(), adds=add_auxiliary_loss).double()
 
 
 def mse(output: Tensor, batch: Any) -> Tensor:
@@ -93,34 +89,33 @@ def written_out(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if hasattr(module, "adds"):
             module.adds = lambda value, loss: (losses.append(loss), value)[1]
-    optimizer = SGD(model.parameters())
-    for batch in DATA:
-        optimizer.zero_grad()
-        loss = mse(model(batch[0]), batch)
-        (loss + sum(losses)).backward()
+
+    def whole(output: Tensor, targets: Tensor) -> Tensor:
+        terms = [F.mse_loss(output, targets), *losses]
         losses.clear()
-        optimizer.step()
-    return model.state_dict()
+        return sum(terms)
+
+    return loop(model, DATA, loss=whole).state
 
 
-@pytest.mark.parametrize("kind", [Penalised, Residual])
+@pytest.mark.parametrize("kind", [penalised, residual])
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_pipeline_equals_the_sum_written_out(kind: Callable[[], nn.Module], m: int) -> None:
-    actual = piped(net(kind), mse, DATA, cuts=(1, 2), microbatches=m, schedule="1f1b", grad_scaler=256.0)
-    if m == 1 or kind is Penalised:  # the other loss is no mean over samples
-        assert_equal(actual, written_out(net(kind)))
-    assert_equal(actual, piped(net(kind), mse, DATA, cuts=(), microbatches=m, schedule="1f1b"))
+    actual = piped(kind(), mse, DATA, cuts=(1, 2), microbatches=m, schedule="1f1b", grad_scaler=256.0)
+    if m == 1 or kind is penalised:  # the other loss is no mean over samples
+        assert_equal(actual, written_out(kind()))
+    assert_equal(actual, piped(kind(), mse, DATA, cuts=(), microbatches=m, schedule="1f1b"))
 
 
 def test_each_stage_compares_its_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "_fits", lambda self, reader: False)
     for schedule in ("1f1b", "zb_h1"):
-        actual = piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
-        assert_equal(actual, written_out(net(Penalised)))
+        actual = piped(penalised(), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
+        assert_equal(actual, written_out(penalised()))
 
 
 def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
-    model = net(Penalised)
+    model = penalised()
     profile = pipedream.profile(model, DATA[0][0], warmup=0, runs=1)
     plan = pipedream.plan(profile, pipedream.Cluster.flat(2), cuts=(2,))
     with pipedream.Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD) as pipeline:
@@ -130,7 +125,7 @@ def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
 
 
 def test_a_plain_loop_that_accumulates_scales_them() -> None:
-    whole, other = net(Penalised), net(Penalised)
+    whole, other = penalised(), penalised()
     (x, y), parts = DATA[0], (3, 5)
     mse(whole(x), (x, y)).backward()
     for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
@@ -156,7 +151,7 @@ def test_the_scale_is_that_of_the_backward_and_is_restored() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(reentrant: bool) -> None:
-    model, x = net(Penalised), DATA[0][0].clone().requires_grad_()
+    model, x = penalised(), DATA[0][0].clone().requires_grad_()
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -212,7 +207,7 @@ def test_other_arguments_are_refused(value: Any, loss: Any, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch._dynamo causes some
 def test_a_compiled_backward_reads_the_scale_each_time() -> None:
-    model, x = net(Penalised), DATA[0][0]
+    model, x = penalised(), DATA[0][0]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for scale in (1.0, 0.25):
         gradients = []
@@ -223,7 +218,7 @@ def test_a_compiled_backward_reads_the_scale_each_time() -> None:
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b)
     eager, whole = (
-        piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=2, compile=how, check=False)
+        piped(penalised(), mse, DATA, cuts=(1, 2), microbatches=2, compile=how, check=False)
         for how in (False, "aot_eager")
     )
     assert_equal(whole, eager)

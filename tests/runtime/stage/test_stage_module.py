@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from built import Built
 from torch import nn
 
 from pipedream.core.errors import CaptureError
@@ -14,19 +15,14 @@ from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients
 
 
-class Twice(nn.Module):
-    """Two weights whose gradients autograd hands out as one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.a + self.b)
+def twice() -> nn.Module:
+    """Returns two weights whose gradients autograd hands out as one tensor."""
+    a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    return Built(lambda self, x: x * (self.a + self.b), a=a, b=b)
 
 
 def test_sums_grow_in_place_and_share_nothing() -> None:
-    layer = Twice()
+    layer = twice()
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
     versions, gradients = Versions(handles), Gradients(2)
@@ -57,7 +53,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
 
 
 def test_leaves_are_clean_after_a_backward_that_fails() -> None:
-    layer = Twice()
+    layer = twice()
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
     weights = Versions(handles).read(0)
@@ -69,20 +65,16 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     assert all(leaf.grad is None for leaf in weights.leaves.values())
 
 
-class DrawsFrom(nn.Module):
+def draw_from_call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Draws random numbers from its n-th call on."""
+    if self.calls >= self.call:
+        self.drawn.append(torch.rand(3))
+    self.calls += 1
+    return x
 
-    def __init__(self, call: int) -> None:
-        super().__init__()
-        self.call = call
-        self.calls = 0
-        self.drawn: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.calls >= self.call:
-            self.drawn.append(torch.rand(3))
-        self.calls += 1
-        return x
+def draws_from(call: int) -> nn.Module:
+    return Built(draw_from_call, call=call, calls=0, drawn=[])
 
 
 LAYERS = {
@@ -158,7 +150,7 @@ def test_layers_that_may_draw_are_known() -> None:
 def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
     drawn = []
     for layers in (("late",), ("plain", "late", "plain again")):
-        late = DrawsFrom(call=2)
+        late = draws_from(call=2)
         named = [(name, late if name == "late" else nn.Linear(3, 3)) for name in layers]
         stage = StageModule(named, {}, torch.device("cpu"), seed=5)
         before = torch.default_generator.get_state()
@@ -198,20 +190,15 @@ def _flatten_as_cudnn_does(module: nn.RNNBase) -> None:
             offset += weight.numel()
 
 
-class Flattening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.lstm.flatten_parameters()
-        return self.lstm(x)[0]
+def _flatten_and_run(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    self.lstm.flatten_parameters()
+    return self.lstm(x)[0]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn_does)
-    layer = Flattening()
+    layer = Built(_flatten_and_run, lstm=nn.LSTM(2, 3))
     plain = copy.deepcopy(layer)
     handles = dict(layer.named_parameters())
     for handle in handles.values():
