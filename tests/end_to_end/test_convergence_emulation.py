@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from first_minibatches import plan_of
 from marks import thinned
 from torch import Tensor, nn
+from training import train
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import manual_plan
 from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES
 
@@ -72,12 +72,8 @@ def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
 
 def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
     """Returns the plan of equal stages; nothing is timed."""
-    graph = capture(nn.Sequential(*units), (sample,)).graph
-    begins = [
-        next(i for i, layer in enumerate(graph.layers) if layer.name.split(".")[0] == str(s)) for s in range(stages)
-    ]
-    profile = Profile("small", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), len(sample))
-    return manual_plan(profile, pd.Cluster.flat(stages), tuple(begins[1:]), (1,) * stages)
+    names = [layer.name.split(".")[0] for layer in capture(nn.Sequential(*units), (sample,)).graph.layers]
+    return plan_of(nn.Sequential(*units), sample, [names.index(str(s)) for s in range(1, stages)])
 
 
 def _schedule(method: Method, plan: pd.Plan) -> pd.Schedule:
@@ -98,18 +94,17 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     if len(built) > 1:
         ends = [round(turn.until * UPDATES) for turn in arm.turns[:-1]]
         options = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}  # type: ignore[attr-defined]
-    with pd.Pipeline(
+    losses, state = train(
         model,
         plan,
+        batches,
         loss=lambda output, batch: loss(output, batch[1]),
         weight=lambda batch: float(len(batch[1])),
         optimizer=partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]),
         scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor),
         check=False,
         **options,
-    ) as pipeline:
-        losses = [done.loss for done in pipeline.train(batches)]
-        state = pipeline.state_dict()
+    )
     return losses, torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()])
 
 

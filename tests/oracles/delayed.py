@@ -158,22 +158,11 @@ def _prefixes(row: str) -> list[str]:
     return [row[:i] for i, what in enumerate(row) if what == "F"]
 
 
-PAPERS: dict[str, Callable[..., Paper]] = {
-    method.__name__: method
-    for method in (
-        pipelined_backprop,
-        pb_lwp,
-        pipemare,
-        spectrain,
-        spectrain_v2,
-        pipeoptim,
-        xpipe,
-        paci,
-        v_timeprest,
-        timeprest,
-        timeprest_interpolated,
-    )
-}
+_METHODS = (
+    pipelined_backprop, pb_lwp, pipemare, spectrain, spectrain_v2, pipeoptim, xpipe, paci, v_timeprest, timeprest,
+    timeprest_interpolated,
+)  # fmt: skip
+PAPERS: dict[str, Callable[..., Paper]] = {method.__name__: method for method in _METHODS}
 
 
 class Sgd:

@@ -225,6 +225,13 @@ def make_pipeline(animal: str | zoo.Animal, plan: pd.Plan | Sequence[int] = (1, 
     return pd.Pipeline(animal.model, plan, **{"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]} | options)
 
 
+PASSED_ON = (
+    "compensation", "clip_grad_norm", "clip", "ema", "autocast", "seed", "check", "messages", "activations",
+    "optimizer_state", "sums",
+)  # fmt: skip
+"""Fields of a case that are options of a pipeline."""
+
+
 def pipeline_of(case: Case) -> pd.Pipeline:
     """Returns the pipeline of a case: in this process alone, or of one rank of a process group."""
     plan, m, options = case.plan(), case.microbatches, dict(case.options)
@@ -234,19 +241,9 @@ def pipeline_of(case: Case) -> pd.Pipeline:
         schedule=SCHEDULES[case.schedule](plan, m, **options) if options else case.schedule or None,
         phases=case.phases or None,
         optimizer=case.optimize,
-        compensation=case.compensation,
         microbatches=m,
         scheduler=case.scheduler,
-        clip_grad_norm=case.clip_grad_norm,
-        clip=case.clip,
-        ema=case.ema,
-        autocast=case.autocast,
-        seed=case.seed,
-        check=case.check,
-        messages=case.messages,
-        activations=case.activations,
-        optimizer_state=case.optimizer_state,
-        sums=case.sums,
+        **{name: getattr(case, name) for name in PASSED_ON},
         **dict(case.more),
     )
 

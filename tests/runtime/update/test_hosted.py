@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import OPTIMIZERS, Case, Fresh, run
+from cases import OPTIMIZERS, Case, Fresh, run, stage_states
 from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
@@ -71,15 +71,14 @@ def test_the_place_of_the_optimizer_changes_no_bit(case: Case) -> None:
 def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
     with pipeline("host") as trained:
         list(trained.train(batches()))
-        for worker in trained._session.local.workers:
-            for stage_state in worker.stage_states.values():
-                optimizer, handles = stage_state.optimizer, stage_state.versions.handles
-                stepped = [weight for group in optimizer.optimizer.param_groups for weight in group["params"]]
-                assert [id(weight) for weight in stepped] == [id(weight) for weight in optimizer.stepped.values()]
-                for name, weight in optimizer.stepped.items():
-                    assert weight.untyped_storage().data_ptr() != handles[name].untyped_storage().data_ptr()
-                    assert torch.equal(weight, handles[name])
-                assert set(optimizer.optimizer.state) <= set(stepped)
+        for stage_state in stage_states(trained):
+            optimizer, handles = stage_state.optimizer, stage_state.versions.handles
+            stepped = [weight for group in optimizer.optimizer.param_groups for weight in group["params"]]
+            assert [id(weight) for weight in stepped] == [id(weight) for weight in optimizer.stepped.values()]
+            for name, weight in optimizer.stepped.items():
+                assert weight.untyped_storage().data_ptr() != handles[name].untyped_storage().data_ptr()
+                assert torch.equal(weight, handles[name])
+            assert set(optimizer.optimizer.state) <= set(stepped)
 
 
 def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
@@ -234,8 +233,7 @@ def test_a_schedule_of_its_own_hosts_optimizers() -> None:
     plan = plan_of(make(), batches()[0][0], (3, 5))
     how = {"loss": F.cross_entropy, "optimizer": ADAMW, "optimizer_state": "host"}
     with pd.Pipeline(make(), plan, schedule=build("1f1b", plan, 4), **how) as trained:
-        states = [state for worker in trained._session.local.workers for state in worker.stage_states.values()]
-        assert all(state.hosted is not None for state in states)
+        assert all(state.hosted is not None for state in stage_states(trained))
 
 
 def test_copies_of_a_hosted_optimizer_take_time() -> None:
