@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -43,7 +44,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     replayed: list[str] = []
     attributes = recording.attributes
     rounds = 2 if attributes else 1  # what it keeps from one batch to the next is read in the second
-    both_modes = partial(_run_both_modes, model, inputs=inputs, devices=devices, compares=compares, rounds=rounds)
+    both_modes = _Trial(model, inputs, devices, compares, rounds).run_both_modes
     while True:
         graph, refused = build_graph(model, recording, refused, replayed, evaluation)
         if not graph.calls:
@@ -116,81 +117,66 @@ Measured = tuple[Numbers, Numbers, Numbers]
 """Fingerprints of outputs, gradients and buffers, so that no second set of gradients needs memory."""
 
 
-def _run_both_modes(
-    model: nn.Module,
-    graph: LayerGraph,
-    ends: Sequence[int],
-    *,
-    inputs: Any,
-    devices: Sequence[int],
-    compares: bool,
-    rounds: int,
-) -> list[Measured]:
-    """Runs slices one after the other in training and in evaluation mode. Raises _LayerFailed."""
-    measurements = []
-    for training in (True, False):
-        with (
-            running(model, devices, training),
-            torch.enable_grad(),
-            _collecting_gradients(model) as gradients,
-        ):
-            tables = SliceTables(model, graph)
-            parts = [(first, ModelSlice(model, graph, first, last, tables)) for first, last in pairwise(ends)]
-            for _, part in parts:
-                part.reseed = partial(_reseed, devices)
-            output: dict[str, torch.Tensor] = {}
-            before = Attributes([model])
-            attributes: dict[int, Attributes] = {}
-            for following in reversed(range(rounds)):
-                output.clear()
-                output = _run(model, graph, parts, inputs, training, before, attributes, keeps=following > 0)
-            if compares:
-                measurements.append(_fingerprint_all(model, output, training, gradients))
-            del output
-        if any(parameter.nbytes >= _LARGE for parameter in model.parameters()):
-            gc.collect()  # modules' outputs may refer to each other
-            _return_memory()
-    return measurements
+@dataclass(frozen=True)
+class _Trial:
+    """Runs slices of a model one after the other.
 
-
-def _run(
-    model: nn.Module,
-    graph: LayerGraph,
-    parts: Sequence[tuple[int, ModelSlice]],
-    inputs: Any,
-    training: bool,
-    before: Attributes,
-    attributes: dict[int, Attributes],
-    keeps: bool,
-) -> dict[str, torch.Tensor]:
-    """Runs a batch through all slices.
-
-    Args:
-        before: the modules' attributes before any forward.
-        attributes: those of each slice after the previous batch; filled in if this one `keeps` them.
+    Attributes:
+        compares: fingerprints are taken.
+        rounds: batches that follow each other; of all but the last, each slice keeps what it leaves on modules.
     """
-    value = _copy_inputs(inputs)
-    for number, (first, part) in enumerate(parts):
-        if number in attributes:
-            attributes[number].restore()
-        try:
-            value = part(value)
-        except CutFailed as error:
-            raise _LayerFailed(error.call, error) from error
-        except Exception as error:
-            if not first:
-                raise explain_failure(model, training, error) from error
-            raise _LayerFailed(graph.layers[first].name, error) from error
-        if keeps:
-            attributes[number] = Attributes([model])
-        before.restore()  # a stage does not see what another one keeps in its modules
-    outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
-    if training:
-        return outputs
-    missing = {path for path, leaf in outputs.items() if isinstance(leaf, Placeholder)}
-    if missing and graph.evaluation is None:
-        raise _EvaluationDiffers(CaptureError(f"{min(missing)} of the output is not sent"))
-    return {path: leaf for path, leaf in outputs.items() if path not in missing}
+
+    model: nn.Module
+    inputs: Any
+    devices: Sequence[int]
+    compares: bool
+    rounds: int
+
+    def run_both_modes(self, graph: LayerGraph, ends: Sequence[int]) -> list[Measured]:
+        """Runs the slices in training and in evaluation mode. Raises _LayerFailed."""
+        model, measurements = self.model, []
+        for training in (True, False):
+            with running(model, self.devices, training), torch.enable_grad(), _collecting_gradients(model) as gradients:
+                tables = SliceTables(model, graph)
+                slices = {first: ModelSlice(model, graph, first, last, tables) for first, last in pairwise(ends)}
+                for part in slices.values():
+                    part.reseed = partial(_reseed, self.devices)
+                attributes = dict.fromkeys([*slices, -1], Attributes([model]))
+                output: dict[str, torch.Tensor] = {}
+                for _ in range(self.rounds):
+                    output.clear()
+                    output = self._run(graph, slices, training, attributes)
+                if self.compares:
+                    measurements.append(_fingerprint_all(model, output, training, gradients))
+                del output
+            if any(parameter.nbytes >= _LARGE for parameter in model.parameters()):
+                gc.collect()  # modules' outputs may refer to each other
+                _return_memory()
+        return measurements
+
+    def _run(
+        self, graph: LayerGraph, slices: Mapping[int, ModelSlice], training: bool, attributes: dict[int, Attributes]
+    ) -> dict[str, torch.Tensor]:
+        """Runs a batch; `attributes` of the modules are those that each slice last knew, and at -1 the initial ones."""
+        value = _copy_inputs(self.inputs)
+        for first, part in slices.items():
+            attributes[first].restore()  # a stage does not see what another one keeps in its modules
+            try:
+                value = part(value)
+            except CutFailed as error:
+                raise _LayerFailed(error.call, error) from error
+            except Exception as error:
+                if not first:
+                    raise explain_failure(self.model, training, error) from error
+                raise _LayerFailed(graph.layers[first].name, error) from error
+            if self.rounds > 1:
+                attributes[first] = Attributes([self.model])
+        attributes[-1].restore()
+        outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
+        missing = {path for path, leaf in outputs.items() if isinstance(leaf, Placeholder)} if not training else set()
+        if missing and graph.evaluation is None:
+            raise _EvaluationDiffers(CaptureError(f"{min(missing)} of the output is not sent"))
+        return {path: leaf for path, leaf in outputs.items() if path not in missing}
 
 
 def _fingerprint_all(
