@@ -10,7 +10,7 @@ pipedream.Recipe(..., callbacks=[pipedream.callbacks.EarlyStopping("loss"), Save
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,11 +136,6 @@ class FollowedEvaluations:
             self._local.step_schedules(means[self._monitor])
             for callback in self._callbacks:
                 callback.on_evaluation(self._pipeline, means)
-
-    def during(self, stream: Iterable[Any]) -> Iterator[Any]:
-        for done in stream:
-            yield done
-            self.report()
 
     def end(self, minibatches: int) -> None:
         """Reports the evaluation that waits; warns if there never was one that something needs."""

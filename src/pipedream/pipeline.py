@@ -147,9 +147,10 @@ class Pipeline:
         self._local.note_call("train()", training.number)
         training.begin()
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        stream = training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues)
         with watching_epochs(loader, lambda: training.position, lambda: self._local.data.begun):
-            yield from self.followed.during(stream)
+            for done in training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues):
+                yield done
+                self.followed.report()
 
     def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)

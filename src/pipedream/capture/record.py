@@ -385,16 +385,9 @@ def record(
         if not record.state and record.storage != id(record.tensor):
             record.tensor = meta_like(record.tensor)  # frees its memory
     transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
+    moving, hooked = frozenset(changed), recorder.list_hooked()
     return Recording(
-        root,
-        records,
-        recorder.writes,
-        recorder.draws,
-        frozenset(changed),
-        set_here,
-        draws_in_python,
-        recorder.list_hooked(),
-        transformed,
+        root, records, recorder.writes, recorder.draws, moving, set_here, draws_in_python, hooked, transformed
     )
 
 
