@@ -147,7 +147,8 @@ class Pipeline:
         self._local.note_call("train()", training.number)
         training.begin()
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        with watching_epochs(loader, lambda: training.position, lambda: self._local.data.begun):
+        local = self._local
+        with watching_epochs(loader, lambda: training.position, lambda: local.data.begun, local.report):
             for done in training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues):
                 yield done
                 self.followed.report()

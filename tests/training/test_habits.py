@@ -285,7 +285,7 @@ def test_an_epoch_that_is_set_within_a_train_is_followed_or_refused(kind: str, s
 
 def test_a_data_set_can_be_sent_while_its_epochs_are_watched() -> None:
     data_set = Augmented()
-    with watching_epochs(DataLoader(data_set), lambda: (1, 0), lambda: 0):
+    with watching_epochs(DataLoader(data_set), lambda: (1, 0), lambda: 0, lambda error: error):
         copy = pickle.loads(pickle.dumps(data_set))
         data_set.set_epoch(3)
         copy.set_epoch(5)

@@ -57,12 +57,18 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 @contextmanager
-def watching_epochs(loader: Any, position: Callable[[], tuple[int, int]], begun: Callable[[], int]) -> Iterator[None]:
+def watching_epochs(
+    loader: Any,
+    position: Callable[[], tuple[int, int]],
+    begun: Callable[[], int],
+    report: Callable[[PipelineError], PipelineError],
+) -> Iterator[None]:
     """Context in which a call of ``set_epoch`` by the user's loop or callback is followed, or raises a PipelineError.
 
     Args:
         position: of the loop: its epoch, and the minibatches done of that.
         begun: returns the last epoch that the loader has begun, which may be ahead.
+        report: tells other ranks of an error, and returns it.
     """
     parts, roots = dict[int, Any](), {"": loader}
     while roots:
@@ -71,7 +77,7 @@ def watching_epochs(loader: Any, position: Callable[[], tuple[int, int]], begun:
         roots = {f"{id(part)}.{name}": item for part in inner for name, item in getattr(part, "__dict__", {}).items()}
     for part in parts.values():
         with suppress(AttributeError, TypeError):
-            part.set_epoch = _SetEpoch(part, loader, position, begun)
+            part.set_epoch = _SetEpoch(part, loader, position, begun, report)
     try:
         yield
     finally:
@@ -83,8 +89,8 @@ def watching_epochs(loader: Any, position: Callable[[], tuple[int, int]], begun:
 class _SetEpoch:
     """Stands for a part's method."""
 
-    def __init__(self, part: Any, loader: Any, position: Callable[[], Any], begun: Callable[[], int]) -> None:
-        self._part, self._loader, self._position, self._begun = part, loader, position, begun
+    def __init__(self, part: Any, loader: Any, position: Any, begun: Any, report: Any) -> None:
+        self._part, self._loader, self._position, self._begun, self._report = part, loader, position, begun, report
         self._last = getattr(part, "epoch", None)
 
     def __reduce__(self) -> tuple[Any, ...]:  # for processes that load
@@ -98,11 +104,12 @@ class _SetEpoch:
             above = _NUMBERS.get(self._loader, (0, 0))[1] if is_counted else 0
             if batches or self._begun() >= following:
                 if epoch not in ((current + above, current + 1 + above) if is_counted else (self._last,)):
-                    raise PipelineError(
+                    text = (
                         f"set_epoch({epoch}) of a {type(self._part).__name__} comes too late: a pipeline reads ahead "
                         f"of its loop, and has begun epoch {self._begun()} with another number; train one epoch at a "
                         "time: set_epoch(...), then for done in pipeline.train(loader)"
                     )
+                    raise self._report(PipelineError(text))
                 return
             if is_counted:
                 _NUMBERS[self._loader] = epoch, epoch - following
