@@ -149,7 +149,7 @@ def test_what_a_loss_may_return(case: str) -> None:
         Loss(loss)(output, torch.ones(N, dtype=torch.float64), N, 1.0)
 
 
-@pytest.mark.parametrize("value", [{"a": 1.0}, (1.0, 2.0, 3.0), torch.ones(2), (torch.ones(2), 1.0), "high", None])
+@pytest.mark.parametrize("value", [{"a": 1.0}, (1.0,), (1.0, 2.0, 3.0), torch.ones(2), (torch.ones(2), 1.0), "h", None])
 def test_what_a_metric_may_return(value: Any) -> None:
     with pytest.raises(TypeError, match=r"the metric 'm' returned .*; let it return a number or a scalar tensor"):
         metric_scores({"m": lambda output, batch: value}, torch.ones(2), torch.ones(2), 2)

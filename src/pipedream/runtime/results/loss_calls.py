@@ -105,27 +105,21 @@ def _count_elements(*names: str) -> Callable[[_Arguments], float]:
     )
 
 
+_count_pairs = _count_elements("input", "target")
+
+
 def _weigh_elements(arguments: _Arguments) -> float:
-    return (
-        _count_elements("input", "target")(arguments)
-        if arguments["weight"] is None
-        else float(arguments["weight"].sum())
-    )
+    return _count_pairs(arguments) if arguments["weight"] is None else float(arguments["weight"].sum())
 
 
 def _count_divergence(arguments: _Arguments) -> float:
-    return (
-        float(len(arguments["input"]))
-        if arguments["reduction"] == "batchmean"
-        else _count_elements("input", "target")(arguments)
-    )
+    return float(len(arguments["input"])) if arguments["reduction"] == "batchmean" else _count_pairs(arguments)
 
 
 def _count_rows(name: str) -> Callable[[_Arguments], float]:
     return lambda arguments: float(math.prod(arguments[name].shape[:-1]))
 
 
-_count_pairs = _count_elements("input", "target")
 _AMOUNTS: dict[Any, Callable[[_Arguments], float]] = {
     F.cross_entropy: _count_classes,
     F.nll_loss: _count_classes,

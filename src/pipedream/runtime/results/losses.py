@@ -320,18 +320,14 @@ def metric_scores(
     with torch.no_grad():
         for name, metric in metrics.items():
             value = _call_function(metric, f"metric {name!r}", output, batch)
-            parts = value if isinstance(value, tuple) else (value,)
-            if len(parts) > 2 or not all(map(_is_amount, parts)):
+            is_pair = isinstance(value, tuple)
+            parts = value if is_pair else (value,)
+            if len(parts) != 1 + is_pair or not all(map(_is_amount, parts)):
                 raise TypeError(
                     f"the metric {name!r} returned {_describe(value)}; let it return a number or a scalar tensor, a "
                     "mean over the samples, or (sum, weight)"
                 )
-            total, weight = (
-                ((value[0], 1.0), (value[1], 1.0))
-                if isinstance(value, tuple)
-                else ((value, float(samples)), (float(samples), 1.0))
-            )
-            scores += [total, weight]
+            scores += [(part, 1.0) for part in value] if is_pair else [(value, float(samples)), (float(samples), 1.0)]
     return scores
 
 
