@@ -3,8 +3,6 @@
 Gaps between spans are allowed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares a model that is split into all its layers with the model itself: outputs, gradients, buffers."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ by stage and with gradients and optimizer state (`core.schedule.stage_memory`). 
 evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

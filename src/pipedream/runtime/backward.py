@@ -1,7 +1,5 @@
 """The backwards of one rank, from the gradients of a stage's outputs to those of its inputs and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

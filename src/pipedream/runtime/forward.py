@@ -1,7 +1,5 @@
 """The forwards of one rank, from the received message to the next one or the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The state of a stage on one rank: layers, versions of the weights, optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

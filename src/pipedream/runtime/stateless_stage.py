@@ -1,7 +1,5 @@
 """The passes of a stage on a rank without its state: with weights copied from the host store (`stage.host_store`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property

@@ -7,8 +7,6 @@ schedule places their updates together (`Schedule.couple_updates`). Without a fl
 an earlier one (`core.schedule.coupling`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import isfinite

@@ -5,8 +5,6 @@ in its weights. It decides nothing: order, messages and versions are in the veri
 resolved to a method and its numbers before the run (`_Step`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from functools import partial

@@ -13,8 +13,6 @@ Each rank runs ahead until it waits for another. When all wait, the earliest pen
 Nothing that a rank does later comes before it, so ports see all events in the order of time.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress

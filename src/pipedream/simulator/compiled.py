@@ -5,8 +5,6 @@ precedes an update that waits for all ranks, TIED one that waits for the other h
 reads weights, or gradients, which another rank has left in shared memory. The instructions end with TURN or STOP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple

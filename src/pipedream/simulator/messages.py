@@ -9,8 +9,6 @@ Flows that share ports have the rates of max-min fairness (Bertsekas and Gallage
 progressive filling): all grow evenly until a port is full; flows through it keep their rate, others grow further.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

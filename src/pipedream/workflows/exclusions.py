@@ -1,7 +1,5 @@
 """Options that exclude each other: one table for Python and the command, one wording."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans with meshes: the given ones, or those that the planner chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Chooses the methods that the planner compares, and estimates their memory and rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Costs of the runtime: a worker's host seconds for each op, message and update, beyond the layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -9,8 +9,6 @@ A send should find its receive posted. So the depth of a channel is the differen
 flight, divided among the channels between them, plus one; at most `MAX_AHEAD`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache

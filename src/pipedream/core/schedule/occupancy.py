@@ -4,8 +4,6 @@ At the paper's depth, for a straight pipeline of p stages and m microbatches: 1F
 m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 

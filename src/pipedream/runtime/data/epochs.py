@@ -1,7 +1,5 @@
 """The numbers that samplers and data sets get by ``set_epoch``, from the pipeline and from the user's own loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from traceback import walk_stack

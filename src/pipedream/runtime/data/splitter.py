@@ -9,8 +9,6 @@ An input may be a list or tuple with an item for each sample, such as a text, or
 Then the list is split, not the tensors in it. The first minibatch decides which lists are.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

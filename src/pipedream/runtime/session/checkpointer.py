@@ -1,7 +1,5 @@
 """Saves and restores a session's state: that of all stages at a drain."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compares a pipeline's numbers with those of the model, by fingerprints."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

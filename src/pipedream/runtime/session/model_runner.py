@@ -1,7 +1,5 @@
 """Runs the user's model plainly on parts of a minibatch, and records its numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@
 - `measured` collects what they have measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

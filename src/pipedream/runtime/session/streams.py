@@ -1,7 +1,5 @@
 """Runs a session's workers: data in, results out."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -10,8 +10,6 @@ that stream has queued, and taking its result makes the stream wait for the all-
 allocated, used and freed on one stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 

@@ -8,8 +8,6 @@ Between two averages the replicas differ. What is evaluated and saved then is th
 weights; training continues with each replica's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -9,8 +9,6 @@ Within an update, after the gradients have been summed, normalised and clipped:
 The stored weights are the compensated ones, y of `core.schedule.compensation`; `unpredicted` computes the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ At an update the holders sum their gradients, so that the copies stay equal to t
 same updates (`core.schedule.coupling`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
