@@ -141,13 +141,12 @@ class Pipeline:
             WorkerError: a worker failed; names rank, stage, op and cause.
             KeyboardInterrupt: Ctrl-C, after the minibatches in flight have finished.
         """
-        training = self._training
+        training, local = self._training, self._local
         continues = training.is_running or training.epoch_batches > 0
         self._finish()
-        self._local.note_call("train()", training.number)
+        local.note_call("train()", training.number)
         training.begin()
-        self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
-        local = self._local
+        self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, local.rate[0]))
         with watching_epochs(loader, lambda: training.position, lambda: local.data.begun, local.report):
             for done in training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues):
                 yield done

@@ -66,7 +66,7 @@ def watching_epochs(
     Args:
         position: of the loop: its epoch, and the minibatches done of that.
         begun: returns the last epoch that the loader has begun, which may be ahead.
-        report: tells other ranks of an error, and returns it.
+        report: sends an error to other ranks, and returns it.
     """
     parts, roots = dict[int, Any](), {"": loader}
     while roots:
