@@ -5,8 +5,8 @@ real runtime and compared with plain PyTorch, or with the serial loop of the met
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 import cases
@@ -20,7 +20,7 @@ from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer
+from pipedream.core.schedule.program import Channel, Instruction, Move, Program, RankProgram, Transfer
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stamped, Stash, VerticalSync, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
@@ -52,25 +52,40 @@ numbers = st.integers(0, len(REPLICAS) - 1)
 class Place:
     """Where an instruction stands in a program's text."""
 
+    program: Program = field(repr=False)
     rank: int
     part: str
     index: int
 
-    def of(self, program: Program) -> tuple[Instruction, ...]:
-        """Returns the part of the text that it stands in."""
-        part: tuple[Instruction, ...] = getattr(program.ranks[self.rank], self.part)
-        return part
+    @property
+    def items(self) -> list[Instruction]:
+        """The part of the text that it stands in."""
+        return list(getattr(self.program.ranks[self.rank], self.part))
 
-    def put(self, program: Program, items: list[Instruction]) -> Program:
+    @property
+    def item(self) -> Instruction:
+        return self.items[self.index]
+
+    def put(self, items: list[Instruction]) -> Program:
         """Returns the program with another text in place of that part."""
-        ranks = list(program.ranks)
+        ranks = list(self.program.ranks)
         ranks[self.rank] = replace(ranks[self.rank], **{self.part: tuple(items)})
-        return replace(program, ranks=tuple(ranks))
+        return replace(self.program, ranks=tuple(ranks))
+
+    def swap(self, other: int) -> Program:
+        items = self.items
+        items[other], items[self.index] = items[self.index], items[other]
+        return self.put(items)
+
+    def move(self, to: int) -> Program:
+        items = self.items
+        items.insert(to, items.pop(self.index))
+        return self.put(items)
 
 
 def places(program: Program) -> list[Place]:
     return [
-        Place(rank, part, index)
+        Place(program, rank, part, index)
         for rank, mine in enumerate(program.ranks)
         for part in ("warmup", "period")
         for index in range(len(getattr(mine, part)))
@@ -96,23 +111,17 @@ def refused(program: Program, *named: Instruction | None) -> str:
     return text
 
 
+@pytest.mark.parametrize("times", [0, 2])
 @given(names, numbers, st.data())
-def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
+def test_an_instruction_dropped_or_doubled(times: int, name: str, which: int, data: st.DataObject) -> None:
     program = make_program(name, which)
     place = data.draw(st.sampled_from(places(program)))
-    items = list(place.of(program))
-    gone = items.pop(place.index)
-    refused(place.put(program, items), *near(program, gone))
-
-
-@given(names, numbers, st.data())
-def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
-    program = make_program(name, which)
-    place = data.draw(st.sampled_from(places(program)))
-    items = list(place.of(program))
-    twin = items[place.index]
-    items.insert(data.draw(st.integers(0, len(items))), twin)
-    refused(place.put(program, items), *near(program, twin))
+    items = place.items
+    if times:
+        items.insert(data.draw(st.integers(0, len(items))), place.item)
+    else:
+        items.pop(place.index)
+    refused(place.put(items), *near(program, place.item))
 
 
 def near(program: Program, item: Instruction) -> Iterator[Instruction]:
@@ -139,16 +148,12 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
     program = make_program(name, which)
     pairs = []
     for place in places(program):
-        items = place.of(program)
-        op = items[place.index]
-        if isinstance(op, Op):
+        if isinstance(op := place.item, Op):
             needs = program.requires(op)
-            pairs += [(place, i, op, need) for i, need in enumerate(items[: place.index]) if need in needs]
+            pairs += [(place, i, need) for i, need in enumerate(place.items[: place.index]) if need in needs]
     assume(pairs)
-    place, i, op, need = data.draw(st.sampled_from(pairs))
-    items = list(place.of(program))
-    items[i], items[place.index] = op, need
-    refused(place.put(program, items), op, need, *near(program, op), *near(program, need))
+    place, i, need = data.draw(st.sampled_from(pairs))
+    refused(place.swap(i), *near(program, place.item), *near(program, need))
 
 
 @given(names, numbers, st.data())
@@ -157,61 +162,50 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
     program = make_program(name, which)
     pairs = []
     for place in places(program):
-        items = place.of(program)
-        item = items[place.index]
+        item = place.item
         if isinstance(item, Transfer) and item.kind is not Move.SYNC:
-            pairs += [(place, i) for i, two in enumerate(items[: place.index]) if two[:2] == item[:2] and item != two]
+            before = enumerate(place.items[: place.index])
+            pairs += [(place, i) for i, two in before if two[:2] == item[:2] and item != two]
     assume(pairs)
     place, i = data.draw(st.sampled_from(pairs))
-    items = list(place.of(program))
-    items[i], items[place.index] = items[place.index], items[i]
-    refused(place.put(program, items), *near(program, items[i]), *near(program, items[place.index]))
+    refused(place.swap(i), *near(program, place.items[i]), *near(program, place.item))
+
+
+def receives(program: Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
+    """Yields the receives, with their channels and what stands before them."""
+    for place in places(program):
+        if place.item.kind is Move.RECEIVE:
+            yield place, program.channels[place.item.channel], place.items[: place.index]
 
 
 @given(names, st.integers(0, 1), st.data())
 def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObject) -> None:
     """A gradient is waited for before the forward is sent that it comes of."""
-    program = make_program(name, which)
     moves = []
-    for place in places(program):
-        items = place.of(program)
-        item = items[place.index]
-        if isinstance(item, Transfer) and item.kind is Move.RECEIVE:
-            ends = program.channels[item.channel]
-            forward = Op(Kind.FORWARD, ends.target, item.index)
-            before = items[: place.index]
-            if ends.carries == "gradient" and forward in before:
-                i = before.index(forward)
-                if all(two[:2] != item[:2] for two in before[i:]):  # none of its channel is passed over
-                    moves.append((place, i))
+    for place, ends, before in receives(make_program(name, which)):
+        forward = Op(Kind.FORWARD, ends.target, place.item.index)
+        if ends.carries == "gradient" and forward in before:
+            i = before.index(forward)
+            if all(two[:2] != place.item[:2] for two in before[i:]):  # none of its channel is passed over
+                moves.append((place, i))
     assume(moves)
     place, i = data.draw(st.sampled_from(moves))
-    items = list(place.of(program))
-    item = items.pop(place.index)
-    items.insert(i, item)
-    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{item[1]}:\d+"):
-        verify(place.put(program, items))
+    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{place.item[1]}:\d+"):
+        verify(place.move(i))
 
 
 def ahead(program: Program, data: st.DataObject) -> Program:
     """Takes a message in before the op that reads the one before it on its channel."""
     moves = []
-    for place in places(program):
-        items = place.of(program)
-        item = items[place.index]
-        if not (isinstance(item, Transfer) and item.kind is Move.RECEIVE):
-            continue
-        ends = program.channels[item.channel]
-        before = [i for i, two in enumerate(items[: place.index]) if two[:2] == item[:2]]
+    for place, ends, items in receives(program):
+        before = [i for i, two in enumerate(items) if two[:2] == place.item[:2]]
         if before and ends.carries != "gradient":
-            op = Op(Kind.FORWARD, ends.target, items[before[-1]].index, items[place.index - 1][-1])
+            op = Op(Kind.FORWARD, ends.target, items[before[-1]].index, items[-1][-1])
             reads = [i for i in range(before[-1], place.index) if items[i][:3] == op[:3]]
             moves += [(place, reads[0])] if reads else []
     assume(moves)
     place, i = data.draw(st.sampled_from(moves))
-    items = list(place.of(program))
-    items.insert(i, items.pop(place.index))
-    return place.put(program, items)
+    return place.move(i)
 
 
 @given(names, st.integers(0, 1), st.data())
@@ -230,20 +224,23 @@ def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
 def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightRule:
     """Returns a rule whose forwards read later or earlier versions, each or each `only`th, and that keeps more."""
 
-    class Shifted(type(rule)):  # type: ignore[misc]
-        name = "shifted"
+    def forward_version(_: WeightRule, stage: int, microbatch: int) -> int:
+        version = rule.forward_version(stage, microbatch)
+        return max(0, version + by) if microbatch % only == only - 1 else version
 
-        def forward_version(self, stage: int, microbatch: int) -> int:
-            version = rule.forward_version(stage, microbatch)
-            return max(0, version + by) if microbatch % only == only - 1 else version
+    def versions(_: WeightRule, stage: int) -> int:
+        return rule.versions(stage) + keeps
 
-        def versions(self, stage: int) -> int:
-            return rule.versions(stage) + keeps
+    return changed_rule(rule, "shifted", forward_version=forward_version, versions=versions)
 
+
+def changed_rule(rule: WeightRule, name: str, **methods: Callable[..., int]) -> WeightRule:
     try:
-        return Shifted(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+        kind = type("Changed", (type(rule),), {"name": name, **methods})
+        changed: WeightRule = kind(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+        return changed
     finally:
-        del WeightRule.kinds["shifted"]
+        del WeightRule.kinds[name]
 
 
 @given(ruled, numbers)
@@ -269,22 +266,13 @@ def test_versions_that_fall(name: str, which: int, only: int) -> None:
 
 
 def test_a_backward_at_other_weights_than_its_rule_says() -> None:
-    class Newer(type(make_program("pipedream", 1).weights)):  # type: ignore[misc]
-        name = "newer"
+    def backward_version(rule: WeightRule, stage: int, microbatch: int) -> int:
+        return rule.forward_version(stage, microbatch) + (microbatch > 6 and stage == 0)
 
-        def backward_version(self, stage: int, microbatch: int) -> int:
-            return int(self.forward_version(stage, microbatch)) + (microbatch > 6 and stage == 0)
-
-    try:
-        program = make_program("pipedream", 1)
-        rule = program.weights
-        wrong = Newer(**{field.name: getattr(rule, field.name) for field in fields(rule)})
-        with pytest.raises(
-            ScheduleError, match=r"0F7: weight rule 'newer' reads version 5 here and version 6 in the backward"
-        ):
-            verify(replace(program, weights=wrong))
-    finally:
-        del WeightRule.kinds["newer"]
+    program = make_program("pipedream", 1)
+    wrong = changed_rule(program.weights, "newer", backward_version=backward_version)
+    with pytest.raises(ScheduleError, match=r"0F7: .* 'newer' reads version 5 here and version 6 in the backward"):
+        verify(replace(program, weights=wrong))
 
 
 def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
@@ -367,11 +355,11 @@ def test_an_update_behind_a_gradient_of_another() -> None:
 
 def test_sums_and_targets_that_nobody_asked_for() -> None:
     program = make_program("gpipe", 2)
-    place = Place(0, "period", 0)
+    place = Place(program, 0, "period", 0)
     for update in (0, 7, 10**9):
         stray = Transfer(Move.SYNC, 0, update)
         with pytest.raises(ScheduleError, match=r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+"):
-            verify(place.put(program, [*place.of(program), stray]))
+            verify(place.put([*place.items, stray]))
     channels = tuple(channel for channel in program.channels if channel.carries != "input")
     assert channels == program.channels[: len(channels)]
     ranks = [
@@ -441,10 +429,7 @@ def accepted(draw: st.DrawFn, case: Case) -> Program:
     moved = 0
     for _ in range(draw(st.integers(2, 12))):
         place = draw(st.sampled_from(places(program)))
-        items = list(place.of(program))
-        item = items.pop(place.index)
-        items.insert(max(0, min(len(items), place.index + draw(st.integers(-6, 6)))), item)
-        changed = place.put(program, items)
+        changed = place.move(max(0, min(len(place.items) - 1, place.index + draw(st.integers(-6, 6)))))
         if changed != program and not reason(changed):
             program, moved = changed, moved + 1
     depths = draw(st.lists(st.integers(1, 3), min_size=len(program.channels), max_size=len(program.channels)))
