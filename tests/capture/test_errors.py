@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,9 @@ from pipedream.core.errors import CaptureError, PipelineError, PlanError, Worker
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(width, width)
-        self.b = nn.Linear(width, width)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.b(torch.relu(self.a(x)))
@@ -33,11 +33,18 @@ class Block(nn.Module):
 class Base(nn.Module):
     """Not a chain, because of its two heads."""
 
+    kinds: tuple[type[nn.Module], ...] = (Block,) * 3
+    more: tuple[str, Callable[[], nn.Module]] | None = None
+    buffer: tuple[str, tuple[int, ...]] | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(4, 2)
-        self.out = nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(kind() for kind in self.kinds)
+        self.head, self.out = nn.Linear(4, 2), nn.Linear(4, 2)
+        if self.more:
+            self.add_module(self.more[0], self.more[1]())
+        if self.buffer:
+            self.register_buffer(self.buffer[0], torch.zeros(self.buffer[1]))
 
     def ends(self, x: Tensor) -> Tensor:
         return self.head(x) + self.out(x)
@@ -128,9 +135,7 @@ class BugInModule(Block):
 
 
 class InModule(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = BugInModule()
+    kinds = (Block, BugInModule, Block)
 
 
 def test_an_error_of_the_model_names_the_line() -> None:
@@ -352,9 +357,7 @@ class Boxing(Block):
 
 
 class Boxes(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Boxing() for _ in range(3)])
+    kinds = (Boxing,) * 3
 
     def ends(self, x: Any) -> Tensor:
         return super().ends(x.value)
@@ -365,9 +368,7 @@ def box_leaf() -> nn.Module:
 
 
 class BoxOfLeaf(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaf = box_leaf()
+    more = ("leaf", box_leaf)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.leaf(x).value)
@@ -492,9 +493,7 @@ class Fails(nn.Module):
 class Tolerant(Base):
     """Continues after a call that failed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = Fails()
+    more = ("fails", Fails)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -530,9 +529,7 @@ class WithoutForward(Block):
 
 
 class OwnCalls(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([OwnCall(), WithoutForward(), OwnCall()])
+    kinds = (OwnCall, WithoutForward, OwnCall)
 
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x * 2)
@@ -570,16 +567,14 @@ def test_a_thread_of_its_own_is_one_layer() -> None:
 
 def test_a_plan_of_another_model() -> None:
     class Other(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = nn.Linear(4, 4)
+        more = ("extra", partial(nn.Linear, 4, 4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.more(x))
+            return super().forward(self.extra(x))
 
     for planned, model, words in (
-        (Base, Other, r"another model: Other has 'more\.(bias|weight)', .*plan again"),
-        (Other, Base, r"another model: it has a module 'more', which Base lacks; plan again"),
+        (Base, Other, r"another model: Other has 'extra\.(bias|weight)', .*plan again"),
+        (Other, Base, r"another model: it has a module 'extra', which Base lacks; plan again"),
     ):
         plan = make_plan(build_model(planned), X, ["blocks.1.a"])
         with pytest.raises(PlanError, match=words):
@@ -640,21 +635,15 @@ class Counts(Base):
 
 
 class CountsInBuffer(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
+    buffer = ("steps", ())
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
-        for block in self.blocks:
-            x = block(x)
-        return self.ends(x)
+        return super().forward(x)
 
 
 class MovingMean(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
+    buffer = ("mean", (4,))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -667,9 +656,7 @@ class MovingMean(Base):
 class Scaled(Base):
     """Changes a buffer in place that a backward reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
+    buffer = ("steps", ())
 
     def ends(self, x: Tensor) -> Tensor:
         self.steps += 1
