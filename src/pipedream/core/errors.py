@@ -7,7 +7,8 @@ PipelineError
  +-- WorkerError -- PeerError
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 _CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
 """Each of torch's errors about broken connections contains one of these."""
@@ -76,11 +77,20 @@ class ShortageError(PlanError):
 
     Attributes:
         need_bytes: the least that a worker needs.
+        missing_bytes: the part of it that the worker lacks.
+        savings: option -> bytes that it would save there, with the same cuts.
     """
 
-    def __init__(self, message: str, need_bytes: int) -> None:
+    def __init__(
+        self, message: str, need_bytes: int, missing_bytes: int = 0, savings: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.need_bytes = need_bytes
+        self.missing_bytes = missing_bytes
+        self.savings = savings or {}
+
+    def reworded(self, message: str) -> Self:
+        return type(self)(message, self.need_bytes, self.missing_bytes, self.savings)
 
 
 class ScheduleError(PipelineError):

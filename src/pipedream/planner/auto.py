@@ -165,7 +165,7 @@ def choose_method(
             raise PlanError(f"{text}{error}") from None
         candidate, shortage = min(shortages, key=lambda row: row[1].need_bytes)
         text += f"{len(refused)} ways were tried, the nearest, {candidate}: {shortage}"
-        raise ShortageError(text, shortage.need_bytes) from None
+        raise shortage.reworded(text) from None
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
     best = comparison.candidates[0]
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing

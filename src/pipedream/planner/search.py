@@ -244,7 +244,7 @@ def fitting_plan(
             plans += _spare_memory(space, narrower, rival_s=min(fitting_s, default=inf))
     except ShortageError as error:
         more = _describe_sufficient(space, (search, *narrower_searches), error.need_bytes)
-        raise ShortageError(f"{error}{more}", error.need_bytes) from None
+        raise error.reworded(f"{error}{more}") from None
     fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
     if not fitting:  # the caller refuses it, naming what it needs
         return min((least, *plans), key=_count_missing_bytes)

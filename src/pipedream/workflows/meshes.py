@@ -237,7 +237,7 @@ def _refuse(cluster: Cluster, errors: Sequence[tuple[Mesh | None, PipelineError]
     memories = [memory for memory in cluster.memories if memory is not None]
     where = "whose stages have meshes of their own" if mesh is None else f"on the mesh {mesh}"
     missing = f"{format_bytes(need_bytes - min(memories))} more than a rank has" if memories else ""
-    raise ShortageError(f"no plan fits on any mesh; nearest are those {where}, with {missing}: {error}", need_bytes)
+    raise error.reworded(f"no plan fits on any mesh; nearest are those {where}, with {missing}: {error}")
 
 
 def _compare_mixed(

@@ -184,7 +184,7 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
 def add_passes_on_copies(built: Schedule) -> Plan:
     """Returns a schedule's plan, whose stages must have their bytes, with those of passes that copy weights.
 
-    Such passes run beside the stages of their worker, so only a simulation tells what they add to its peak.
+    Such passes run beside the stages of their worker, so only a simulation shows what they add to its peak.
     Raises PlanError if a worker lacks the memory for them.
     """
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories

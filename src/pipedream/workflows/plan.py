@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
-from math import gcd, inf
+from math import inf
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PipelineError, PlanError, ScheduleError, ShortageError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import ALWAYS, HOST, NEVER, Choices
+from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.planner.auto import MAX_MICROBATCHES
+from pipedream.planner.tables.search_space import list_savings
 from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import add_mesh, advise_mesh, choose_meshes, take_one_rank
@@ -30,8 +30,6 @@ from pipedream.workflows.stage_search import StageSearch, compare_alone, make_ca
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
 )  # fmt: skip
-_LENGTH_STEPS = 16  # lengths of sequences that are tried
-_MANY_WORKERS = 8  # with more, one search of several decides what would fit
 _MIN_GAIN = 0.02
 """Least share of the time that a coarser approximation must save."""
 
@@ -114,119 +112,47 @@ def _compare_approximations(profile: Profile, request: PlanRequest, names: Seque
 
 @contextmanager
 def _suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[None]:
-    """Context that adds to a shortage of memory the changes with which a plan would fit."""
+    """Context that adds to a shortage of memory what would save some."""
     try:
         yield
     except ShortageError as error:
-        fitting = list(_list_fitting(profile, request))
-        advice = [f"this would fit: {'; '.join(fitting)}"] if fitting else []
-        advice += [*_describe_bases(profile, request), *advise_mesh(profile, request)]
-        if not advice:
-            raise
-        raise ShortageError("; ".join([str(error), *advice]), error.need_bytes) from None
+        savings, bases = _describe_savings(request, error), _describe_bases(profile, request)
+        raise error.reworded("; ".join([str(error), *savings, *bases, *advise_mesh(profile, request)])) from None
 
 
-def _list_fitting(profile: Profile, request: PlanRequest) -> Iterator[str]:
-    """Yields changes that would make a request fit: offloads, the largest microbatch, the longest sequence."""
-    is_simulated = request.strategy == "simulate" and request.schedule != AUTO
-    strategy = "search" if is_simulated and request.workers_and_links.workers > _MANY_WORKERS else request.strategy
-    find_plan = partial(_find_fitting, profile, request, strategy=strategy)
-    if request.recompute == "never" and find_plan(recompute="auto"):
-        yield "recomputation (--recompute auto)"
-    on_gpus = profile.runtime.overlap_device or any(layer.forward_launch_s for layer in profile.layers)
-    offloads: dict[str, Any] = {"optimizer_state": HOST} if on_gpus and not request.choices.hosts_optimizers else {}
-    if on_gpus and not request.choices.activations and request.recompute != "always":
-        offloads = {"activations": HOST} | offloads
-    single_offloads = [{name: place} for name, place in offloads.items()]
-    offloaded = [plan for changes in single_offloads if (plan := find_plan(**changes))]
-    if not offloaded and len(single_offloads) > 1 and (plan := find_plan(**offloads)):
-        offloaded = [plan]
-    yield from map(_describe_offloads, offloaded)
-    too_few, step = request.microbatches or (MAX_MICROBATCHES if request.schedule == AUTO else 1), _find_step(request)
-    counts = range((too_few // step + 1) * step, profile.batch + 1, step)
-    for changes in ({}, offloads) if offloads and not offloaded else ({},):
-        m, plan = _split_until_it_fits(partial(find_plan, **changes), counts)
-        if plan:
-            with_offloads = f" with {_describe_offloads(plan)}" if changes else ""
-            larger = f", or a larger multiple of {step}" if step > 1 else ""
-            samples = -(-profile.batch // m)
-            yield f"microbatches of at most {samples} samples (--microbatches {m}{larger}){with_offloads}"
-            break
-    length = 0 if request.mesh else profile.length
-    fitting, too_long = 0, _LENGTH_STEPS if length else 1
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        if find_plan(length=max(1, length * middle // _LENGTH_STEPS)):
-            fitting = middle
-        else:
-            too_long = middle
-    if fitting:
-        yield (
-            f"sequences of about {max(1, length * fitting // _LENGTH_STEPS)} of the {length} that were profiled (an "
-            f"estimate, from what layers keep of {length} and {length // 2})"
-        )
+def _describe_savings(request: PlanRequest, error: ShortageError) -> Iterator[str]:
+    """Yields what further choices would save of what is missing, if the method and the other options allow them."""
+    savings = [
+        f"{option} saves {format_bytes(size)}" for option, size in error.savings.items() if _accepts(request, option)
+    ]
+    if savings:
+        yield f"{format_bytes(error.missing_bytes)} are missing: with the same cuts {', '.join(savings)}"
 
 
-def _find_step(request: PlanRequest) -> int:
-    """Returns the step between the numbers of microbatches that a method takes."""
-    name, p, steps = request.schedule, request.workers_and_links.workers, []
-    if name == AUTO or schedules.layout_of(name) is None:
-        return 1
-    for m in (2 * p, 2 * p + 1, 3 * p, 4 * p):
-        with suppress(ScheduleError):
-            schedules.build(name, schedules.uniform(name, p, chunks=request.chunks), m)
-            steps.append(m)
-    return gcd(*steps) or 1
-
-
-def _split_until_it_fits(find_plan: Callable[..., Plan | None], counts: range) -> tuple[int, Plan | None]:
-    """Returns the fewest of these microbatches with which there is a plan, and that plan; None if there is none."""
-    plan, too_few, fitting = None, -1, -1
-    while plan is None and fitting < len(counts) - 1:
-        too_few, fitting = fitting, min(2 * fitting + 2, len(counts) - 1)
-        plan = find_plan(microbatches=counts[fitting])
-    while plan and fitting - too_few > 1:
-        middle = (too_few + fitting) // 2
-        if fewer := find_plan(microbatches=counts[middle]):
-            fitting, plan = middle, fewer
-        else:
-            too_few = middle
-    return counts[fitting] if plan else 0, plan
-
-
-def _find_fitting(profile: Profile, request: PlanRequest, *, length: int = 0, **changes: Any) -> Plan | None:
-    """Returns a plan for a request with other options, and with sequences of another length; None if nothing fits."""
-    changed = _add_copy_rate(replace(request, **changes))
-    with suppress(PipelineError):
-        shorter = profile.of_length(length) if length else profile
-        plan = _compare(*_take_rank(shorter, changed)).plan
-        methods.check_machines(plan)
-        return plan
-    return None
-
-
-def _describe_offloads(plan: Plan) -> str:
-    words, in_memory = [], "in the memory of the machine"
-    if plan.choices.activations:
-        sizes = ", ".join(format_bytes(stage.memory.moved_bytes) for stage in plan.stages)
-        words.append(f"activations {in_memory} (--activations host; {sizes} for the stages)")
-    if plan.choices.hosts_optimizers:
-        words.append(f"optimizers {in_memory} (--optimizer-state host)")
-    return " and ".join(words)
+def _accepts(request: PlanRequest, option: str) -> bool:
+    name, value = option.removeprefix("--").replace("-", "_").split()
+    change: dict[str, Any] = {name: value}
+    try:
+        check_options(vars(replace(request, **change)))
+        if name == "recompute" and request.schedule != AUTO and schedules.layout_of(request.schedule) is None:
+            plan = Plan.uniform(2)
+            stages = tuple(replace(stage, recompute=True) for stage in plan.stages)
+            schedules.build(request.schedule, replace(plan, stages=stages))
+    except PipelineError:
+        return False
+    return True
 
 
 def _describe_bases(profile: Profile, request: PlanRequest) -> Iterator[str]:
-    """Yields the bytes that the bases of a `BasisRotation` take, and which smaller form fits."""
+    """Yields the bytes that the bases of a `BasisRotation` take, and those of smaller forms."""
     name = request.schedule
     if name == AUTO or not (kept_bytes := _count_bases(profile, name)):
         return
     text = f"the bases of {name} take {format_bytes(kept_bytes)}"
     for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
         smaller = schedules.canonical(name.partition("[")[0], **options)
-        with suppress(PlanError):
-            _compare(*_take_rank(profile, replace(request, schedule=smaller)))
-            text += f", those of {smaller} {format_bytes(_count_bases(profile, smaller))}, which fits: ask for it"
-            break
+        if (need_bytes := _count_bases(profile, smaller)) < kept_bytes:
+            text += f", those of {smaller} {format_bytes(need_bytes)}"
     yield text
 
 
@@ -461,7 +387,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     occupancy = methods.occupancy_of(schedule, m)
     space = planner.SearchSpace.of(profile, cluster, choices=choices, occupancy=occupancy, microbatches=m)
     plan = space.with_bytes(plan)
-    _check_worker_memory(plan)
+    _check_worker_memory(plan, space)
     methods.check_machines(plan, built)
     return methods.add_passes_on_copies(replace(built, plan=plan))
 
@@ -508,16 +434,25 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     return methods.adapt_plan_to_method(plan, profile, request.choices, name, parts)
 
 
-def _check_worker_memory(plan: Plan) -> None:
+def _check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -> None:
     """Raises PlanError if all stages of a worker together do not fit its memory."""
     if (s := plan.first_stage_over_memory) is None:
         return
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
     stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
     smaller = "more stages on each worker (--chunks), " if plan.stages[s].slot_bytes else ""
+
+    def count(other: planner.SearchSpace) -> int:
+        repeats = other.choices.recompute == ALWAYS
+        rows = tuple(replace(stage, recompute=stage.recompute or repeats) for stage in plan.stages)
+        return other.with_bytes(replace(plan, stages=rows)).worker_bytes[worker]
+
+    need_bytes, memory_bytes = plan.worker_bytes[worker], plan.cluster.memories[worker] or 0
     raise ShortageError(
-        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
-        f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use {smaller}recomputation, smaller microbatches, "
+        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(need_bytes)} together, "
+        f"it has {format_bytes(memory_bytes)}; use {smaller}recomputation, smaller microbatches, "
         "more workers or another method",
-        plan.worker_bytes[worker],
+        need_bytes,
+        need_bytes - memory_bytes,
+        {} if space is None else list_savings(space, count, ALWAYS),
     )

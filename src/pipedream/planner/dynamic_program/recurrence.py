@@ -19,7 +19,7 @@ The cost is O(n^2 s) for n places and s states, vectorised over n.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -34,7 +34,7 @@ from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tables
-from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_copies
+from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_copies, list_savings
 from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
@@ -157,7 +157,8 @@ class DynamicProgram:
                 span = int(self._places[place]), int(self._places[end])
                 first, last = (self.space.downsets[at].bit_count() for at in span)
                 moves = describe_copies(self.space, *span, recompute=self.space.choices.recompute != "never")
-                return Shortage(int(most) + memory, memory, first, last, moves)
+                savings = list_savings(self.space, partial(self._count_least, state, span))
+                return Shortage(int(most) + memory, memory, first, last, moves, savings)
             place, choices = end, self._list_followers(state)
 
     @property
@@ -257,6 +258,13 @@ class DynamicProgram:
             return need
 
         return add_spare_bytes(self.space, self.space.needs.look_up(key, make))
+
+    def _count_least(self, state: State, span: tuple[int, int], space: SearchSpace) -> int:
+        """Returns the least that a stage needs in another space of these places."""
+        in_flight, replicas = count_in_flight(state), state[1]
+        update_delay = space.update_delay if replicas > 1 and span != (0, self._places[-1]) else 0
+        how = RECOMPUTE[space.choices.recompute]
+        return min(int(space.need_bytes(*span, in_flight, update_delay, recompute, replicas)) for recompute in how)
 
     def _compute_seconds(self, state: State) -> FloatArray:
         site, need = self._sites[state], partial(self._compute_need, state)
@@ -430,6 +438,7 @@ class Shortage:
     Attributes:
         first, last: its layers first <= i < last.
         moves: what it moves, in words.
+        savings: of `list_savings`.
     """
 
     need_bytes: int
@@ -437,6 +446,7 @@ class Shortage:
     first: int
     last: int
     moves: str = ""
+    savings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def missing_bytes(self) -> int:
@@ -454,4 +464,6 @@ def refuse(shortage: Shortage, what: str) -> NoReturn:
         f"{format_bytes(shortage.memory_bytes)}; give more memory or workers, smaller minibatches, more microbatches, "
         "recomputation or a schedule that holds fewer versions",
         shortage.need_bytes,
+        shortage.missing_bytes,
+        shortage.savings,
     )

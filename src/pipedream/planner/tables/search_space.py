@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -11,11 +12,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.choices import DEFAULTS, HOST, Choices
+from pipedream.core.plan.choices import ALWAYS, AUTOMATIC, DEFAULTS, HOST, NEVER, Choices
 from pipedream.core.plan.cost import Site, Terms
 from pipedream.core.plan.memory import (
     Peers,
@@ -442,16 +444,65 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     deep = space.with_bytes(plan.with_depth(in_flight))
     if (s := deep.first_stage_over_memory) is not None:
         stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
-        moves = describe_copies(space.of_stages(deep)[s], *space.ends(deep)[s], stage.recompute)
+        subspace = space.of_stages(deep)[s]
+        moves = describe_copies(subspace, *space.ends(deep)[s], stage.recompute)
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
+
+        def count(other: SearchSpace) -> int:
+            return _count_least(space, deep, s, other, repeats=other.choices.recompute != subspace.choices.recompute)
+
         raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
             f"in flight and needs {format_bytes(stage.peak_bytes)}{moves}, a worker has {format_bytes(limit)}; ask for "
             f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
             "fewer versions",
             stage.peak_bytes,
+            stage.peak_bytes - limit,
+            list_savings(subspace, count),
         )
     return deep
+
+
+def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recompute: str = AUTOMATIC) -> dict[str, int]:
+    """Returns the bytes that each further choice saves of those that `count` returns for a space, by its option.
+
+    Only GPUs have a machine's memory besides theirs.
+    """
+    choices, cluster, others = space.choices, space.cluster, {}
+    if choices.recompute == NEVER:
+        others[f"--recompute {recompute}"] = replace(choices, recompute=recompute)
+    if space._on_gpus and not choices.activations and choices.recompute != ALWAYS:
+        others["--activations host"] = replace(choices, activations=HOST)
+    if space._on_gpus and not choices.hosts_optimizers:
+        others["--optimizer-state host"] = replace(choices, optimizer_state=HOST)
+    rated = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
+    before, savings = count(space), {}
+    for option, other in others.items():
+        saved_bytes = 0
+        with suppress(PipelineError):  # of a method that does not work so
+            saved_bytes = before - count(
+                replace(space, choices=other, cluster=rated, needs=Tables(), shared_tables={}, _stages={})
+            )
+        moves = other.recompute == choices.recompute
+        if saved_bytes > 0 and not (moves and cluster.host_bytes is not None and saved_bytes > cluster.host_bytes):
+            savings[option] = saved_bytes
+    return savings
+
+
+def _count_least(space: SearchSpace, plan: Plan, s: int, other: SearchSpace, *, repeats: bool) -> int:
+    """Returns the least that a stage of a plan needs under the choices of another space.
+
+    Args:
+        repeats: it may recompute, although it does not in the plan.
+    """
+    stage, delay, span = plan.stages[s], plan.update_delay[s], space.ends(plan)[s]
+    occupancies = space.occupancy_rule.of_plan(plan)
+    peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])[s]
+    return min(
+        other.memory(*span, occupancies[s], peers, delay, recompute, stage.replicas, offload).total_bytes
+        for recompute in {stage.recompute, stage.recompute or repeats}
+        for offload in {stage.offload and not recompute, bool(may_offload(other, *span, recompute))}
+    )
 
 
 def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
