@@ -497,6 +497,13 @@ BREAKS = (
         ("end_to_end/test_replicas.py",),
     ),
     Break(
+        "choices: a recipe comes before the plan",
+        "core/plan/choices.py",
+        "in (recipe, plan, checkpoint, command):",
+        "in (plan, recipe, checkpoint, command):",
+        ("core/test_choices.py",),
+    ),
+    Break(
         "messages: the comparison has another unit than the run",
         "runtime/session/model_runner.py",
         "(choose_unit(loss, message, output, targets) if has_unit else 1.0)",
@@ -618,8 +625,8 @@ BREAKS = (
     Break(
         "messages: the model is not encoded for the comparison",
         "runtime/session/reference_run.py",
-        "backward=True, messages=messages)",
-        "backward=True, messages=None)",
+        "backward=True, encodes=True)",
+        "backward=True, encodes=False)",
         ("runtime/test_encoded_messages.py",),
     ),
     Break(

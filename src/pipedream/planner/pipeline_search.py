@@ -13,7 +13,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.pruning import prune_places, thin_out
 from pipedream.planner.dynamic_program.recurrence import (
-    RECOMPUTE,
     DynamicProgram,
     Shortage,
     State,
@@ -95,7 +94,7 @@ class PipelineSearch:
         for number, count in enumerate(tried.tolist()):
             for line, row in zip(self.lines, sites, strict=True):
                 site, most = row[number], row[number].memory_bytes
-                for recompute in RECOMPUTE[self.space.choices.recompute]:
+                for recompute in self.space.choices.recomputing:
                     if most is not None and self.space.need_bytes(0, end, 1, 0, recompute, count) > most:
                         continue
                     passes_s = forward_s, backward_s + forward_s if recompute else backward_s

@@ -25,7 +25,6 @@ from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner.dynamic_program.recurrence import RECOMPUTE
 from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -91,7 +90,7 @@ def two_bw(
             if m % w or m // w < stages:
                 continue
             space = SearchSpace.of(profile, cluster, choices=choices, microbatches=m, occupancy=occupancy(m))
-            for recomputes in RECOMPUTE[choices.recompute]:
+            for recomputes in choices.recomputing:
                 rows = tuple(replace(stage, recompute=recomputes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
                 if candidate.first_stage_over_memory is None:

@@ -21,6 +21,8 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
 
 ALWAYS, AUTOMATIC, NEVER = "always", "auto", "never"
+RECOMPUTING = {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}
+"""Whether a stage may recompute, the faster way first. Automatic: only where it does not fit otherwise."""
 DEVICE, HOST, NONE = "device", "host", "none"
 
 
@@ -42,9 +44,8 @@ def _read_optimizer_state(text: Any) -> str:
 
 
 def _read_recompute(text: Any) -> str:
-    words = (NEVER, AUTOMATIC, ALWAYS)
-    if text is not True and text not in words:
-        raise PlanError(f"unknown recompute {text!r}; give {', '.join(words)}")
+    if text is not True and text not in RECOMPUTING:
+        raise PlanError(f"unknown recompute {text!r}; give {', '.join(RECOMPUTING)}")
     return ALWAYS if text is True else str(text)
 
 
@@ -71,7 +72,7 @@ class Choices:
     messages: Messages = _choice(Messages(), Messages.read, "ENCODING[,ENCODING]")
     activations: str = _choice("", _read_activations, f"{NONE}|{HOST}")
     optimizer_state: str = _choice(DEVICE, _read_optimizer_state, f"{DEVICE}|{HOST}")
-    recompute: str = _choice(NEVER, _read_recompute, f"{NEVER}|{AUTOMATIC}|{ALWAYS}", **NOT_STORED)
+    recompute: str = _choice(NEVER, _read_recompute, "|".join(RECOMPUTING), **NOT_STORED)
 
     def __post_init__(self) -> None:
         for choice in fields(self):
@@ -95,6 +96,11 @@ class Choices:
     @property
     def hosts_optimizers(self) -> bool:
         return self.optimizer_state == HOST
+
+    @property
+    def recomputing(self) -> tuple[bool, ...]:
+        """See `RECOMPUTING`."""
+        return RECOMPUTING[self.recompute]
 
     @property
     def words(self) -> dict[str, Any]:

@@ -87,10 +87,10 @@ class MeshCosts:
         """Seconds; infinite where a stage is not allowed, or does not fit."""
         cost = partial(self._compute_cost, workers.mesh, workers.lies, before=before, after=after)
         need = partial(self._compute_need, workers)
-        return limit_costs(self.space.choices.recompute, workers.lies.site.memory_bytes, cost, need)
+        return limit_costs(self.space.choices, workers.lies.site.memory_bytes, cost, need)
 
     def _compute_least_need(self, workers: MeshWorkers, before: int | None, after: int | None) -> FloatArray:
-        need = least_need(self.space.choices.recompute, partial(self._compute_need, workers))
+        need = least_need(self.space.choices, partial(self._compute_need, workers))
         return np.where(self._allowed, need, np.inf)
 
     def _compute_cost(

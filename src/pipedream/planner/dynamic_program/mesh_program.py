@@ -26,7 +26,7 @@ from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from pipedream.planner.arrays import FloatArray, IntArray, Tables
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState, MeshWorkers
-from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, find_spans, states_of_counts
+from pipedream.planner.dynamic_program.recurrence import find_spans, states_of_counts
 from pipedream.planner.tables.mesh_space import StageChoice
 
 _Cost = Callable[[MeshWorkers, int | None, int | None], FloatArray]
@@ -292,7 +292,7 @@ class MeshPeriods(MeshProgram):
                 self._find_room(workers, recompute)[places],
                 0,
             )
-            for recompute in RECOMPUTE[self.space.choices.recompute]
+            for recompute in self.space.choices.recomputing
         )
         return reduce(np.maximum, ways)
 

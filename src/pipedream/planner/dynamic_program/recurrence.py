@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
 from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
@@ -37,22 +38,16 @@ from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray, Tab
 from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes, describe_copies, list_savings
 from pipedream.planner.workers import WorkerLine
 
-RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
-"""Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all.
-
-With the ways in which a stage may run, the faster one first: without recomputation, with it.
-"""
-
 
 def limit_costs(
-    recompute: str, memory_bytes: int | None, cost: Callable[[bool], FloatArray], need: Callable[[bool], IntArray]
+    choices: Choices, memory_bytes: int | None, cost: Callable[[bool], FloatArray], need: Callable[[bool], IntArray]
 ) -> FloatArray:
     """Returns the costs of stages, infinite where they do not fit a memory.
 
     Args:
         cost, need: from whether stages recompute to their costs, and the bytes that they need.
     """
-    first, *others = RECOMPUTE[recompute]
+    first, *others = choices.recomputing
     if memory_bytes is None:
         return cost(first)
     fits = need(first) <= memory_bytes
@@ -62,9 +57,9 @@ def limit_costs(
     return np.where(fits, cost(first), np.where(fits_then, cost(True), np.inf))
 
 
-def least_need(recompute: str, need: Callable[[bool], IntArray]) -> IntArray:
+def least_need(choices: Choices, need: Callable[[bool], IntArray]) -> IntArray:
     """Returns the bytes that stages need at least; `need` as in `limit_costs`."""
-    least: IntArray = np.minimum.reduce([need(way) for way in RECOMPUTE[recompute]])
+    least: IntArray = np.minimum.reduce([need(way) for way in choices.recomputing])
     return least
 
 
@@ -270,14 +265,10 @@ class DynamicProgram:
         site, need = self._sites[state], partial(self._compute_need, state)
         key = id(site), 0 if site.memory_bytes is None else count_in_flight(state)  # equal sites are the same one
         cost = partial(self._compute_cost, site)
-        return self._costs.look_up(
-            key, lambda: limit_costs(self.space.choices.recompute, site.memory_bytes, cost, need)
-        )
+        return self._costs.look_up(key, lambda: limit_costs(self.space.choices, site.memory_bytes, cost, need))
 
     def _compute_least_bytes(self, state: State) -> FloatArray:
-        return np.where(
-            self._allowed, least_need(self.space.choices.recompute, partial(self._compute_need, state)), np.inf
-        )
+        return np.where(self._allowed, least_need(self.space.choices, partial(self._compute_need, state)), np.inf)
 
     def _compute_missing_bytes(self, state: State) -> FloatArray:
         memory = self._sites[state].memory_bytes
@@ -330,7 +321,7 @@ class DynamicProgram:
         sites = {(site.replicas, site.speed, site.sum_link): site for site in self._sites.values()}
         for site in sorted(sites.values(), key=lambda site: -site.replicas):
             site = site if self.space.cluster.is_flat else replace(site, ports=())  # else there are many ports
-            least[self._compute_cost(site, RECOMPUTE[self.space.choices.recompute][0]) <= period] = site.replicas
+            least[self._compute_cost(site, self.space.choices.recomputing[0]) <= period] = site.replicas
         return find_spans(least, workers)
 
     def _walk(self, period: float) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
-from pipedream.core.plan.messages import Messages
 from pipedream.runtime.comm.encoding import apply_messages
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in, to_device
@@ -136,7 +135,7 @@ class ModelRunner:
         isolated: Mapping[str, nn.Module] = MappingProxyType({}),
         auxiliary: bool = True,
         moves_weights: bool = False,
-        messages: Messages | None = None,
+        encodes: bool = False,
         rows: list[Row] | None = None,
     ) -> Run:
         """Runs the model on each part, and leaves no trace.
@@ -145,7 +144,7 @@ class ModelRunner:
             isolated: modules that begin each part with the attributes that they had before the first one.
             auxiliary: auxiliary losses count.
             moves_weights: weights are others first, as an average of weights may equal them so far.
-            messages: the model runs stage by stage, and what one sends to another worker is encoded.
+            encodes: the model runs stage by stage, and what one sends to another worker is encoded.
             rows: gets what a metric gets of each part.
         """
         run, loss, total, divisor = Run(), self.loss.copy_unused(), 0.0, 0.0
@@ -159,7 +158,7 @@ class ModelRunner:
             attributes, before = self.plain.carried_state(isolated), self._read_state(backward)
             for message, target in parts:
                 attributes.restore()
-                part_loss, weight, is_sum, output, targets = self._run_part(loss, message, target, backward, messages)
+                part_loss, weight, is_sum, output, targets = self._run_part(loss, message, target, backward, encodes)
                 factor = 1.0 if is_sum else weight
                 run.weight += weight
                 run.losses.append(float(part_loss.detach()))
@@ -170,7 +169,7 @@ class ModelRunner:
                 total += run.losses[-1] * factor if weight else 0.0
                 if backward and weight and part_loss.requires_grad:
                     unit = 1 / weight if self._is_of_mean else 1.0
-                    if messages is not None:  # others might be rounded differently
+                    if encodes:  # others might be rounded differently
                         has_unit = has_units(self._program) and not self._is_of_mean
                         unit *= self._scale / (choose_unit(loss, message, output, targets) if has_unit else 1.0)
                     with auxiliary_loss_scale(weight * unit if auxiliary else 0.0):
@@ -188,13 +187,13 @@ class ModelRunner:
         return run
 
     def _run_part(
-        self, loss: Loss, message: Message, target: Message, backward: bool, messages: Messages | None
+        self, loss: Loss, message: Message, target: Message, backward: bool, encodes: bool
     ) -> tuple[torch.Tensor, float, bool, Any, Any]:
         """Returns the loss, its weight, whether it is a sum, the output, and the targets."""
         value = to_device(map_tensors(message.value(), _clone), self.device)
         targets = map_tensors(target.value(), _clone)  # on the CPU, where the loss finds its weight
         reseed = partial(self._generators.seed, self._first_microbatch + message.microbatch)
-        send = None if messages is None else partial(self._send, messages, message.microbatch)
+        send = partial(self._send, message.microbatch) if encodes else None
         with nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast):
             with loss.watching(value, message.samples):
                 output = self.plain.forward(value, reseed, send)
@@ -211,8 +210,9 @@ class ModelRunner:
         on_device = to_device(map_tensors(targets, _clone), self.device)
         return loss(output, on_device, message.samples, message.share, minibatch, received=targets)
 
-    def _send(self, messages: Messages, microbatch: int, stage: int, value: Any) -> Any:
+    def _send(self, microbatch: int, stage: int, value: Any) -> Any:
         """Returns a value as the next stage receives it."""
+        messages = self._program.plan.choices.messages
         sender, receiver = (self._program.placement.rank_of(s, microbatch) for s in (stage, stage + 1))
         if sender == receiver:
             return value

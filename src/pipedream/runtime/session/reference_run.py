@@ -121,7 +121,7 @@ class ReferenceRun:
             PipelineError: the messages hold nothing that can be encoded, or float16 loses most of a gradient.
         """
         messages = self._messages
-        run = self.runner.run(parts, backward=True, messages=messages)
+        run = self.runner.run(parts, backward=True, encodes=True)
         exact, rounded = plain.numbers, run.numbers
         pairs = ((name, numbers, rounded.gradients[name]) for name, numbers in exact.gradients.items())
         lost = [n for n, a, b in pairs if a and b and b[2] < a[2] / 2 and a[2] > 1e-3 * exact.scale]
