@@ -30,13 +30,12 @@ def chain(*modules: nn.Module) -> LayerGraph:
     return LayerGraph.chain(tuple(Layer(str(i), type(m).__name__) for i, m in enumerate(modules)))
 
 
-def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
-    return measure(
-        modules,
-        chain(*modules),
-        sample,
-        **{"model_name": "Test", "preserve_state": preserve_state, "warmup": 0, "runs": 1} | options,
-    )
+SAMPLE = (torch.randn(2, 4),)
+
+
+def profile_of(*modules: nn.Module, sample: Any = SAMPLE, **options: Any) -> Profile:
+    options = {"model_name": "Test", "preserve_state": preserve_state, "warmup": 0, "runs": 1} | options
+    return measure(modules, chain(*modules), sample, **options)
 
 
 def attention(width: int) -> nn.Module:
@@ -253,9 +252,7 @@ def slows(clock: Clock, step_s: float) -> nn.Module:
 
 
 def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None:
-    profile = profile_of(
-        nn.Linear(4, 4), slows(clock, 1.0), slows(clock, 10.0), sample=(torch.randn(2, 4),), warmup=2, runs=7
-    )
+    profile = profile_of(nn.Linear(4, 4), slows(clock, 1.0), slows(clock, 10.0), warmup=2, runs=7)
     linear, *slower = profile.layers
     assert (linear.forward_s, linear.backward_s, linear.forward_spread_s) == (0.0, 0.0, 0.0)
     for layer, step_s in zip(slower, (1.0, 10.0), strict=True):
@@ -267,15 +264,10 @@ def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None
 
 def test_forward_backward_and_loss_stand_in_their_own_columns(clock: Clock) -> None:
     waits = Built(lambda _, x: Ticks.apply(x, clock, 3.0, 10.0))
-    first, wait = profile_of(nn.Linear(4, 4), waits, sample=(torch.randn(2, 4),), runs=3).layers
+    first, wait = profile_of(nn.Linear(4, 4), waits, runs=3).layers
     assert (first.forward_s, first.backward_s) == (0.0, 0.0)
     assert (wait.forward_s, wait.backward_s) == (3.0, 10.0)
-    profile = profile_of(
-        nn.Linear(4, 4),
-        sample=(torch.randn(2, 4),),
-        loss=lambda output: Ticks.apply(output.sum(), clock, 3.0, 10.0),
-        runs=3,
-    )
+    profile = profile_of(nn.Linear(4, 4), loss=lambda output: Ticks.apply(output.sum(), clock, 3.0, 10.0), runs=3)
     assert (profile.forward_s, profile.backward_s, profile.loss_s) == (0.0, 0.0, 13.0)
 
 
@@ -294,9 +286,9 @@ def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_
 
     watch = Built(lambda _, x: Watched.apply(x))
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    profile_of(nn.Flatten(), frozen, watch, sample=(torch.randn(2, 4),))
+    profile_of(nn.Flatten(), frozen, watch)
     assert calls == []
-    profile_of(nn.Flatten(), nn.Linear(4, 4), watch, sample=(torch.randn(2, 4),), runs=2, warmup=1)
+    profile_of(nn.Flatten(), nn.Linear(4, 4), watch, runs=2, warmup=1)
     assert calls == ["backward"] * 8  # three runs, two watched for bytes, three of half of the sample
 
 
@@ -304,7 +296,7 @@ def test_layers_that_work_in_place_really_run_backward() -> None:
     gradients: list[Tensor] = []
     spy = Built(lambda module, x: x.mul_(module.weight), weight=nn.Parameter(torch.ones(4)))
     spy.weight.register_hook(gradients.append)
-    profile_of(nn.Linear(4, 4), spy, nn.ReLU(inplace=True), sample=(torch.randn(2, 4),))
+    profile_of(nn.Linear(4, 4), spy, nn.ReLU(inplace=True))
     assert len(gradients) == 4
 
 
@@ -349,23 +341,18 @@ def test_a_model_in_evaluation_mode_is_measured_in_training_mode() -> None:
             return x
 
     spy, norm = Spy().eval(), nn.BatchNorm1d(4).eval()
-    profile_of(spy, norm, sample=(torch.randn(2, 4),))
+    profile_of(spy, norm)
     assert set(modes) == {True}
     assert not spy.training
     modes.clear()
-    profile_of(spy, nn.BatchNorm1d(4), sample=(torch.randn(2, 4),))
+    profile_of(spy, nn.BatchNorm1d(4))
     assert set(modes) == {False}
 
 
 def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:
     target = torch.tensor([0, 1, 1])
-    profile = profile_of(
-        nn.Linear(4, 2),
-        sample=(torch.randn(3, 4),),
-        loss=lambda output: F.cross_entropy(output, target),
-        autocast=torch.bfloat16,
-        runs=3,
-    )
+    options = {"loss": lambda output: F.cross_entropy(output, target), "autocast": torch.bfloat16, "runs": 3}
+    profile = profile_of(nn.Linear(4, 2), sample=(torch.randn(3, 4),), **options)
     assert profile.loss_s > 0
     assert profile.dtype == "bfloat16"
     assert profile.layers[0].output_bytes == 3 * 2 * 2
@@ -392,7 +379,7 @@ GOOD = nn.Linear(4, 4)
 )
 def test_each_failure_names_its_place(modules: tuple[nn.Module, ...], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ProfileError, match=words):
-        profile_of(*modules, **{"sample": (torch.randn(2, 4),)} | options)
+        profile_of(*modules, **options)
 
 
 def test_as_many_modules_as_layers() -> None:
@@ -406,9 +393,8 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
     def part_of(value: Any, count: int, size: int) -> Any:
         return {**value, "x": value["x"][:size]}
 
-    profile = profile_of(
-        Built(lambda _, x, *, bias: x + bias), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of
-    )
+    adds = Built(lambda _, x, *, bias: x + bias)
+    profile = profile_of(adds, nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
     assert (profile.batch, profile.input_shapes) == (3, ((4,), (3, 4)))
     assert [layer.output_bytes for layer in profile.layers] == [48, 48]
 
