@@ -105,13 +105,7 @@ class MeshSearch:
     def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> Any:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)
         return (MeshPeriods if how == "below" else MeshProgram)(
-            space,
-            how,
-            counts,
-            self.all_ranks,
-            shape != "pipeline",
-            self.cuts is not None,
-            self.cycle,
+            space, how, counts, self.all_ranks, shape != "pipeline", self.cuts is not None, self.cycle
         )
 
     def _search(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:

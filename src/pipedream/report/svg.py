@@ -119,11 +119,7 @@ def rect(
 
 
 def y_axis(
-    marks: Iterable[float],
-    y: Callable[[float], float],
-    left: float,
-    right: float,
-    write: Callable[[float], str],
+    marks: Iterable[float], y: Callable[[float], float], left: float, right: float, write: Callable[[float], str]
 ) -> list[str]:
     """Returns a line at each mark, and its words to the left of it."""
     parts = []

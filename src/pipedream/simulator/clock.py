@@ -52,12 +52,7 @@ _COUPLED = -1  # stage of the barrier before a coupled update
 
 
 def simulate(
-    program: Program,
-    costs: Costs,
-    total: int,
-    stragglers: Stragglers | None = None,
-    *,
-    in_turns: bool = False,
+    program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None, *, in_turns: bool = False
 ) -> Timeline:
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 

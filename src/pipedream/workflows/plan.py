@@ -320,11 +320,7 @@ def _list_references(
             continue
         listed.add((schedule, m, config))
         reference = PlanRequest(
-            cluster,
-            schedule=schedule,
-            microbatches=m if m > 1 else None,
-            shape=shape,
-            **choices.words,
+            cluster, schedule=schedule, microbatches=m if m > 1 else None, shape=shape, **choices.words
         )
         try:
             plan = _add_exchange(_compare(profile, reference).plan, profile, reference)  # not what else would fit

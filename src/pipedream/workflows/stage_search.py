@@ -20,11 +20,7 @@ from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
 from pipedream.planner.comparison import MEASURED_SHARE
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.workflows.methods import (
-    MAX_SIMULATED,
-    adapt_plan_to_method,
-    occupancy_of,
-)
+from pipedream.workflows.methods import MAX_SIMULATED, adapt_plan_to_method, occupancy_of
 
 _ALL_COUNTS_UP_TO = 8  # workers; at most 128 replica counts
 

@@ -208,10 +208,7 @@ class Splitter:
                 )
             is_split = _find_split_dim(leaf, dim, count) is not None
             if is_split and self._per_minibatch > 1 and is_sparse(leaf):
-                raise _make_error(
-                    f"the tensor {name!r} of the {role} is sparse or nested, and cannot be split",
-                    DENSE,
-                )
+                raise _make_error(f"the tensor {name!r} of the {role} is sparse or nested, and cannot be split", DENSE)
             key = role, name, counts[name]
             counts[name] += 1
             if dim is None or self._per_minibatch == 1 or not isinstance(leaf, _LEAVES):
