@@ -6,12 +6,11 @@ import reference
 import torch
 import torch.distributed as dist
 import zoo
-from cases import OPTIMIZERS, assert_near
+from cases import OPTIMIZERS, assert_near, make_pipeline
 from marks import slow
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import pipedream as pd
 from pipedream.capture import capture
 
 EPOCHS, SEED = 5, 3
@@ -32,9 +31,7 @@ def batches_of(animal: zoo.Animal) -> list[zoo.Batch]:
 def library(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
     """Trains by a one-stage plan."""
     animal = zoo.make(name)
-    with pd.Pipeline(
-        animal.model, zoo.plan_of(animal, 1, (replicas,)), loss=animal.loss, optimizer=OPTIMIZERS[optimizer], seed=SEED
-    ) as pipeline:
+    with make_pipeline(animal, (replicas,), optimizer=OPTIMIZERS[optimizer], seed=SEED) as pipeline:
         done = [done.number for done in pipeline.train(batches_of(animal))]
         assert done == list(range(FULL))
         pipeline.drain()

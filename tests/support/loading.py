@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zoo
+from cases import make_pipeline
 from loaders import seed_all
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -141,17 +142,8 @@ def loader_of(kind: str, notes: Notes) -> Any:
 
 def pipeline_of(job: Job) -> Pipeline:
     """Returns a job's pipeline."""
-    animal = zoo.make("mlp")
-    return pd.Pipeline(
-        animal.model,
-        zoo.plan_of(animal, len(job.replicas), job.replicas),
-        schedule=job.schedule,
-        loss=animal.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        microbatches=job.microbatches,
-        seed=3,
-        check=False,
-    )
+    options = {"schedule": job.schedule, "microbatches": job.microbatches, "seed": 3, "check": False}
+    return make_pipeline("mlp", job.replicas, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9), **options)
 
 
 def run(job: Job, folder: str) -> Ran:
