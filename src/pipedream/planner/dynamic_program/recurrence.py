@@ -258,7 +258,7 @@ class DynamicProgram:
         """Returns the least that a stage needs in another space of these places."""
         in_flight, replicas = count_in_flight(state), state[1]
         update_delay = space.update_delay if replicas > 1 and span != (0, self._places[-1]) else 0
-        how = RECOMPUTE[space.choices.recompute]
+        how = space.choices.recomputing
         return min(int(space.need_bytes(*span, in_flight, update_delay, recompute, replicas)) for recompute in how)
 
     def _compute_seconds(self, state: State) -> FloatArray:
