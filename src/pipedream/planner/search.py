@@ -132,7 +132,9 @@ class PlanSearch:
     def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
         searches = self._make_searches(space)
         if shape in ("any", "pipeline"):
-            plan = _find_fastest(searches, shape == "pipeline", self.all_workers)
+            how = shape == "pipeline", self.all_workers
+            plan, pipeline = _find_fastest(searches, *how)
+            plan = replace(plan, note=_describe_fastest(searches, *how, plan, pipeline))
         elif shape == "data-parallel":
             plan = _plan_data_parallel(searches)
         elif shape == "straight":
@@ -327,43 +329,51 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
     return replace(plan, note=f"{best} among {kinds}{rivals}")
 
 
-def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
-    """Returns the fastest plan.
+def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> tuple[Plan, Plan | None]:
+    """Returns the fastest plan, and the best pipeline, with which it was compared.
 
     With `as_pipeline` it has at least two stages, unless the model cannot be cut or there is only one worker.
     """
     workers = searches.workers
     single = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
-    longest = min(len(searches.space.positions) - 1, workers)
-    if longest < 2:
-        plan = single or refuse(searches.shortage_of_counts((workers,)), "plans of one stage")
-        if workers == 1:
-            return replace(plan, note="one worker")
-        rivals = _describe_rivals(plan, searches, (workers, 1))
-        return replace(plan, note=f"the model cannot be cut; fastest of its plans of one stage{rivals}")
-
-    pipeline = searches.best_pipeline(all_workers)
-    sizes = "2" if longest == 2 else f"2 to {longest}"
-    kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
+    if _count_most_stages(searches) < 2:
+        return single or refuse(searches.shortage_of_counts((workers,)), "plans of one stage"), None
+    pipeline, kinds = searches.best_pipeline(all_workers), _name_kinds(searches, as_pipeline, all_workers)
     if as_pipeline:
-        plan = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
-        best = "best found" if plan.bound_s < plan.slowest_stage_s else searches.optimality
-        best = f"{best} among {kinds}{searches.order_note}"
-        return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), straight=True)}")
+        return pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds), pipeline
     # A single stage sends nothing to another, so it comes first and wins ties.
     plans = [plan for plan in (single, pipeline) if plan is not None]
-    best_of_all = min(plans, key=lambda plan: (plan.bound_s == inf, plan.slowest_stage_s), default=None)
-    kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
-    if best_of_all is None:
-        short = min(
-            searches.shortage_of_counts((workers,)),
-            searches.shortage_of_pipelines(all_workers),
-            key=lambda shortage: shortage.missing_bytes,
-        )
-        refuse(short, f"plans ({kinds})")
-    plan = replace(best_of_all, bound_s=min(plan.bound_s for plan in plans))
-    others = _describe_rivals(plan, searches, (workers, 1), pipeline, straight=True)
-    return replace(plan, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
+    if not plans:
+        shortages = searches.shortage_of_counts((workers,)), searches.shortage_of_pipelines(all_workers)
+        refuse(min(shortages, key=lambda shortage: shortage.missing_bytes), f"plans ({kinds})")
+    fastest = min(plans, key=lambda plan: (plan.bound_s == inf, plan.slowest_stage_s))
+    return replace(fastest, bound_s=min(plan.bound_s for plan in plans)), pipeline
+
+
+def _describe_fastest(
+    searches: PipelineSearch, as_pipeline: bool, all_workers: bool, plan: Plan, pipeline: Plan | None
+) -> str:
+    """Returns the note of the plan that `_find_fastest` returns."""
+    workers, kinds = searches.workers, _name_kinds(searches, as_pipeline, all_workers) + searches.order_note
+    if workers == 1:
+        return "one worker"
+    if _count_most_stages(searches) < 2:
+        rivals = _describe_rivals(plan, searches, (workers, 1))
+        return f"the model cannot be cut; fastest of its plans of one stage{rivals}"
+    if as_pipeline:
+        best = "best found" if plan.bound_s < plan.slowest_stage_s else searches.optimality
+        return f"{best} among {kinds}{_describe_rivals(plan, searches, (workers,), straight=True)}"
+    return f"fastest predicted among {kinds}{_describe_rivals(plan, searches, (workers, 1), pipeline, straight=True)}"
+
+
+def _name_kinds(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> str:
+    longest, on_all = _count_most_stages(searches), f" on {searches.workers} workers" if all_workers else ""
+    pipelines = f"pipelines of {'2' if longest == 2 else f'2 to {longest}'} stages{on_all}"
+    return pipelines if as_pipeline else f"{'' if all_workers else 'one worker, '}data parallelism and {pipelines}"
+
+
+def _count_most_stages(searches: PipelineSearch) -> int:
+    return min(len(searches.space.positions) - 1, searches.workers)
 
 
 def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> None:
