@@ -37,18 +37,14 @@ def _name_threads(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     for rank in range(timeline.workers):
         count = max(assign_rows(_find_sends(timeline, rank)), default=-1) + 1
         named += [(rank * _ROOM + 1 + row, f"rank {rank} sends") for row in range(count)]
-    events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "name": "process_name",
-            "pid": run,
-            "tid": 0,
-            "args": {"name": f"{timeline.source} {timeline.name}"},
-        }
-    ]
+
+    def note(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": run, "tid": tid, "args": args}
+
+    events = [note("process_name", 0, {"name": f"{timeline.source} {timeline.name}"})]
     for tid, name in sorted(named):
-        events.append({"ph": "M", "name": "thread_name", "pid": run, "tid": tid, "args": {"name": name}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": run, "tid": tid, "args": {"sort_index": tid}})
+        events.append(note("thread_name", tid, {"name": name}))
+        events.append(note("thread_sort_index", tid, {"sort_index": tid}))
     return events
 
 
