@@ -9,8 +9,6 @@
 `keywords` lets a function take these fields as keyword arguments that a type checker checks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os

@@ -10,8 +10,6 @@ its gradients are in the weights. Under torchrun every rank runs the same script
 plain process all workers take turns in one thread.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

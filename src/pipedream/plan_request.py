@@ -1,7 +1,5 @@
 """The only list of planning options, each with its default and its meaning."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.errors import PlanError

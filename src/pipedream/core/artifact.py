@@ -4,8 +4,6 @@ An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. 
 with a wrong field, is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import errno

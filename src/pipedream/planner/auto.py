@@ -4,8 +4,6 @@ A plan's own seconds ignore filling, draining and exposed communication. The sim
 planning knows neither schedules nor a clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Builds workers from channels, stages and optimizers: all of them, or this process's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

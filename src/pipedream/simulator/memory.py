@@ -3,8 +3,6 @@
 Both depend only on the order of the rank's ops, so they are traced after the run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

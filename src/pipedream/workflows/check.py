@@ -1,7 +1,5 @@
 """Checks an edited plan, and the claims of a method."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Nouns of a stage's memory: its sizes, its peak by kinds of bytes, and the workers that it exchanges messages with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -11,8 +11,6 @@ Each check compares two runs of one kind (`ModelRunner.run`), on other parts or 
     one sample                normalisations do not fail for the last minibatch of an epoch
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
