@@ -86,7 +86,7 @@ class StageMemory:
         activation_bytes: with recomputation, inputs and one microbatch's activations.
         message_bytes: bytes of posted receives, and of messages that may not have been sent yet.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
-        moved_bytes: offloaded activations (`Plan.activations`).
+        moved_bytes: offloaded activations (`Choices.activations`).
     """
 
     DROPPED: ClassVar[frozenset[str]] = frozenset({"snapshot_bytes"})

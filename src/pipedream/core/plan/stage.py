@@ -31,7 +31,7 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that every microbatch takes, whatever its size.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
-        offload: its activations wait elsewhere (`Plan.activations`).
+        offload: its activations wait elsewhere (`Choices.activations`).
         gathered_bytes: the part of `working_bytes` for sharded weights, for any number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the peak by kinds of bytes.
