@@ -37,8 +37,8 @@ from pipedream.options import PipelineOptions, compile_arguments, keywords, plai
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
+from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
-from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs

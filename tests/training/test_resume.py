@@ -19,7 +19,7 @@ from marks import long, spread
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.remote import RemotePath
+from pipedream.runtime.checkpoint.object_store import RemotePath
 from pipedream.training import emulate as emulate_module, loop
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 from pipedream.training.train import train_recipe

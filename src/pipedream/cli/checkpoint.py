@@ -38,7 +38,7 @@ def checkpoint(
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
     from pipedream.runtime.checkpoint.folders import gather_parts
-    from pipedream.runtime.checkpoint.remote import any_path
+    from pipedream.runtime.checkpoint.object_store import any_path
     from pipedream.training.run_folder import CHECKPOINTS, find_checkpoints
 
     if (verb is _Verb.GATHER) != (output is not None):

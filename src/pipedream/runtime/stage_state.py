@@ -28,7 +28,7 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
-from pipedream.runtime.update.hosted import HostedWeights, check_movable
+from pipedream.runtime.update.cpu_optimizer import HostedWeights, check_movable
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 

@@ -28,7 +28,7 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.report.variants import comparison_page, comparison_svg
-from pipedream.runtime.checkpoint.remote import is_url
+from pipedream.runtime.checkpoint.object_store import is_url
 from pipedream.schedules import properties_of
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
 from pipedream.training.compare_options import ComparisonOptions

@@ -26,7 +26,7 @@ from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
 from pipedream.recipe import Recipe, blaming
-from pipedream.runtime.checkpoint.remote import AnyPath, any_path
+from pipedream.runtime.checkpoint.object_store import AnyPath, any_path
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter

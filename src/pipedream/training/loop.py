@@ -18,7 +18,7 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
 from pipedream.recipe import Recipe
-from pipedream.runtime.checkpoint.remote import AnyPath, write_text_at
+from pipedream.runtime.checkpoint.object_store import AnyPath, write_text_at
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.training.checkpoint_cost import CheckpointCost

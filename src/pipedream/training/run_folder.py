@@ -40,7 +40,7 @@ from pipedream.runtime.checkpoint.folders import (
     read_shared_manifest,
     warn_of_unfinished,
 )
-from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
+from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath, any_path
 from pipedream.runtime.checkpoint.writer import FolderLock
 from pipedream.runtime.comm import process_group
 from pipedream.training.restarts import count_restarts

@@ -8,7 +8,7 @@ from cases import make_pipeline
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders
-from pipedream.runtime.checkpoint.remote import AnyPath, any_path
+from pipedream.runtime.checkpoint.object_store import AnyPath, any_path
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:

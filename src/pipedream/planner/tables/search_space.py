@@ -1,4 +1,4 @@
-"""The search space: what the layers between two places (`planner.tables.place_sums`) cost as a stage on a cluster."""
+"""The search space: what the layers between two places (`planner.tables.prefix_tables`) cost as a stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
-from pipedream.planner.tables.place_sums import PlaceSums
+from pipedream.planner.tables.prefix_tables import PlaceSums
 
 MAX_SLOWDOWN = 1.05
 """Of the passes of a stage whose activations are copied meanwhile."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
+from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts
 
 MANIFEST = "checkpoint.json"

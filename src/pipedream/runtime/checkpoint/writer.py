@@ -52,8 +52,8 @@ from pipedream.runtime.checkpoint.folders import (
     set_aside,
     summarise_error,
 )
+from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath
 from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
-from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
 from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
 from pipedream.runtime.failure.processes import write_checkpoint
 

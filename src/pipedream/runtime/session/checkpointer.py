@@ -19,8 +19,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, replica_state, writer
 from pipedream.runtime.checkpoint.initial_values import named_state
+from pipedream.runtime.checkpoint.object_store import AnyPath
 from pipedream.runtime.checkpoint.parameters import set_extra_states
-from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state

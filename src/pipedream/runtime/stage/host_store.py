@@ -38,7 +38,7 @@ from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.update.hosted import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import HostedWeights
 from pipedream.runtime.update.optimizer import Gradients
 
 _HEADER_ITEMS = 10

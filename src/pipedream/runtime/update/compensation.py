@@ -17,7 +17,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
-from pipedream.runtime.update.hosted import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import HostedWeights
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, undo_rotation
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights

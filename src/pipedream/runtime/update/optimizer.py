@@ -21,7 +21,7 @@ from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.agreement import Agreement
 from pipedream.runtime.update.compensation import Compensator
-from pipedream.runtime.update.hosted import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import HostedWeights
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 

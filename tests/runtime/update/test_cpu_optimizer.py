@@ -19,7 +19,7 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.lowering import lower
-from pipedream.runtime.update.hosted import HostedWeights, check_movable
+from pipedream.runtime.update.cpu_optimizer import HostedWeights, check_movable
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.remote import RemotePath, any_path
+from pipedream.runtime.checkpoint.object_store import RemotePath, any_path
 from pipedream.training.run_folder import CHECKPOINTS
 from tests.runtime.checkpoint import saving
 
