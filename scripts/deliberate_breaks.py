@@ -153,14 +153,14 @@ BREAKS = (
     Break(
         "host store: buffers of a copy are lost",
         "runtime/stage/host_store.py",
-        "places[number].copy_(buffer)",
-        "places[number].clone()",
+        "slots[number].copy_(buffer)",
+        "slots[number].clone()",
         ("runtime/stage/test_host_store.py",),
     ),
     Break(
         "host store: an evaluation reads weights that are not on the device",
         "runtime/stage/host_store.py",
-        "leaves, _ = self._stored.copy(self.newest)",
+        "leaves, _ = self._shared_weights.copy(self.newest)",
         "leaves = self.peek().leaves",
         ("runtime/stage/test_host_store.py",),
     ),
@@ -209,14 +209,14 @@ BREAKS = (
     Break(
         "host store: a turn leaves its gradients in the place of the turn before",
         "runtime/stage/host_store.py",
-        "places = self.layout.view_turn(self._turns[update % len(self._turns)])",
-        "places = self.layout.view_turn(self._turns[0])",
+        "slots = self.store_format.view_rotation(self._rotations[update % len(self._rotations)])",
+        "slots = self.store_format.view_rotation(self._rotations[0])",
         ("runtime/stage/test_host_store.py",),
     ),
     Break(
         "host store: home does not wait for the turn of another rank",
         "runtime/stage/host_store.py",
-        "yield from wait_for(self._stored.wait(gradients_of=update))",
+        "yield from wait_for(self._shared_weights.wait(gradients_of=update))",
         "yield from ()",
         ("runtime/stage/test_host_store.py",),
     ),
@@ -688,8 +688,8 @@ BREAKS = (
     Break(
         "update: holders of a tied weight keep their own gradients",
         "runtime/update/tied_weights.py",
-        "sums[stage][index] = total.clone() if count else None",
-        "sums[stage][index] = local_sums[0].clone() if count else None",
+        "gradients[stage][index] = total.clone() if count else None",
+        "gradients[stage][index] = local_sums[0].clone() if count else None",
         ("end_to_end/test_couplings.py",),
     ),
     Break(
@@ -909,7 +909,7 @@ BREAKS = (
     Break(
         "data: rank 0 saves the state of the data, also where another rank reads",
         "runtime/session/checkpointer.py",
-        "placement.readers[0] if self._local.distributed else 0",
+        "placement.readers[0] if self._workers_here.distributed else 0",
         "placement.readers[0] * 0",
         ("runtime/data/test_resumed_data.py",),
     ),
@@ -1065,7 +1065,7 @@ BREAKS = (
     Break(
         "capture: autocast does not reach placeholders",
         "capture/placeholder.py",
-        "casts or (torch.is_autocast_enabled(like.place.type) and not writes)",
+        "casts or (torch.is_autocast_enabled(like.real_device.type) and not writes)",
         "casts",
         ("capture/test_placeholder.py",),
     ),
@@ -1276,8 +1276,8 @@ BREAKS = (
     Break(
         "mesh search: a plan may take twice as long as its period",
         "planner/dynamic_program/mesh_program.py",
-        "recompute)[places] <= period_s",
-        "recompute)[places] <= 2 * period_s",
+        "recompute)[cuts] <= period_s",
+        "recompute)[cuts] <= 2 * period_s",
         ("planner/test_mesh_search.py",),
     ),
     # Operators and partitions

@@ -220,7 +220,7 @@ class Case:
 def list_cases() -> Iterator[Case]:
     """Yields all training runs; a method or a model may refuse what is asked."""
     methods = [*pipedream.schedules.METHODS]
-    layouts = {method: pipedream.schedules.layout_of(method) for method in (*methods, *VARIANTS)}
+    layouts = {method: pipedream.schedules.stage_order_of(method) for method in (*methods, *VARIANTS)}
     placed = {name: "placed" if layout.replicas == 1 else "bidirectional" for name, layout in layouts.items() if layout}
     for method, model in product(layouts, MODELS):
         straight, replicated = placed.get(method, "1-1-1"), [] if method in placed else ["2-1"]

@@ -22,7 +22,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.seeds import layer_seed
 from pipedream.planner import manual_plan
-from pipedream.schedules import LAYOUTS
+from pipedream.schedules import STAGE_ORDERS
 
 SEED = 3
 CLASSES = 10
@@ -105,7 +105,7 @@ def plan_of(
     count = len(graph.layers)
     samples = len(next(iter(sample.values())) if isinstance(sample, dict) else sample)
     profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, samples)
-    layout = LAYOUTS.get(method)
+    layout = STAGE_ORDERS.get(method)
     replicas = replicas or (1 if layout is None else layout.replicas,) * stages
     cuts = tuple(stage * count // stages for stage in range(1, stages))
     plan = manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
@@ -188,7 +188,7 @@ def train(
         trained.skipped = max(pipeline.skipped_updates())
         trained.scale = next(
             state.optimizer.scale
-            for worker in pipeline._session.local.workers
+            for worker in pipeline._session.workers_here.workers
             for state in worker.stage_states.values()
         )
         trained.state = copy_state(pipeline)

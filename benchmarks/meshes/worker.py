@@ -283,7 +283,7 @@ def _measure_stash(request: dict[str, Any]) -> int:
 
 def _count_stashed_bytes(pipeline: Any) -> int:
     """Of all versions of the first stage but the newest, on this rank."""
-    state = pipeline._session.local.workers[0].stage_states.get(0)
+    state = pipeline._session.workers_here.workers[0].stage_states.get(0)
     if state is None:
         return 0
     versions = state.versions

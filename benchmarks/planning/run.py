@@ -165,7 +165,7 @@ def on_meshes(count: int) -> Profile:
                 int(8e6 / data),
                 int(50e6 / model),
                 int(40e6 * (0.3 + 0.7 / model) / data),
-                working_bytes=int(20e6 / data),
+                temporary_bytes=int(20e6 / data),
             )
             for i in range(count)
         )

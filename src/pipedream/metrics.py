@@ -227,14 +227,14 @@ def _count_in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collectio
     if not apart and {span.kind for span in passes} <= {"F"}:
         return 0
     count = peak = 0
-    remote: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches whose backward is on another rank
+    elsewhere: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches whose backward is on another rank
     for _, kind, stage, index, _, _ in passes:
         if stage not in apart:
             count += 1 if kind == "F" else -1
         elif kind == "F":
             minibatch = index // timeline.minibatch_microbatches
-            count += 1 - remote.pop((stage, minibatch - 1), 0)
-            remote[stage, minibatch] = remote.get((stage, minibatch), 0) + 1
+            count += 1 - elsewhere.pop((stage, minibatch - 1), 0)
+            elsewhere[stage, minibatch] = elsewhere.get((stage, minibatch), 0) + 1
         peak = max(peak, count + (stage in apart and kind != "F"))
     return peak
 

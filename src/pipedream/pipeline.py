@@ -106,7 +106,7 @@ class Pipeline:
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
-        self._local, self._streams = self._session.local, self._session.streams
+        self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, self.phases, self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains

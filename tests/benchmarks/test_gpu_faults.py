@@ -27,7 +27,7 @@ from pipedream.runtime.checkpoint import optimizer_state
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.stage import stage_module
 from pipedream.runtime.stage.generators import LayerGenerators
-from pipedream.runtime.stage.host_store import StoredStage
+from pipedream.runtime.stage.host_store import SharedWeights
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.split_backward import Deferred
 from pipedream.runtime.stage.stage_module import StageModule
@@ -115,9 +115,9 @@ FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
     (results.equality, "zb_h1_distance", Deferred, "run", _lose_weight_gradients),
     (results.equality, "pipedream_distance", Versions, "choose_storage", _write_in_place),
     (results.equality, "pipedream_2bw_distance", Versions, "read", _read_newest),
-    (results.equality, "pipemare_distance", WeightPredictions, "end_update", _do_nothing),
+    (results.equality, "pipemare_distance", WeightPredictions, "after_step", _do_nothing),
     (results.equality, "spectrain_distance", WeightPredictions, "_advance", _do_nothing),
-    (results.equality, "roundpipe[delay=1]_distance", StoredStage, "copy", _read_newest_stored),
+    (results.equality, "roundpipe[delay=1]_distance", SharedWeights, "copy", _read_newest_stored),
     (results.recurrent, "lstm_seconds_by_plain", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
     (results.precision, "bf16_loss_distance", Versions, "cast", _do_nothing),
     (

@@ -68,14 +68,14 @@ def test_what_is_computed_from_the_inputs_alone_is_known() -> None:
 
 def test_buffers_that_are_written_or_replaced_are_known() -> None:
     _, recording = record_model()
-    assert recording.moving == {"norm.num_batches_tracked"}
+    assert recording.changed_by_forward == {"norm.num_batches_tracked"}
 
     def forward(model: Any, x: Tensor) -> Tensor:
         model.mean = model.mean * 0.9 + x.mean() * 0.1
         return x - model.mean
 
     model = Built(forward, mean=nn.Buffer(torch.zeros(())))
-    assert record(model, (torch.ones(2),), {}).moving == {"mean"}
+    assert record(model, (torch.ones(2),), {}).changed_by_forward == {"mean"}
     again = record(model, (torch.ones(2),), {}, frozenset({"mean"}))
     assert find_returned(again).depends, "what a moving buffer is used for belongs to its stage"
 

@@ -192,7 +192,7 @@ def test_what_a_peak_is_made_of(profile: str, capfd: pytest.CaptureFixture[str])
         assert sum(stage["memory"].values()) == stage["peak_bytes"] > 0 == stage["memory"]["host_bytes"]
     assert cli.main(["plan", *options, "--memory-table"]) == 0
     head, first, *_ = capfd.readouterr().out.split("\n\n")[-1].splitlines()
-    names = "weight, stash, optimizer, gradient, activation, message, working, peak"
+    names = "weight, stash, optimizer, gradient, activation, message, temporary, peak"
     assert head.split() == ["stage", *names.split(", ")]
     # Three versions of 2 kB, and the gradients; three microbatches of 200 B; three messages of 1 kB.
     assert " ".join(first.split()) == "0 2.00 kB 4.00 kB - 2.00 kB 400 B 3.00 kB - 11.4 kB"

@@ -25,7 +25,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
-from pipedream.schedules import LAYOUTS, METHODS, build, evaluation, uniform
+from pipedream.schedules import METHODS, STAGE_ORDERS, build, evaluation, uniform
 from pipedream.schedules.pytorch_csv import load_torch_csv
 
 counts = st.integers(1, 3)
@@ -101,7 +101,7 @@ def test_round_trip(noun: Artifact) -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, "evaluation"])
 def test_programs_are_read_as_they_were_written(name: str) -> None:
-    if name in LAYOUTS:
+    if name in STAGE_ORDERS:
         schedule = build(name, uniform(name, 2))
     else:
         plan = pd.Plan.uniform(3, replicas=(2, 1, 1))
@@ -239,7 +239,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_costs_are_not_negative() -> None:
     layer = LayerProfile(1.0, 2.0, 3, 4)
     graph = LayerGraph.chain((Layer("0", "Linear", ()),))
-    for wrong in ("copy_s", "loss_s", "update_working_bytes", "optimizer_bytes"):
+    for wrong in ("copy_s", "loss_s", "update_temporary_bytes", "optimizer_bytes"):
         with pytest.raises(ValueError, match=f"{wrong} cannot be negative, found -1"):
             Profile("model", graph, (layer,), 8, **{wrong: -1})
         with pytest.raises(ValueError, match=f"{wrong} cannot be negative, found -1"):

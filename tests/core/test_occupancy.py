@@ -18,7 +18,7 @@ from pipedream.workflows.methods import occupancy_of
 METHODS = sorted(
     name
     for name in schedules.SCHEDULES
-    if name not in schedules.LAYOUTS
+    if name not in schedules.STAGE_ORDERS
     and schedules.build(name, pd.Plan.uniform(2)).weights.name not in ("latest", "stamped", "interpolated")
 )
 """Those of one stage a worker whose weights are stored; views and graphs are counted in simulator/test_memory."""
@@ -91,9 +91,9 @@ def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
 @pytest.mark.parametrize("name", [*schedules.SCHEDULES, "roundpipe[delay=1]", "paci[backward_rule=stash]"])
 def test_the_planned_peak_is_no_less_than_the_simulated_one(name: str) -> None:
     """Of several stages a worker, of weights that ranks share, and of one version without a flush."""
-    layers = [replace(LAYER, parameter_bytes=70 * (i % 3), working_bytes=500 * (i % 2)) for i in range(6)]
+    layers = [replace(LAYER, parameter_bytes=70 * (i % 3), temporary_bytes=500 * (i % 2)) for i in range(6)]
     profile = Profile.of_chain(tuple(layers), batch=16, optimizer_bytes=300)
-    has_layout = schedules.layout_of(name) is not None
+    has_layout = schedules.stage_order_of(name) is not None
     for in_flight in ("noam",) if has_layout else ("noam", "full"):
         shape, cluster = "any" if has_layout else "straight", pd.Cluster.flat(2 if has_layout else 3, 1e4)
         plan = pd.plan(profile, cluster, schedule=name, in_flight=in_flight, shape=shape)

@@ -39,7 +39,7 @@ def counted(
                     out[level, cluster.component(level, a)] += size / cycle
                     into[level, cluster.component(level, b)] += size / cycle
     for workers, size in zip(stage_workers, summed, strict=False):
-        factor = 2.0 if cluster.sums == "tree" else 2 * (len(workers) - 1) / len(workers)
+        factor = 2.0 if cluster.all_reduce == "tree" else 2 * (len(workers) - 1) / len(workers)
         for level in range(len(cluster.levels)):
             inside = {cluster.component(level, worker) for worker in workers}
             for component in inside if len(inside) > 1 else ():

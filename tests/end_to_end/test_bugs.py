@@ -34,13 +34,13 @@ def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
     the weights had been moved out of the way."""
     handle = nn.Parameter(torch.ones(3))
     versions = Versions({"w": handle})
-    handles = versions.read(0)
+    handles = versions.acquire(0)
     loss = (handles.leaves["w"] ** 2).sum()
     versions.choose_storage(())
     versions.move_handles()
     with torch.no_grad():
         handle.add_(1.0)
-    versions.end_update()
+    versions.after_step()
     (gradient,) = torch.autograd.grad(loss, [handles.leaves["w"]])
     assert gradient.tolist() == [2.0, 2.0, 2.0]
     assert handle.tolist() == [2.0, 2.0, 2.0]

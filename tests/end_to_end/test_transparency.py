@@ -13,7 +13,7 @@ import pytest
 import strict
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_processes, run
+from cases import ASYNCHRONOUS, FLUSHING, STAGE_ORDERS, Case, check, check_processes, run
 from marks import slow, thinned
 
 from pipedream.schedules import METHODS
@@ -195,7 +195,7 @@ def test_the_comparison_can_fail() -> None:
 
 IN_PROCESSES = {
     2: [
-        *(_case("mlp", schedule, 2) for schedule in (*FLUSHING, *ASYNCHRONOUS) if schedule not in LAYOUTS),
+        *(_case("mlp", schedule, 2) for schedule in (*FLUSHING, *ASYNCHRONOUS) if schedule not in STAGE_ORDERS),
         _case("cnn", "gpipe", 2),
         _case("lstm", "pipedream", 2),
         Case("mlp", "pipedream", 1, replicas=(2,), scheduled=True),
@@ -254,7 +254,7 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
 ALSO_LINKED = ("naive", "gpipe", "zb_h1", "pipedream_2bw", "interleaved_1f1b", "breadth_first", "dualpipev")
 LINKED_BY_TWO = [
     *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
-    *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in LAYOUTS and case.animal == "mlp"),
+    *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in STAGE_ORDERS and case.animal == "mlp"),
 ]
 LINKED = {
     "2": [case for case in LINKED_BY_TWO if case.schedule not in ALSO_LINKED],

@@ -93,7 +93,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
         instruction, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
         host = costs.runtime  # what keeps a GPU's host busy is in the seconds of its ops
         if isinstance(instruction, Op):
-            if instruction.kind is Kind.FORWARD and program.placement.is_remote(instruction.stage):
+            if instruction.kind is Kind.FORWARD and program.placement.runs_backward_elsewhere(instruction.stage):
                 stage, index = instruction.stage, instruction.index
                 version = program.weights.forward_version(stage, index) if program.trains else 0
                 if version and (stage, version) not in update_ends:

@@ -22,7 +22,7 @@ from pipedream.core.seeds import layer_seed
 
 
 @dataclass
-class Agreement:
+class Reducer:
     """How the replicas of one stage agree.
 
     Attributes:
@@ -126,7 +126,7 @@ def train(
     batches: Sequence[tuple[Tensor, Tensor]],
     total: reference.Total,
     optimizer: reference.Factory,
-    agreement: Agreement,
+    agreement: Reducer,
     *,
     seed: int = 0,
     drains: Sequence[int] = (),
@@ -162,7 +162,7 @@ class _Loop:
         ]
         self.steppers = [[optimizer(list(c.items())) if c else None for c in copies] for copies in self.copies]
         self.averages = [[_values(c) for c in copies] for copies in self.copies]
-        self.agreements = [copy.deepcopy(agreement) if count > 1 else Agreement() for count in self.replicas]
+        self.agreements = [copy.deepcopy(agreement) if count > 1 else Reducer() for count in self.replicas]
         for ours, copies in zip(self.agreements, self.copies, strict=True):
             ours.outer = _values(copies[0])
 
@@ -178,7 +178,7 @@ class _Loop:
     def _common(self, copies: Any, ema: bool = False) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
         for ours, replicas in zip(self.agreements, copies, strict=True):
-            named |= (Agreement() if ema else ours).common(replicas)
+            named |= (Reducer() if ema else ours).common(replicas)
         return named
 
     def _run_stream(self, batches: Sequence[tuple[Tensor, Tensor]], first: int, answer: Answer) -> None:

@@ -97,8 +97,8 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
     if chosen_s is None:
         assert not any(rivals.values())
         return
-    slower = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
-    assert not slower, f"{chosen_s} s was chosen"
+    link_factor = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
+    assert not link_factor, f"{chosen_s} s was chosen"
     compared = planning.plan_and_compare(profile, PlanRequest(cluster, schedule=schedule))
     assert compared.candidates[0].period_s == chosen_s
     for candidate in compared.candidates:
@@ -161,7 +161,7 @@ def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: s
     st.sampled_from([1.0, 1.5, float("inf")]),
 )
 def test_searches_that_are_left_out_find_nothing_faster(
-    profile: Profile, cluster: Cluster, schedule: str, update_delay: int, slower: float
+    profile: Profile, cluster: Cluster, schedule: str, update_delay: int, link_factor: float
 ) -> None:
     """All finalists, searched for and simulated one by one; beside a rival that is not faster than they."""
     request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
@@ -172,7 +172,7 @@ def test_searches_that_are_left_out_find_nothing_faster(
             if profile.batch == 1 or plan.microbatches <= profile.batch:
                 seconds.append(score(plan).period_s)
     assume(seconds)
-    chosen = StageSearch(profile, request).compare(score, slower * min(seconds)).candidates[0]
+    chosen = StageSearch(profile, request).compare(score, link_factor * min(seconds)).candidates[0]
     assert chosen.period_s is not None
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 

@@ -146,16 +146,16 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
     }
     shared = MeshSearch.of(profile, cluster, meshes, **options)
 
-    def find(search: MeshSearch, shape: Any, slower: float) -> Plan | str:
+    def find(search: MeshSearch, shape: Any, link_factor: float) -> Plan | str:
         try:
-            return search.best(shape, slower=slower)
+            return search.best(shape, link_factor=link_factor)
         except PlanError as error:
             return str(error)
 
     for shape in ("any", "pipeline", (1, 1)):
-        for slower in (1.0, 4.0):
-            alone = find(MeshSearch.of(profile, cluster, meshes, **options), shape, slower)
-            assert find(shared, shape, slower) == alone
+        for link_factor in (1.0, 4.0):
+            alone = find(MeshSearch.of(profile, cluster, meshes, **options), shape, link_factor)
+            assert find(shared, shape, link_factor) == alone
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -15,7 +15,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 
-LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, working_bytes=2000)
+LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
 CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 

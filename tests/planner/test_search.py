@@ -106,18 +106,18 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
             profile, cluster, choices=Choices(recompute=recompute), all_workers=all_workers, update_delay=1
         )
 
-    def find(search: PlanSearch, shape: Any, slower: float) -> pd.Plan | str:
+    def find(search: PlanSearch, shape: Any, link_factor: float) -> pd.Plan | str:
         try:
-            return search.best(shape, slower=slower)
+            return search.best(shape, link_factor=link_factor)
         except PlanError as error:
             return str(error)
 
-    shared, unnamed = make(), replace(make(), names_rivals=False)
+    shared, unnamed = make(), replace(make(), describes_alternatives=False)
     for shape in ("any", "pipeline", (1, 1), (workers,), "straight"):
-        for slower in (1.0, 4.0):
-            alone = find(make(), shape, slower)
-            assert find(shared, shape, slower) == alone
-            without = find(unnamed, shape, slower)
+        for link_factor in (1.0, 4.0):
+            alone = find(make(), shape, link_factor)
+            assert find(shared, shape, link_factor) == alone
+            without = find(unnamed, shape, link_factor)
             assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
 
 
@@ -131,21 +131,21 @@ def ignore_rival(spare_memory: Callable[..., Any], *args: Any, rival_s: float = 
 )  # fmt: skip
 @example(SHORT, 4, 10.0, 375, 1.0)  # messages do not fit at first
 def test_what_cannot_win_is_left_out(
-    profile: Profile, workers: int, bandwidth: float, memory: int | None, slower: float
+    profile: Profile, workers: int, bandwidth: float, memory: int | None, link_factor: float
 ) -> None:
     """The same plan with all searches that keep memory free; and under its own seconds as a limit."""
     searches = PlanSearch.of(profile, pd.Cluster.flat(workers, bandwidth, 0.2, memory))
 
     try:
-        plan = searches.best("any", slower=slower)
+        plan = searches.best("any", link_factor=link_factor)
     except PlanError:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_spare_memory", partial(ignore_rival, search._spare_memory))
-        assert searches.best("any", slower=slower) == plan
-    assert searches.best("any", slower=slower, limit_s=plan.slowest_stage_s) == plan
+        assert searches.best("any", link_factor=link_factor) == plan
+    assert searches.best("any", link_factor=link_factor, limit_s=plan.slowest_stage_s) == plan
     limit_s = plan.slowest_stage_s * (1 - 1e-6)
-    assert searches.best("any", slower=slower, limit_s=limit_s).slowest_stage_s >= limit_s
+    assert searches.best("any", link_factor=link_factor, limit_s=limit_s).slowest_stage_s >= limit_s
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_every_field_of_every_stage() -> None:
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), min_size=2, max_size=5), st.data())
 def test_frozen_weights_count_once(rows: list[tuple[int, int]], data: st.DataObject) -> None:
     """They are there once; beside them a stage takes what it would without them."""
-    update = {"update_s": 4.0, "copy_s": 1.0, "optimizer_bytes": 500, "update_working_bytes": 90}
+    update = {"update_s": 4.0, "copy_s": 1.0, "optimizer_bytes": 500, "update_temporary_bytes": 90}
     layers = [LayerProfile(1.0, 2.0, 10, a + b, 7, backward_bytes=20 + a, frozen_bytes=b) for a, b in rows]
     bare = [replace(layer, parameter_bytes=layer.trained_bytes, frozen_bytes=0) for layer in layers]
     cut, replicas = data.draw(st.integers(1, len(rows) - 1)), data.draw(st.sampled_from([(1, 1), (2, 1)]))

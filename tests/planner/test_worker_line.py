@@ -45,7 +45,7 @@ def random_tree(draw: random.Random) -> Cluster:
         for width, sizes in shape  # type: ignore[misc]
     )
     limit = draw.choice([None, None, 20, 40, 60, 90])
-    bare = Cluster(levels, limit, sums=draw.choice(["ring", "ring", "tree"]))
+    bare = Cluster(levels, limit, all_reduce=draw.choice(["ring", "ring", "tree"]))
     if draw.random() < 0.5:
         return bare
     first = draw.randint(1, bare.workers - 1)
@@ -53,7 +53,7 @@ def random_tree(draw: random.Random) -> Cluster:
         Workers(first, "slow", draw.choice([1.0, 0.5]), limit),
         Workers(bare.workers - first, "fast", draw.choice([1.0, 2.0]), limit and 2 * limit),
     )
-    return Cluster(levels, kinds=kinds, sums=bare.sums)
+    return Cluster(levels, kinds=kinds, all_reduce=bare.all_reduce)
 
 
 def random_chain(draw: random.Random, most: int = 5) -> Profile:

@@ -57,7 +57,7 @@ def test_bytes_of_shorter_sequences_are_estimated(length: int) -> None:
     assert estimate.input_shapes == shorter.input_shapes
     for guess, layer in zip(estimate.layers, shorter.layers, strict=True):
         assert (guess.output_bytes, guess.activation_bytes) == (layer.output_bytes, layer.activation_bytes)
-        assert guess.working_bytes >= 0.95 * layer.working_bytes
+        assert guess.temporary_bytes >= 0.95 * layer.temporary_bytes
 
 
 @pytest.mark.parametrize(

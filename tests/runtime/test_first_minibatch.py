@@ -306,7 +306,7 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: Reference())
     plain_model: Any = SimpleNamespace(fingerprint=fingerprint, model=nn.Module())
     with Pipeline(net(), plan_of(net(), DATA[0][0], (1,)), schedule="gpipe", loss=mse, optimizer=SGD) as pipeline:
-        local = pipeline._session.local
+        local = pipeline._session.workers_here
         local.blueprint = replace(local.blueprint, device=torch.device("cuda", 0))
         run = ReferenceRun(plain_model, local)
     run.read(FirstMinibatch([], [], [], []))

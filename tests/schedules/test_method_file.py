@@ -12,7 +12,7 @@ from pipedream import schedules
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.schedules import METHODS, build, layout_of, method_of, uniform
+from pipedream.schedules import METHODS, build, method_of, stage_order_of, uniform
 from pipedream.verifier import verify
 
 from .test_pictures import picture
@@ -27,7 +27,7 @@ from pipedream.schedules.kit.method import looped
 def mine(plan, microbatches=None):
     return build("interleaved_1f1b", plan, microbatches)
 
-METHODS = (Method(mine, layout=looped), Method(method_of("gpipe").build, name="other"))
+METHODS = (Method(mine, stage_order=looped), Method(method_of("gpipe").build, name="other"))
 """
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -54,8 +54,8 @@ def test_one_of_several_is_named(tmp_path: Path, run_command: RunCommand) -> Non
     file = tmp_path / "several.py"
     file.write_text(SHARED)
     mine, other = f"{file}:mine", f"{file}:other"
-    assert layout_of(mine) == layout_of("interleaved")
-    assert layout_of(other) is None
+    assert stage_order_of(mine) == stage_order_of("interleaved")
+    assert stage_order_of(other) is None
     assert build(mine, uniform(mine, 2), 4).order(0) is not None
     assert [*build(other, uniform(other, 2), 4).ops(0, 4)] == [*build("gpipe", uniform("gpipe", 2), 4).ops(0, 4)]
     with pytest.raises(ScheduleError, match=r"should be one method, .*several.py declares mine, other"):

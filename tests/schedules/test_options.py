@@ -25,7 +25,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
 from pipedream.runtime.checkpoint.folders import read_manifest
-from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
+from pipedream.schedules import METHODS, build, canonical, method_of, stage_order_of, uniform
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
@@ -245,9 +245,9 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     again = json.loads(run_command("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
     assert again == json.loads(run_command("simulate", out, "--json")[1])
     assert run_command("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
-    assert (Plan.load(out).schedule, layout_of("roundpipe[forwards=2]")) == (
+    assert (Plan.load(out).schedule, stage_order_of("roundpipe[forwards=2]")) == (
         "roundpipe[forwards=2]",
-        layout_of("roundpipe"),
+        stage_order_of("roundpipe"),
     )
     status, _, error = run_command("show", "paci[rule=graph]")
     assert (status, "has no option 'rule'" in error) == (2, True)

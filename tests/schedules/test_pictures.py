@@ -12,7 +12,7 @@ import pytest
 import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
+from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, uniform
 
 
 def slots_of(schedule: pd.Schedule, slots: int) -> dict[Op, int]:
@@ -232,7 +232,7 @@ def test_file_shows_its_own_picture(name: str) -> None:
     """Two stages, with the method's own m, 2 or 4; ten slots, or 13 for split backwards and several stages a worker."""
     module = import_module(SCHEDULES[name].__module__)
     shown = [line.strip() for line in (module.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
-    slots = 13 if name in LAYOUTS or name.startswith("zb") else 10
+    slots = 13 if name in STAGE_ORDERS or name.startswith("zb") else 10
     pictures = {}
     for m in (None, 2, 4):
         with suppress(ScheduleError):

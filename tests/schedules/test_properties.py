@@ -10,17 +10,17 @@ import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
-from pipedream.schedules import LAYOUTS, METHODS, build, derive_properties, properties_of, uniform
+from pipedream.schedules import METHODS, STAGE_ORDERS, build, derive_properties, properties_of, uniform
 from pipedream.verifier import verify
 from pipedream.workflows.methods import select_methods
 
-ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(LAYOUTS))
+ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(STAGE_ORDERS))
 
 
 def plans(name: str) -> list[pd.Plan]:
     """Returns plans of equal stages on 2 and 4 workers, and some with replicas."""
     equal = [uniform(name, workers) for workers in (2, 4)]
-    if name not in LAYOUTS:
+    if name not in STAGE_ORDERS:
         equal += [pd.Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
     return equal
 

@@ -193,7 +193,7 @@ def test_weights_and_their_gradients_never_travel(size: tuple[int, int, int], n:
         if isinstance(item, Transfer) and item.kind is Move.SEND
     ]
     for stage in range(stages):
-        away = schedule.placement.is_remote(stage)
+        away = schedule.placement.runs_backward_elsewhere(stage)
         inputs = [k for channel, k in sent if (channel.carries, channel.source) == ("stage_input", stage)]
         assert sorted(inputs) == list(range(n * m)) * away
     assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "stage_input"}
@@ -205,7 +205,7 @@ def test_weights_take_their_time(cluster: Cluster) -> None:
     plan = plan_of(3, 4)
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
     schedule = build("roundpipe", replace(heavy, cluster=cluster), 3)
-    assert [s for s in range(4) if schedule.placement.is_remote(s)] == [1, 2]
+    assert [s for s in range(4) if schedule.placement.runs_backward_elsewhere(s)] == [1, 2]
     timeline = simulate(lower(schedule), costs(schedule.plan), 6)
     begins = {
         (span.stage, span.index): span.start_s for span in timeline.work() if span.kind == "F" and span.index in (0, 3)

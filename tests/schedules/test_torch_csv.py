@@ -21,7 +21,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, evaluation, from_torch_csv, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped
 from pipedream.verifier import verify
 
@@ -129,7 +129,7 @@ WRITABLE = [
 def flushing(draw: st.DrawFn) -> Schedule:
     """Any registered method that flushes and has no replicas, of any size."""
     name, p = draw(st.sampled_from(WRITABLE)), draw(st.integers(1, 4))
-    plan = uniform(name, p, chunks=draw(st.integers(1, 3)) if LAYOUTS.get(name) is looped else None)
+    plan = uniform(name, p, chunks=draw(st.integers(1, 3)) if STAGE_ORDERS.get(name) is looped else None)
     try:
         return build(name, plan, draw(st.integers(1, 16)))
     except ScheduleError:  # it wants another multiple, or more

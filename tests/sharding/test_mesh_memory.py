@@ -81,7 +81,7 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
         ) as pipeline:
             for _ in pipeline.train(Fresh(), epochs=1):
                 pass
-            (stage, stage_state), *_ = pipeline._session.local.lead.stage_states.items()
+            (stage, stage_state), *_ = pipeline._session.workers_here.lead.stage_states.items()
             gc.collect()
             libc.malloc_trim(0)
             base = tensor_bytes(stage_state) - _read_status("VmRSS")

@@ -108,7 +108,7 @@ def test_a_backward_that_recomputes_does_the_forward_again() -> None:
 
 def test_a_tree_moves_all_bytes_twice() -> None:
     assert costs(PLAN).sum_bytes == (1000.0, 0.0)
-    assert costs(replace(PLAN, cluster=replace(PLAN.cluster, sums="tree"))).sum_bytes == (2000.0, 0.0)
+    assert costs(replace(PLAN, cluster=replace(PLAN.cluster, all_reduce="tree"))).sum_bytes == (2000.0, 0.0)
 
 
 def seconds_of(timeline: pd.Timeline, kind: str, rank: int = 0) -> list[float]:

@@ -43,10 +43,10 @@ def sizes_at(plan: Plan, stage: int) -> StageSizes:
         input_bytes=received,
         received_bytes=received,
         sent_bytes=row.output_bytes if stage + 1 < len(plan.stages) else 0,
-        working_bytes=row.working_bytes,
-        relief_bytes=row.relief_bytes,
+        temporary_bytes=row.temporary_bytes,
+        freed_before_peak_bytes=row.freed_before_peak_bytes,
         largest_parameter_bytes=row.largest_parameter_bytes,
-        update_working_bytes=row.update_working_bytes,
+        update_temporary_bytes=row.update_temporary_bytes,
     )
 
 
@@ -102,9 +102,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             optimizer_bytes=next(size),
             activation_bytes=next(size),
             output_bytes=next(size),
-            working_bytes=next(size),
+            temporary_bytes=next(size),
             largest_parameter_bytes=next(size),
-            update_working_bytes=next(size),
+            update_temporary_bytes=next(size),
             recompute=next(again) if drawn.weights.backward_rule == "stash" else stage.recompute,
         )
         for stage in drawn.plan.stages
@@ -125,7 +125,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         buffers, until = rule.buffers(stage), rule.kept_until(stage)
 
         expected = [(0.0, base_at(schedule.plan, stage, 1 + buffers, 0, held_most))]
-        pass_bytes = row.working_bytes
+        pass_bytes = row.temporary_bytes
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
         # What is in a bucket of a sum over replicas is there twice.
@@ -136,9 +136,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             extra = 0
             if span.kind == "I":
                 in_flight, halved = in_flight - 1, halved + 1
-                extra = row.working_bytes + (summed_bytes if summed else 0)
+                extra = row.temporary_bytes + (summed_bytes if summed else 0)
             elif span.kind == "W":
-                extra = row.working_bytes + summed_bytes + (row.largest_parameter_bytes if summed else 0)
+                extra = row.temporary_bytes + summed_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
@@ -153,7 +153,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 extra = pass_bytes + summed_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "U":
                 newest, summed = span.index, 0
-                extra = row.trained_bytes + row.update_working_bytes
+                extra = row.trained_bytes + row.update_temporary_bytes
                 alive = alive_after(rule, stage, newest, read, waiting, coming)
                 most = max(most, alive)
             else:

@@ -183,7 +183,7 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> pd.Plan:
         outer = [Level(4, draw(rates))] if draw(st.booleans()) else [Level(2, draw(rates)), Level(2, draw(rates))]
     inner = Level(max(machines), draw(rates), latency, receiving, sizes=machines)
     kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5]))) for _ in range(sum(machines)))
-    cluster = Cluster((inner, *outer), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
+    cluster = Cluster((inner, *outer), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
     order: tuple[int, ...] = ()
     if levels and draw(st.booleans()):
         order = tuple(draw(st.permutations(range(cluster.workers)))[: sum(replicas)])

@@ -25,7 +25,7 @@ import pipedream as pd
 from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.experimental.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, properties_of
+from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, properties_of
 
 FLUSHING = tuple(name for name in SCHEDULES if properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -159,7 +159,7 @@ class Case:
 
     def plan(self) -> pd.Plan:
         """Returns the plan."""
-        layout = LAYOUTS.get(self.schedule)
+        layout = STAGE_ORDERS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth, self.cuts)
         plan = plan if self.update_delay is None else replace(plan, update_delay=self.update_delay)
@@ -215,7 +215,7 @@ def phased(phases: str, replicas: tuple[int, ...] = (1, 1, 1), animal: str = "ml
 
 def stage_states(pipeline: pd.Pipeline) -> list[Any]:
     """Returns the states of the stages of this process's workers."""
-    return [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
+    return [state for worker in pipeline._session.workers_here.workers for state in worker.stage_states.values()]
 
 
 def make_pipeline(animal: str | zoo.Animal, plan: pd.Plan | Sequence[int] = (1, 1), **options: Any) -> pd.Pipeline:
@@ -288,7 +288,7 @@ def run(
         copies: dict[str, Tensor] = {}
         for name, handle in (item for state in stage_states(pipeline) for item in state.versions.handles.items()):
             assert torch.equal(copies.setdefault(name, handle), handle), f"holders have another {name}"
-        for worker in pipeline._session.local.workers:
+        for worker in pipeline._session.workers_here.workers:
             for stage, stage_state in worker.stage_states.items():
                 outcome.storages[stage] = max(stage_state.versions.storages, outcome.storages.get(stage, 0))
                 outcome.versions[stage] = max(stage_state.versions.peak, outcome.versions.get(stage, 0))
@@ -337,7 +337,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     m = case.microbatches
     built = SCHEDULES[case.schedule](plan, m, **options) if options else build(case.schedule, plan, m)
     if built.flushes:
-        layout = LAYOUTS.get(case.schedule)
+        layout = STAGE_ORDERS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
         common |= {"microbatches": outcome.split, "holders": holders}
         return reference.plain(model, names, batches, total, case.optimize, **common)

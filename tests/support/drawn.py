@@ -22,7 +22,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
+from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, uniform
 from pipedream.schedules.kit.method import looped
 from pipedream.simulator import Costs
 
@@ -37,17 +37,17 @@ NO_UPDATE_DELAY = (
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
-STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(LAYOUTS))
+STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(STAGE_ORDERS))
 """The methods of one stage a worker."""
 
 
 @st.composite
 def laid_out(draw: st.DrawFn, most: int = 4) -> pd.Schedule:
     """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
-    name = draw(st.sampled_from(sorted(LAYOUTS)))
-    step = 2 if LAYOUTS[name].replicas > 1 else 1
+    name = draw(st.sampled_from(sorted(STAGE_ORDERS)))
+    step = 2 if STAGE_ORDERS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    chunks = draw(st.integers(1, 3)) if LAYOUTS[name] in (looped, dispatched) else None
+    chunks = draw(st.integers(1, 3)) if STAGE_ORDERS[name] in (looped, dispatched) else None
     if name == "roundpipe":  # of any number of stages
         plan = pd.Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
@@ -106,7 +106,7 @@ def clusters(draw: st.DrawFn, workers: int) -> Cluster:
     kinds: tuple[Workers, ...] = ()
     if draw(st.booleans()):
         kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5, 1.7]))) for _ in range(sum(machines)))
-    return Cluster(tuple(levels), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
+    return Cluster(tuple(levels), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
 
 
 def runtime_costs(most: float = 5.0) -> st.SearchStrategy[RuntimeCosts]:
@@ -167,8 +167,8 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     """Any legal method, replicas, depth (also by hand), update delay and split; or stages that share workers."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    if name in LAYOUTS:
-        layout, p = LAYOUTS[name], 2 * draw(st.integers(1, 2))
+    if name in STAGE_ORDERS:
+        layout, p = STAGE_ORDERS[name], 2 * draw(st.integers(1, 2))
         order = layout.order(p, draw(st.integers(1, 3)) if layout is looped else layout.chunks or 1)
         replicas = (layout.replicas,) * (len(order) // layout.replicas)
         parts = 2 * p * draw(st.integers(1, 2))  # a number that all of them take
@@ -222,7 +222,7 @@ def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
             output_bytes=draw.choice([0, 4, 8, 16]) // draw.choice([1, 2]),
             parameter_bytes=int(draw.choice([0, 4, 16, 36]) * share),
             activation_bytes=int(draw.choice([0, 4, 12, 32]) * share),
-            working_bytes=draw.choice([0, 2, 8]),
+            temporary_bytes=draw.choice([0, 2, 8]),
         )
 
     def some(mesh: pd.Mesh) -> tuple[Collective, ...]:

@@ -19,7 +19,7 @@ from pipedream.core.plan import depth
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.experimental.roundpipe import dispatched
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, from_torch_csv, properties_of, to_torch_csv, uniform
+from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, from_torch_csv, properties_of, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify
@@ -30,7 +30,7 @@ _TINY = 1e-9
 
 def drawn_plan(rng: random.Random, name: str) -> pd.Plan:
     """Returns a plan of any size for a method: stages that share workers where it has such, else replicas and lags."""
-    layout = LAYOUTS.get(name)
+    layout = STAGE_ORDERS.get(name)
     if layout is not None:
         workers = rng.choice([2, 4, 6] if layout is mirrored else range(1, 6))
         return uniform(name, workers, chunks=rng.randint(1, 3) if layout in (looped, dispatched) else None)
@@ -48,12 +48,12 @@ def drawn_schedule(rng: random.Random, name: str) -> pd.Schedule:
     while True:
         plan = drawn_plan(rng, name)
         # Of several stages a worker some methods fill both directions first, and take m in units of the workers.
-        most = 2 * plan.workers + 1 if name in LAYOUTS else 8
+        most = 2 * plan.workers + 1 if name in STAGE_ORDERS else 8
         try:
             schedule = build(name, plan, rng.choice([None, *range(1, most + 1)]))
         except ScheduleError:
             continue
-        stays = not any(map(schedule.placement.is_remote, range(len(plan.stages))))
+        stays = not any(map(schedule.placement.runs_backward_elsewhere, range(len(plan.stages))))
         if schedule.flushes and stays and max(plan.replicas) == 1 and rng.random() < 0.2:
             return from_torch_csv(to_torch_csv(schedule), name=name, plan=plan)
         return schedule
@@ -181,7 +181,7 @@ REPLICAS = tuple(product((1, 2, 3), repeat=3))
         pytest.param("full", 9, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(LAYOUTS)))
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(STAGE_ORDERS)))
 def test_all_replica_counts(name: str, depth: str, workers: int) -> None:
     """With m = 7, which no number of replicas but one divides, where the method takes it."""
     properties, proved = properties_of(name), set()

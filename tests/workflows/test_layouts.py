@@ -22,10 +22,12 @@ EVEN = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),)
 
 
 @settings(max_examples=8)
-@given(st.sampled_from(sorted(schedules.LAYOUTS)), st.sampled_from([2, 4]), st.sampled_from([None, 1, 2]), st.just(9))
+@given(
+    st.sampled_from(sorted(schedules.STAGE_ORDERS)), st.sampled_from([2, 4]), st.sampled_from([None, 1, 2]), st.just(9)
+)
 def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, chunks: int | None, layers: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100),) * layers, batch=16)
-    layout = schedules.LAYOUTS[name]
+    layout = schedules.STAGE_ORDERS[name]
     chunks = chunks if layout is looped else None
     plan = pd.plan(profile, Cluster.flat(workers), schedule=name, chunks=chunks)
     assert plan.workers == workers
@@ -43,7 +45,7 @@ def test_methods_with_one_stage_a_worker_refuse_a_plan_that_lays_out_several(lay
     reason = r"this method has one stage per worker|replica|depth|update delay|minibatch"
     if layout == "zbv":
         reason = "in the plan worker 0 has the stages 0, 3; plan for this method"
-    for name in schedules.METHODS.keys() - schedules.LAYOUTS.keys():
+    for name in schedules.METHODS.keys() - schedules.STAGE_ORDERS.keys():
         with pytest.raises(ScheduleError, match=reason):
             schedules.build(name, plan)
 

@@ -105,13 +105,13 @@ def _find_tied_layers(layers: Sequence[nn.Module]) -> Ties:
     shared buffers are constants (masks, tables) and tie nothing. Different parameters of one storage count as state:
     their gradients cannot be summed.
     """
-    moving: dict[int, set[int]] = defaultdict(set)
+    changed_by_forward: dict[int, set[int]] = defaultdict(set)
     for index, layer in enumerate(layers):
         for module in layer.modules():
             if any(buffer is not None for buffer in module._buffers.values()):
-                moving[id(module)].add(index)
+                changed_by_forward[id(module)].add(index)
             if isinstance(module, _NormBase):
                 for statistics in (module.running_mean, module.running_var):
                     if statistics is not None:
-                        moving[statistics.untyped_storage()._cdata].add(index)
-    return group_ties((layer.parameters() for layer in layers), moving)
+                        changed_by_forward[statistics.untyped_storage()._cdata].add(index)
+    return group_ties((layer.parameters() for layer in layers), changed_by_forward)

@@ -55,7 +55,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         except _EvaluationDiffers as differs:
             if evaluation is not None:
                 raise differs.error from differs
-            evaluation = _record(model, inputs, devices, False, recording.moving)
+            evaluation = _record(model, inputs, devices, False, recording.changed_by_forward)
             postpone_returned(evaluation)
         except _LayerFailed as failed:
             if failed.call in refused:
@@ -97,17 +97,21 @@ class _EvaluationDiffers(Exception):
 
 
 def _record(
-    model: nn.Module, inputs: Any, devices: Sequence[int], training: bool, moving: frozenset[str] = frozenset()
+    model: nn.Module,
+    inputs: Any,
+    devices: Sequence[int],
+    training: bool,
+    changed_by_forward: frozenset[str] = frozenset(),
 ) -> Recording:
     with running(model, devices, training), torch.enable_grad():
         args, kwargs = split_arguments(_copy_inputs(inputs))
         try:
-            recording = record(model, args, kwargs, moving)
+            recording = record(model, args, kwargs, changed_by_forward)
         except Exception as error:
             raise explain_failure(model, training, error) from error
-    if recording.moving <= moving:
+    if recording.changed_by_forward <= changed_by_forward:
         return recording
-    return _record(model, inputs, devices, training, moving | recording.moving)
+    return _record(model, inputs, devices, training, changed_by_forward | recording.changed_by_forward)
 
 
 Numbers = dict[str, Fingerprint | None]

@@ -116,11 +116,11 @@ class Placeholder(torch.Tensor):
     """See above; made by `placeholder_like`.
 
     Attributes:
-        place: the device that it reports.
+        real_device: the device that it reports.
         wants: the requires_grad that it reports.
     """
 
-    place: torch.device
+    real_device: torch.device
     wants: bool
 
     @classmethod
@@ -199,10 +199,10 @@ def _ignore_hook(*_: Any) -> RemovableHandle:
 
 _NODE = SimpleNamespace(register_hook=_ignore_hook, register_prehook=_ignore_hook)
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
-    T.device.__get__: lambda placeholder: placeholder.place,
+    T.device.__get__: lambda placeholder: placeholder.real_device,
     T.requires_grad.__get__: lambda placeholder: placeholder.wants,
-    T.is_cpu.__get__: lambda placeholder: placeholder.place.type == "cpu",
-    T.is_cuda.__get__: lambda placeholder: placeholder.place.type == "cuda",
+    T.is_cpu.__get__: lambda placeholder: placeholder.real_device.type == "cpu",
+    T.is_cuda.__get__: lambda placeholder: placeholder.real_device.type == "cuda",
     T.is_meta.__get__: lambda placeholder: False,
     T.grad_fn.__get__: lambda placeholder: _NODE if placeholder.wants else None,
     T.register_hook: _ignore_hook,
@@ -213,15 +213,15 @@ _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
 
 
 def _move(placeholder: Placeholder, kind: str) -> Placeholder:
-    if placeholder.place.type == kind:
+    if placeholder.real_device.type == kind:
         return placeholder
     return placeholder_like(torch.empty_like(plain_meta(placeholder)), torch.device(kind), placeholder.wants)
 
 
-def placeholder_like(tensor: torch.Tensor, place: torch.device, wants: bool) -> Placeholder:
+def placeholder_like(tensor: torch.Tensor, real_device: torch.device, wants: bool) -> Placeholder:
     """Returns a placeholder of the shape, strides and dtype of a tensor, of which a meta tensor is taken as it is."""
     placeholder = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else _make_empty_meta(tensor))
-    placeholder.place, placeholder.wants = place, wants
+    placeholder.real_device, placeholder.wants = real_device, wants
     return placeholder
 
 
@@ -248,9 +248,9 @@ class _Castable(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def wrap(cls, meta: torch.Tensor, place: torch.device) -> _Castable:
+    def wrap(cls, meta: torch.Tensor, real_device: torch.device) -> _Castable:
         make: Any = torch.Tensor._make_wrapper_subclass
-        wrapper: _Castable = make(cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=place)
+        wrapper: _Castable = make(cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=real_device)
         wrapper.meta = meta
         return wrapper
 
@@ -269,12 +269,12 @@ class _Castable(torch.Tensor):
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
         result = func(*map_leaves(bare, args), **map_leaves(bare, kwargs or {}))
-        place = next(iter(wrappers.values())).device
+        real_device = next(iter(wrappers.values())).device
 
         def wrapped(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return wrappers[id(leaf)] if id(leaf) in wrappers else cls.wrap(leaf, place)
+            return wrappers[id(leaf)] if id(leaf) in wrappers else cls.wrap(leaf, real_device)
 
         return map_leaves(wrapped, result)
 
@@ -287,13 +287,13 @@ class _Arguments:
 
     Attributes:
         originals: id of a meta tensor -> what it stands for.
-        places: devices among the arguments.
+        real_devices: devices among the arguments.
         wants: whether a placeholder requires a gradient.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], reports: bool) -> None:
         self.originals: dict[int, torch.Tensor] = {}
-        self.places: list[torch.device] = []
+        self.real_devices: list[torch.device] = []
         self.wants = False
         self._reports = reports
         self.args = [self._convert(argument) for argument in args]
@@ -311,7 +311,7 @@ class _Arguments:
             self.wants |= leaf.wants
             if not self._reports:
                 return leaf
-            empty: torch.Tensor = _Castable.wrap(plain_meta(leaf), leaf.place)
+            empty: torch.Tensor = _Castable.wrap(plain_meta(leaf), leaf.real_device)
         elif isinstance(leaf, torch.Tensor) and not leaf.is_meta:
             if not leaf.ndim:  # its number may be needed; autocast would keep a cast of a parameter without its graph
                 return leaf.detach() if self._reports else leaf
@@ -319,7 +319,7 @@ class _Arguments:
             if self._reports:
                 empty = _Castable.wrap(empty, leaf.device)
         elif isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
-            self.places.append(torch.device(leaf))
+            self.real_devices.append(torch.device(leaf))
             return leaf if self._reports else torch.device("meta")
         else:
             return leaf
@@ -331,7 +331,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     name = getattr(func, "__name__", str(func))
     like = next(leaf for _, leaf in walk([args, kwargs]) if isinstance(leaf, Placeholder))
     writes = is_in_place(name) or name == "__setitem__"
-    casts = casts or (torch.is_autocast_enabled(like.place.type) and not writes)  # autocast leaves writes alone
+    casts = casts or (torch.is_autocast_enabled(like.real_device.type) and not writes)  # autocast leaves writes alone
     if not casts and func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
         return result
     arguments = _Arguments(args, kwargs, casts)
@@ -339,7 +339,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     if not casts and func in _BINARY and len(args) == 2 and not kwargs:
         empty = _evaluate_binary(*arguments.args)
         if empty is not None:
-            return placeholder_like(empty, like.place, wants)
+            return placeholder_like(empty, like.real_device, wants)
     try:
         result = func(*arguments.args, **arguments.kwargs)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -349,7 +349,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     if args and writes and id(arguments.args[0]) in originals:
         swap_tensors(args[0], placeholder_like(arguments.args[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
-    place = arguments.places[0] if arguments.places else like.place
+    real_device = arguments.real_devices[0] if arguments.real_devices else like.real_device
 
     def wrapped(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -358,7 +358,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
             return leaf
         if id(leaf) in originals:
             return originals[id(leaf)]
-        return placeholder_like(leaf, place, wants and leaf.is_floating_point())
+        return placeholder_like(leaf, real_device, wants and leaf.is_floating_point())
 
     if isinstance(result, torch.Tensor):
         return wrapped("", result)
@@ -372,7 +372,7 @@ def _evaluate_unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     if not isinstance(like, Placeholder) or (func is torch.nn.functional.dropout and not _is_dropping(args, kwargs)):
         return None
     wants = like.wants and func is not T.detach and grad
-    return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
+    return placeholder_like(torch.empty_like(plain_meta(like)), like.real_device, wants)
 
 
 def _evaluate_binary(a: Any, b: Any) -> torch.Tensor | None:
@@ -423,7 +423,7 @@ def plain_meta(placeholder: Placeholder) -> torch.Tensor:
 def _keep_place(value: Any, like: Placeholder) -> Any:
     """The result of reading an attribute."""
     if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
-        return placeholder_like(value, like.place, False)
+        return placeholder_like(value, like.real_device, False)
     return value
 
 

@@ -132,7 +132,7 @@ class Recording:
     """Storage -> moments at which it was written."""
     draws: list[int]
     """Moments at which random numbers were drawn."""
-    moving: frozenset[str]
+    changed_by_forward: frozenset[str]
     """Names of the buffers that the forward writes or replaces."""
     attributes: tuple[str, ...]
     """Attributes that the forward sets on modules."""
@@ -151,7 +151,7 @@ class Recording:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, moving: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, changed_by_forward: frozenset[str]) -> None:
         super().__init__()
         self.moment = 0
         self.records: dict[int, TensorRecord] = {}
@@ -167,7 +167,7 @@ class _Recorder(TorchFunctionMode):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._add_state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            self._add_state(name, buffer, depends=name in moving)
+            self._add_state(name, buffer, depends=name in changed_by_forward)
 
     def _add_state(self, name: str, tensor: torch.Tensor, depends: bool) -> None:
         if id(tensor) not in self.records:
@@ -332,14 +332,14 @@ class _Recorder(TorchFunctionMode):
 
 
 def record(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], moving: frozenset[str] = frozenset()
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], changed_by_forward: frozenset[str] = frozenset()
 ) -> Recording:
     """Runs the model once, in its present mode, and returns what happened. The model itself is not called before.
 
     Args:
-        moving: of an earlier recording. These buffers belong to one stage, whatever is computed with them.
+        changed_by_forward: of an earlier recording. These buffers belong to one stage, whatever is computed with them.
     """
-    recorder = _Recorder(model, moving)
+    recorder = _Recorder(model, changed_by_forward)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     lists = {str(name) for name, value in [*enumerate(args), *kwargs.items()] if _has_item_per_sample(value)}
@@ -385,9 +385,17 @@ def record(
         if not record.state and record.storage != id(record.tensor):
             record.tensor = meta_like(record.tensor)  # frees its memory
     transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
-    moving, hooked = frozenset(changed), recorder.list_hooked()
+    changed_by_forward, hooked = frozenset(changed), recorder.list_hooked()
     return Recording(
-        root, records, recorder.writes, recorder.draws, moving, set_here, draws_in_python, hooked, transformed
+        root,
+        records,
+        recorder.writes,
+        recorder.draws,
+        changed_by_forward,
+        set_here,
+        draws_in_python,
+        hooked,
+        transformed,
     )
 
 

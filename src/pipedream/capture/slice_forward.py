@@ -122,7 +122,7 @@ class SliceCalls(nn.Module):
 
     @contextmanager
     def repeating(
-        self, reseed: Callable[[str], None] | None, counts: dict[str, int], place: torch.device
+        self, reseed: Callable[[str], None] | None, counts: dict[str, int], real_device: torch.device
     ) -> Iterator[None]:
         """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
 
@@ -138,7 +138,7 @@ class SliceCalls(nn.Module):
                 reseed(name)
             return self.compiled.get(name, original)(*args, **kwargs)
 
-        with torch.random.fork_rng([place] if place.type == "cuda" else []):
+        with torch.random.fork_rng([real_device] if real_device.type == "cuda" else []):
             try:
                 paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
                 wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
@@ -193,7 +193,7 @@ class SliceForward:
         self._differs = set(self._input_names.values()) != set(part.graph.inputs)
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        self.place = tensors[0].device if tensors else torch.device("cpu")
+        self.real_device = tensors[0].device if tensors else torch.device("cpu")
         self.frames: list[str] = [""]  # calls that are open, the innermost last
         self.frame_counts: dict[str, int] = {}
         self.backward_hooks: dict[str, Callable[[], Any]] = {}
@@ -264,7 +264,7 @@ class SliceForward:
 
     def _restore_placeholder(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            return placeholder_like(leaf.detach(), self.place, leaf.requires_grad)
+            return placeholder_like(leaf.detach(), self.real_device, leaf.requires_grad)
         return leaf
 
     def _seeding_python(self) -> AbstractContextManager[None]:
@@ -275,11 +275,11 @@ class SliceForward:
 
     def _make_repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
         """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
-        part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
+        part, reseed, counts, real_device = self.part, self.part.reseed, dict(self.counts), self.real_device
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
             nonlocal repeats
-            with part.repeating(reseed, dict(counts), place) if repeats else nullcontext():
+            with part.repeating(reseed, dict(counts), real_device) if repeats else nullcontext():
                 repeats = True
                 return run(*args, **kwargs)
 
@@ -299,7 +299,7 @@ class SliceForward:
                 tensor = slots[slot]
                 if tensor is not None and not isinstance(tensor, Placeholder):
                     saved.append((slots, slot, tensor))
-                    slots[slot] = placeholder_like(tensor, self.place, tensor.requires_grad)
+                    slots[slot] = placeholder_like(tensor, self.real_device, tensor.requires_grad)
             yield
         finally:
             unwrap_calls(saved)
@@ -384,12 +384,12 @@ class SliceForward:
                 raise self._errors.other_path(
                     name, f"it did not use the {value.name!r} that was received,", self.last_call
                 )
-            for place in places:
-                if place is received:
+            for real_device in places:
+                if real_device is received:
                     continue
                 # All variables of the forward that hold the placeholder see the received tensor from here on.
-                swap_tensors(place, _make_alias(received))
-                self.values[value] = place
+                swap_tensors(real_device, _make_alias(received))
+                self.values[value] = real_device
         self.begun = True
         if part.on_begin is not None:
             part.on_begin()

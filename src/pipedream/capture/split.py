@@ -201,7 +201,7 @@ def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Seq
                 "taken or returned it"
             )
     for record in recording.tensors:
-        if record.state in recording.moving and record.reads:
+        if record.state in recording.changed_by_forward and record.reads:
             for leaf in leaves:
                 if record.reads[0][0] < leaf.start <= record.reads[-1][0]:
                     refused.setdefault(
@@ -305,22 +305,22 @@ def _list_seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[st
 def _find_ties(
     model: nn.Module, leaves: Sequence[CallRecord], moments: Sequence[int], names: Sequence[Sequence[str]]
 ) -> Ties:
-    moving: dict[int, set[int]] = defaultdict(set)
+    changed_by_forward: dict[int, set[int]] = defaultdict(set)
     for leaf in leaves:
         layer = max(bisect_right(moments, leaf.start) - 1, 0)
         for module in leaf.module.modules():
             if isinstance(module, _NormBase) and module.running_mean is not None:
-                moving[id(module)].add(layer)
+                changed_by_forward[id(module)].add(layer)
     every = dict(model.named_parameters(remove_duplicate=False))
-    return group_ties([[every[name] for name in layer if name in every] for layer in names], moving)
+    return group_ties([[every[name] for name in layer if name in every] for layer in names], changed_by_forward)
 
 
-def group_ties(parameters: Iterable[Iterable[nn.Parameter]], moving: Mapping[int, set[int]]) -> Ties:
+def group_ties(parameters: Iterable[Iterable[nn.Parameter]], changed_by_forward: Mapping[int, set[int]]) -> Ties:
     """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
 
     Args:
         parameters: of each layer.
-        moving: state that changes without an update -> layers that use it.
+        changed_by_forward: state that changes without an update -> layers that use it.
     """
     users: dict[int, set[int]] = defaultdict(set)  # storage -> layers
     views: dict[int, set[int]] = defaultdict(set)  # storage -> its parameters
@@ -331,7 +331,7 @@ def group_ties(parameters: Iterable[Iterable[nn.Parameter]], moving: Mapping[int
                 users[storage].add(layer)
                 views[storage].add(id(parameter))
     apart = [group for storage, group in users.items() if len(views[storage]) > 1]  # their gradients cannot be summed
-    inseparable = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
+    inseparable = {tuple(sorted(group)) for group in (*changed_by_forward.values(), *apart) if len(group) > 1}
     groups = inseparable | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
     return tuple(sorted(groups)), tuple(sorted(inseparable))
 

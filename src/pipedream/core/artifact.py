@@ -117,12 +117,12 @@ class NamedKind:
         return {self.KEY: self.name} | encode_attributes(self, *names)
 
     @classmethod
-    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+    def decoded(cls, value: dict[str, Any], where: str) -> Self:
         """Reads JSON values. Raises an ArtifactError for an unknown kind or a wrong field."""
         kind = cls.kinds.get(str(value.get(cls.KEY)))
         if kind is None:
-            raise ArtifactError(f"{place}.{cls.KEY} should be one of {sorted(cls.kinds)}")
-        return typing.cast(Self, decode_fields(kind, {k: v for k, v in value.items() if k != cls.KEY}, place))
+            raise ArtifactError(f"{where}.{cls.KEY} should be one of {sorted(cls.kinds)}")
+        return typing.cast(Self, decode_fields(kind, {k: v for k, v in value.items() if k != cls.KEY}, where))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -220,8 +220,8 @@ def encode_attributes(value: Any, *names: str) -> dict[str, Any]:
     return {name: encode(getattr(value, name)) for name in names}
 
 
-def decode(kind: Any, value: Any, place: str) -> Any:
-    """Returns a value of an annotated type from JSON; a class may define its own ``decoded``, or ``read`` a text.
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """Returns a value of an annotated type from JSON; a class may define its own ``decoded``, or ``parse`` a text.
 
     Raises:
         ArtifactError: a field is missing, unknown, of the wrong type or not finite.
@@ -233,59 +233,59 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         inner_kind = next(item for item in arguments if item is not type(None))
-        return decode(inner_kind, value, place)
+        return decode(inner_kind, value, where)
     if origin is tuple:
-        return _decode_tuple(arguments, value, place)
+        return _decode_tuple(arguments, value, where)
     if origin is dict:
-        _expect(isinstance(value, dict), place, "an object", value)
-        return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
-    if hasattr(kind, "read") and isinstance(value, str):
+        _expect(isinstance(value, dict), where, "an object", value)
+        return {key: decode(arguments[1], item, f"{where}[{key!r}]") for key, item in value.items()}
+    if hasattr(kind, "parse") and isinstance(value, str):
         try:
-            return kind.read(value)
+            return kind.parse(value)
         except PlanError as error:
-            raise ArtifactError(f"{place}: {error}") from None
+            raise ArtifactError(f"{where}: {error}") from None
     if hasattr(kind, "decoded"):
-        _expect(isinstance(value, dict), place, "an object", value)
-        return kind.decoded(value, place)
+        _expect(isinstance(value, dict), where, "an object", value)
+        return kind.decoded(value, where)
     if dataclasses.is_dataclass(kind):
-        return decode_fields(typing.cast(type, kind), value, place)
+        return decode_fields(typing.cast(type, kind), value, where)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
-        _expect(isinstance(value, list) and len(value) == len(hints), place, f"a list of {len(hints)}", value)
-        return kind(*(decode(h, v, f"{place}.{n}") for (n, h), v in zip(hints.items(), value, strict=True)))
+        _expect(isinstance(value, list) and len(value) == len(hints), where, f"a list of {len(hints)}", value)
+        return kind(*(decode(h, v, f"{where}.{n}") for (n, h), v in zip(hints.items(), value, strict=True)))
     if origin is typing.Literal:
-        _expect(value in arguments, place, f"one of {list(arguments)}", value)
+        _expect(value in arguments, where, f"one of {list(arguments)}", value)
         return value
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = [item.value for item in kind]
-        _expect(value in choices, place, f"one of {choices}", value)
+        _expect(value in choices, where, f"one of {choices}", value)
         return kind(value)
     if kind is float:
-        _expect(isinstance(value, (int, float)) and not isinstance(value, bool), place, "a number", value)
+        _expect(isinstance(value, (int, float)) and not isinstance(value, bool), where, "a number", value)
         # Larger than any second, byte or rate, and far from overflow.
-        _expect(math.isfinite(value) and abs(value) <= 1e60, place, "a number up to 1e60", value)
+        _expect(math.isfinite(value) and abs(value) <= 1e60, where, "a number up to 1e60", value)
         return float(value)
     if kind is int:
-        _expect(isinstance(value, int) and not isinstance(value, bool), place, "a whole number", value)
-        _expect(abs(value) < 1 << 63, place, "a whole number of at most 63 bits", value)
+        _expect(isinstance(value, int) and not isinstance(value, bool), where, "a whole number", value)
+        _expect(abs(value) < 1 << 63, where, "a whole number of at most 63 bits", value)
         return value
     if kind is bool and value in (0.0, 1.0):  # a share in older files
         return bool(value)
-    _expect(isinstance(value, kind), place, f"a {kind.__name__}", value)
+    _expect(isinstance(value, kind), where, f"a {kind.__name__}", value)
     return value
 
 
-def _decode_tuple(arguments: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
-    _expect(isinstance(value, list), place, "a list", value)
+def _decode_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    _expect(isinstance(value, list), where, "a list", value)
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
-    _expect(len(value) == len(arguments), place, f"a list of {len(arguments)}", value)
-    return tuple(decode(a, item, f"{place}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
+        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    _expect(len(value) == len(arguments), where, f"a list of {len(arguments)}", value)
+    return tuple(decode(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
 
 
-def decode_fields(kind: type, value: Any, place: str) -> Any:
+def decode_fields(kind: type, value: Any, where: str) -> Any:
     """Returns a dataclass from JSON, field by field; see `decode`."""
-    _expect(isinstance(value, dict), place, "an object", value)
+    _expect(isinstance(value, dict), where, "an object", value)
     hints = typing.get_type_hints(kind)
     for f in filter(_is_inline, _list_stored_fields(kind)):
         names = {_find_json_name(inner) for inner in _list_stored_fields(hints[f.name])}
@@ -296,18 +296,18 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     value = {name: item for name, item in value.items() if name not in dropped}
     unknown = sorted(set(value) - set(fields))
     if unknown:
-        raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")
+        raise ArtifactError(f"{where} has unknown fields {unknown}; it may have {sorted(fields)}")
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            inner_place = place if _is_inline(field) else f"{place}.{name}"
+            inner_place = where if _is_inline(field) else f"{where}.{name}"
             arguments[field.name] = decode(hints[field.name], value[name], inner_place)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ArtifactError(f"{place} lacks the field {name!r}")
+            raise ArtifactError(f"{where} lacks the field {name!r}")
     try:
         return kind(**arguments)
     except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
-        raise ArtifactError(f"{place}: {error}") from None
+        raise ArtifactError(f"{where}: {error}") from None
 
 
 def _list_stored_fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -329,7 +329,7 @@ def _add_article(kind: type) -> str:
     return name if name.endswith("s") else f"a{'n' * (name[0] in 'AEIOU')} {name}"
 
 
-def _expect(condition: bool, place: str, expected: str, value: Any) -> None:
+def _expect(condition: bool, where: str, expected: str, value: Any) -> None:
     if not condition:
         shown = repr(value)
-        raise ArtifactError(f"{place} should be {expected}, found {shown if len(shown) < 80 else shown[:77] + '...'}")
+        raise ArtifactError(f"{where} should be {expected}, found {shown if len(shown) < 80 else shown[:77] + '...'}")

@@ -86,11 +86,11 @@ class Stored:
         first, *others = self.pieces
         if others:
             return {field: encode(value) for field, value in vars(self).items()}
-        place = {key: value for key, value in first._asdict().items() if key not in ("start", "shape")}
-        return {"dtype": self.dtype, "shape": encode(self.shape), **place}
+        where = {key: value for key, value in first._asdict().items() if key not in ("start", "shape")}
+        return {"dtype": self.dtype, "shape": encode(self.shape), **where}
 
     @classmethod
-    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+    def decoded(cls, value: dict[str, Any], where: str) -> Self:
         """Reads JSON values. Raises an ArtifactError if a field is missing or wrong."""
         if "pieces" not in value:
             shape = value.get("shape")
@@ -98,7 +98,7 @@ class Stored:
             piece = {"start": start, "shape": shape} | {key: value.get(key) for key in StoredPiece._fields[2:]}
             other_fields = {key: item for key, item in value.items() if key not in piece or key == "shape"}
             value = other_fields | {"pieces": [list(piece.values())]}
-        stored: Self = decode_fields(cls, value, place)
+        stored: Self = decode_fields(cls, value, where)
         return stored
 
 

@@ -213,7 +213,7 @@ METHODS = (
     kit.Method(
         roundpipe,
         since=2026,
-        layout=dispatched,
+        stage_order=dispatched,
         properties=kit.MethodProperties(replicates_stages=False, recomputes=True),
         picture=kit.Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
         choose="When the stages do not divide evenly over the workers, or weights and optimizer state take more memory "

@@ -14,8 +14,8 @@ from pipedream.planner.manual import check_cuts as check_cuts, manual_plan as ma
 from pipedream.planner.mesh_search import MeshSearch as MeshSearch
 from pipedream.planner.search import (
     SHAPES as SHAPES,
-    Finalist as Finalist,
     PlanSearch as PlanSearch,
+    SearchVariant as SearchVariant,
     list_finalists as list_finalists,
     parse_counts as parse_counts,
 )

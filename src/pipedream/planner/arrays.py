@@ -16,8 +16,9 @@ FloatArray = NDArray[np.floating[Any]]
 WholeArray = NDArray[np.object_]
 """Python integers of any size."""
 
-Place = int | IntArray
+Cut = int | IntArray
 """The index of a place where a graph may be cut (`planner.tables.search_space`), or an array of them."""
+Span = tuple[Cut, Cut]
 Bytes = int | IntArray
 Seconds = float | FloatArray
 
@@ -46,7 +47,7 @@ class ExactSums:
     whole: WholeArray
     scale: int
 
-    def between(self, first: Place, last: Place) -> Seconds:
+    def between(self, first: Cut, last: Cut) -> Seconds:
         if self._halves is None:
             exact: Seconds = (self.whole[last] - self.whole[first]) / self.scale
             return exact
@@ -89,7 +90,7 @@ class RunExtremes:
         stacked: Any = np.stack(tables)
         return cls(stacked, extreme)
 
-    def between(self, first: Place, end: Place) -> Any:
+    def between(self, first: Cut, end: Cut) -> Any:
         """Returns the extremes of the numbers first <= i < end; of `first` alone if that run is empty."""
         first = np.minimum(first, self.tables.shape[1] - 1)
         if len(self.tables) == 1:  # a row of one, or of equal numbers

@@ -16,7 +16,7 @@ from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, compare_by_simulation
-from pipedream.planner.search import Finalist, PlanSearch, list_finalists
+from pipedream.planner.search import PlanSearch, SearchVariant, list_finalists
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 MAX_MICROBATCHES = 64
@@ -40,13 +40,13 @@ class _Alternatives:
     cluster: Cluster
     methods: Mapping[str, MethodProperties]
     occupancy: Callable[[str, int], MethodOccupancy]
-    shapes: Sequence[Finalist]
+    shapes: Sequence[SearchVariant]
     options: SearchOptions
     _profiles: dict[tuple[object, int], Profile] = field(default_factory=dict, init=False)
     _searches: dict[tuple[object, ...], PlanSearch] = field(default_factory=dict, init=False)
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
-    def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
+    def all(self) -> Iterator[tuple[Candidate, SearchVariant, str | tuple[int, ...]]]:
         powers = range(min(self.profile.batch, MAX_MICROBATCHES).bit_length())
         options = self.options
         splits = [1 << power for power in powers] if options.microbatches is None else [options.microbatches]
@@ -62,7 +62,7 @@ class _Alternatives:
                         for update_delay in delays:
                             yield Candidate(name, m, mode, update_delay, str(shape)), shape, in_flight
 
-    def plan_candidate(self, candidate: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
+    def plan_candidate(self, candidate: Candidate, finalist: SearchVariant, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if the candidate's delay or depth changes nothing."""
         occupancy = self.occupancy(candidate.schedule, candidate.microbatches)
         profile = self._split_profile(self.methods[candidate.schedule].same_updates, candidate.microbatches)
@@ -82,8 +82,8 @@ class _Alternatives:
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")
         except PlanError:
-            search = PlanSearch(space, self.options.all_workers, names_rivals=False)
-            planned = search.best(finalist.shape, slower=finalist.slower)
+            search = PlanSearch(space, self.options.all_workers, describes_alternatives=False)
+            planned = search.best(finalist.shape, link_factor=finalist.link_factor)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
         if in_flight == "auto" and self.options.in_flight == "noam" and planned.in_flight == noam:
@@ -101,7 +101,7 @@ class _Alternatives:
             self._profiles[key] = profile.in_parts(microbatches)
         return self._profiles[key]
 
-    def _plan_unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
+    def _plan_unlimited(self, profile: Profile, finalist: SearchVariant, update_delay: int) -> Plan:
         key = id(profile), update_delay
         if key not in self._searches:
             again = ALWAYS if self.options.choices.recompute == ALWAYS else NEVER  # memory is not limited
@@ -112,9 +112,9 @@ class _Alternatives:
                 update_delay=update_delay,
                 all_workers=self.options.all_workers,
             )
-            self._searches[key] = replace(search, names_rivals=False)
+            self._searches[key] = replace(search, describes_alternatives=False)
         if (*key, finalist) not in self._plans:
-            self._plans[*key, finalist] = self._searches[key].best(finalist.shape, slower=finalist.slower)
+            self._plans[*key, finalist] = self._searches[key].best(finalist.shape, link_factor=finalist.link_factor)
         return self._plans[*key, finalist]
 
 

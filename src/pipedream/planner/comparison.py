@@ -312,13 +312,13 @@ def compare_by_simulation(
         PlanError: no candidate works.
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
-    slower: list[tuple[Candidate, Plan]] = []
+    link_factor: list[tuple[Candidate, Plan]] = []
     refused, fastest_s = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
         rival_kind = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
         if candidate.least_s > fastest_s.get(rival_kind, inf) * (1 + _TIE):
             why = f"cannot take less than {format_seconds(candidate.least_s)}"
-            slower.append((replace(candidate, why=why), plan))
+            link_factor.append((replace(candidate, why=why), plan))
             continue
         try:
             result = score(plan)
@@ -327,9 +327,9 @@ def compare_by_simulation(
             continue
         fastest_s[rival_kind] = min(fastest_s.get(rival_kind, inf), result.period_s)
         simulated.append((result.period_s, candidate.peak_bytes, number, with_score(candidate, result), plan))
-    unsimulated = (*(candidate for candidate, _ in slower), *refused)
-    if not simulated and slower:
-        return Comparison(slower[0][1], unsimulated)
+    unsimulated = (*(candidate for candidate, _ in link_factor), *refused)
+    if not simulated and link_factor:
+        return Comparison(link_factor[0][1], unsimulated)
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(row[0] for row in simulated) * (1 + _TIE)

@@ -25,7 +25,7 @@ from pipedream.planner.arrays import Tables
 from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.recurrence import Shortage, refuse
-from pipedream.planner.search import fitting_plan, parse_counts
+from pipedream.planner.search import parse_counts, search_with_message_memory
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
 
@@ -74,25 +74,25 @@ class MeshSearch:
         return cls(_drop_beaten(MeshSpace.over(base, meshes), all_ranks), all_ranks, cuts)
 
     def best(
-        self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
+        self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", link_factor: float = 1.0
     ) -> Plan:
         """Returns the plan with the fastest slowest stage, at a depth.
 
         Args:
             shape: 'any', 'pipeline' or the replicas of each stage.
-            slower: as in a `Finalist`.
+            link_factor: as in a `SearchVariant`.
 
         Raises:
             PlanError: nothing fits, or there are too few ranks or layers.
         """
         search = partial(self._search_provable if shape in ("any", "pipeline") else self._search, shape=shape)
-        if slower != 1:
-            slowed = with_slower_links(self.space, slower)
+        if link_factor != 1:
+            slowed = with_slower_links(self.space, link_factor)
             choices = slowed.choices_of(search(slowed))
             return apply_depth(
-                self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
+                self.space, self.space.plan_of(choices, f"as if links were {link_factor:g} times slower"), in_flight
             )
-        return apply_depth(self.space, fitting_plan(self.space, search, ()), in_flight)
+        return apply_depth(self.space, search_with_message_memory(self.space, search, ()), in_flight)
 
     def _search_provable(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:
         def search(cycle: int) -> Plan | None:
@@ -251,11 +251,11 @@ def _compute_costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
         sizes.optimizer_bytes,
         sizes.activation_bytes,
         sizes.input_bytes,
-        sizes.loaded_bytes,
-        sizes.working_bytes,
-        sizes.working_bytes - sizes.relief_bytes,
+        sizes.prefetched_bytes,
+        sizes.temporary_bytes,
+        sizes.temporary_bytes - sizes.freed_before_peak_bytes,
         sizes.largest_parameter_bytes,
-        sizes.update_working_bytes,
+        sizes.update_temporary_bytes,
     ]
     # A boundary between two meshes depends on the bytes of all their ranks, too.
     crossing = rank_space.crossing[places]

@@ -47,13 +47,13 @@ class PipelineSearch:
     Attributes:
         lines: in the order in which they win ties.
         order_kind: in words; '' if there is only one line.
-        names_rivals: as in `planner.search.PlanSearch`.
+        describes_alternatives: as in `planner.search.PlanSearch`.
     """
 
     space: SearchSpace
     lines: tuple[WorkerLine, ...]
     order_kind: str
-    names_rivals: bool = True
+    describes_alternatives: bool = True
     _pipelines: dict[bool, Plan | None] = field(default_factory=dict, init=False)
 
     @classmethod

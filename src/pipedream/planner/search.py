@@ -49,12 +49,12 @@ class PlanSearch:
 
     Attributes:
         all_workers: 'any' and 'pipeline' leave no worker idle.
-        names_rivals: notes say what other plans take, which takes longer.
+        describes_alternatives: notes say what other plans take, which takes longer.
     """
 
     space: SearchSpace
     all_workers: bool = False
-    names_rivals: bool = True
+    describes_alternatives: bool = True
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster, *, all_workers: bool = False, **of_space: Any) -> PlanSearch:
@@ -65,7 +65,7 @@ class PlanSearch:
         self,
         shape: str | tuple[int, ...] = "any",
         in_flight: str | tuple[int, ...] = "noam",
-        slower: float = 1.0,
+        link_factor: float = 1.0,
         limit_s: float = inf,
     ) -> Plan:
         """Returns the plan of a shape, at a depth.
@@ -75,7 +75,7 @@ class PlanSearch:
                 has at least two stages, if the model and the workers allow them; 'straight' has one stage for each
                 worker; 'data-parallel' has one stage on all workers; '2-1' or (2, 1) are the replicas of each stage.
             in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
-            slower: as in a `Finalist`.
+            link_factor: as in a `SearchVariant`.
             limit_s: seconds per minibatch above which a plan does not count; it is returned without its depth and
                 bytes, which take longer.
 
@@ -83,10 +83,10 @@ class PlanSearch:
             PlanError: an unknown shape, more stages than the model can be cut into, more workers than the cluster has,
                 or nothing fits the memory at this depth.
         """
-        if slower == 1:
+        if link_factor == 1:
             plan = self._find_fitting(shape, limit_s)
         else:
-            plan = replace(self, space=with_slower_links(self.space, slower))._find_fitting(shape, inf)
+            plan = replace(self, space=with_slower_links(self.space, link_factor))._find_fitting(shape, inf)
             plan = replace(plan, cluster=self.space.cluster, bound_s=0.0)
         exceeds_limit = limit_s < inf and plan.slowest_stage_s > limit_s
         return plan if exceeds_limit else apply_depth(self.space, plan, in_flight)
@@ -101,7 +101,7 @@ class PlanSearch:
                 partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes
             ]
             narrower_searches += [] if self.all_workers else [self._plan_straight]
-        plan = fitting_plan(space, partial(self._search, shape=shape), narrower_searches, limit_s)
+        plan = search_with_message_memory(space, partial(self._search, shape=shape), narrower_searches, limit_s)
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
         return plan
@@ -114,7 +114,7 @@ class PlanSearch:
         return self._base_searches if space is self.space else self._make_new_searches(space)
 
     def _make_new_searches(self, space: SearchSpace) -> PipelineSearch:
-        return replace(PipelineSearch.of(space), names_rivals=self.names_rivals)
+        return replace(PipelineSearch.of(space), describes_alternatives=self.describes_alternatives)
 
     def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
         return _add_bound(_plan_with_counts(self._make_searches(space), counts), space, space)
@@ -144,23 +144,25 @@ class PlanSearch:
         return _add_bound(plan, space, searches.coarse_space if shape in ("any", "pipeline") else space)
 
 
-class Finalist(NamedTuple):
+class SearchVariant(NamedTuple):
     """A search whose best plan is simulated: the search's own seconds ignore exposed messages, filling and draining.
 
     Attributes:
-        slower: the links are taken to be slower by this factor, so that the plan sends less.
+        link_factor: the links are taken to be slower by this factor, so that the plan sends less.
     """
 
     shape: str
-    slower: float = 1.0
+    link_factor: float = 1.0
 
     def __str__(self) -> str:
-        return self.shape if self.slower == 1 else f"{self.shape}, as if links were {self.slower:g} times slower"
+        return (
+            self.shape if self.link_factor == 1 else f"{self.shape}, as if links were {self.link_factor:g} times slower"
+        )
 
 
 def list_finalists(
     shape: str | tuple[int, ...], profile: Profile, workers: int, all_workers: bool = False
-) -> list[Finalist]:
+) -> list[SearchVariant]:
     """Returns the searches for 'any' or 'pipeline' whose plans are worth a simulation; any other shape is the only one.
 
     After the search's own best: one stage on all workers, on one, and on powers of two; pipelines of 2, 3, ... stages
@@ -169,7 +171,7 @@ def list_finalists(
     these, for a search may take seconds.
     """
     if shape not in ("any", "pipeline"):
-        return [Finalist(shape if isinstance(shape, str) else _join_counts(parse_counts(shape)))]
+        return [SearchVariant(shape if isinstance(shape, str) else _join_counts(parse_counts(shape)))]
     is_large = (len(profile.layers) * workers) ** 2 > _LARGE
     every = workers <= _FEW_WORKERS and not all_workers
     powers = [] if all_workers or is_large else [1 << power for power in range(1, (workers - 1).bit_length())]
@@ -183,8 +185,8 @@ def list_finalists(
         *(single if shape == "any" else []),
         *(_join_counts(row) for row in counts if len(row) > 1),
     ]
-    slower = [] if is_large else [Finalist("pipeline", factor) for factor in _SLOWER]
-    return [*map(Finalist, dict.fromkeys(shapes)), *slower]
+    link_factor = [] if is_large else [SearchVariant("pipeline", factor) for factor in _SLOWER]
+    return [*map(SearchVariant, dict.fromkeys(shapes)), *link_factor]
 
 
 def _list_partitions(workers: int) -> list[tuple[int, ...]]:
@@ -214,7 +216,7 @@ def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Pl
     return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
-def fitting_plan(
+def search_with_message_memory(
     space: _Space,
     search: Callable[[_Space], Plan],
     narrower_searches: Sequence[Callable[[_Space], Plan]],
@@ -399,7 +401,7 @@ def _join_counts(counts: tuple[int, ...]) -> str:
 def _describe_rivals(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipeline: Plan | None = None, *, straight: bool = False
 ) -> str:
-    if not searches.names_rivals:
+    if not searches.describes_alternatives:
         return ""
     pipelines = pipeline, searches.best_straight if straight else None
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}

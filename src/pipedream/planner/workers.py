@@ -164,7 +164,7 @@ class WorkerLine:
                     int(count),
                     speed,
                     None if memory == np.inf else int(memory),
-                    SumLink(rate, latency_s, self.cluster.sums),
+                    SumLink(rate, latency_s, self.cluster.all_reduce),
                     self.terms.sums,
                     busiest_ports(PortLoad(*port) for port in by_port),
                 )
@@ -182,7 +182,8 @@ class WorkerLine:
         after: list[FloatArray] = []
         weights: list[FloatArray] = []
         sum_share = (
-            np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
+            np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.all_reduce), 0)
+            / replicas
         ) * self.terms.sums.share
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):

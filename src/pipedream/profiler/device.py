@@ -54,41 +54,41 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
 
     Peaks come from products of large matrices, bandwidths from additions, both as cold in the caches as a model's.
     """
-    place = torch.device(device)
-    cuda = place.type == "cuda"
+    device = torch.device(device)
+    cuda = device.type == "cuda"
     sums_bytes = _CUDA_SUMS_BYTES if cuda else _SUMS_BYTES
     share_s = seconds / (6 + len(sums_bytes))
     peaks = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         size = _CUDA_PRODUCT if cuda else _PRODUCT // (1 if dtype in (torch.float32, torch.float64) else 4)
-        factors = _make_cold_tensors((size, size), dtype, place)
+        factors = _make_cold_tensors((size, size), dtype, device)
         product_s = _time_op(
-            _take_turns(factors, lambda matrix: torch.addmm(matrix[0], matrix, matrix.t())), place, share_s
+            _alternate(factors, lambda matrix: torch.addmm(matrix[0], matrix, matrix.t())), device, share_s
         )
         peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / product_s
     rates: list[tuple[int, float]] = []
     for size in sums_bytes:
-        terms = _make_cold_tensors((size // 4,), torch.float32, place)
-        rates.append((2 * size, 2 * size / _time_op(_take_turns(terms, lambda term: term + 1.0), place, share_s)))
+        terms = _make_cold_tensors((size // 4,), torch.float32, device)
+        rates.append((2 * size, 2 * size / _time_op(_alternate(terms, lambda term: term + 1.0), device, share_s)))
     # Small tensors are no slower than large ones; another program may only have interrupted their measurement.
     rates = [(size, max(rate for _, rate in rates[index:])) for index, (size, _) in enumerate(rates)]
     memory = (
-        torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.get_device_properties(device).total_memory
         if cuda
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    few = torch.ones(8, device=place, requires_grad=True)
-    drawn = torch.empty(1 << 16, device=place)
+    few = torch.ones(8, device=device, requires_grad=True)
+    drawn = torch.empty(1 << 16, device=device)
     return Device(
-        f"{name_device(place)} (roofline)",
+        f"{name_device(device)} (roofline)",
         memory,
         peaks,
         rates[-1][1],
-        launch_s=_time_op(lambda: _run_chain(few), place, share_s) / (2 * _CHAIN),
+        launch_s=_time_op(lambda: _run_chain(few), device, share_s) / (2 * _CHAIN),
         flop_share=1.0,
         byte_share=1.0,
         small_bytes_per_s=tuple(rates[:-1]),
-        draw_s=_time_op(lambda: drawn.bernoulli_(0.5), place, share_s) / drawn.numel(),
+        draw_s=_time_op(lambda: drawn.bernoulli_(0.5), device, share_s) / drawn.numel(),
     )
 
 
@@ -98,7 +98,7 @@ def _make_cold_tensors(shape: tuple[int, ...], dtype: torch.dtype, device: torch
     return [tensor, *(tensor.clone() for _ in range(_COLD_BYTES // tensor.nbytes))]
 
 
-def _take_turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+def _alternate(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
     """Each result is kept for one cycle, like activations."""
     results: list[torch.Tensor | None] = [None] * len(tensors)
     turn = cycle(range(len(tensors)))

@@ -93,18 +93,18 @@ def measure(
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
     """
-    place = torch.device(device)
+    device = torch.device(device)
     if runs < 1 or warmup < 0:
         raise ProfileError(f"runs={runs} and warmup={warmup} were given; give at least 1 run and 0 runs of warm-up")
     sample = dict(sample) if isinstance(sample, Mapping) else sample  # which tree_map knows
     samples = check_chain(layers, graph, sample, samples)
-    _check_places(layers, graph, place)
-    sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
-    indices = [torch.cuda.current_device() if place.index is None else place.index] if place.type == "cuda" else []
+    _check_places(layers, graph, device)
+    sample = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf, sample)
+    indices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     make_passes = partial(
-        Passes, layers, graph, device=place, autocast=autocast, call=call, enter_backward=enter_backward
+        Passes, layers, graph, device=device, autocast=autocast, call=call, enter_backward=enter_backward
     )
-    passes = make_passes(loss, Stopwatch(place, without_launches=True))
+    passes = make_passes(loss, Stopwatch(device, without_launches=True))
     with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
@@ -114,17 +114,17 @@ def measure(
         halves = measure_half_length(layers, sample, None if call else samples, passes.run_layer)
         steps, parameters = None, named_parameters(layers, graph)
         if optimizer is not None and parameters:
-            steps = partial(measure_update, optimizer, parameters, Stopwatch(place), scheduler=scheduler)
+            steps = partial(measure_update, optimizer, parameters, Stopwatch(device), scheduler=scheduler)
         laps_s, update = _time_runs(partial(_time_run, passes, advance, sample), steps, warmup, runs)
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
-        time_part = partial(_time_run, make_passes(None, Stopwatch(place, without_launches=True)), advance)
+        time_part = partial(_time_run, make_passes(None, Stopwatch(device, without_launches=True)), advance)
         columns = list(zip(*laps_s, strict=True))  # forwards and backwards of each layer, then of the loss
         whole = [(median(column), _spread(column)) for column in columns[: 2 * len(layers)]]
         fixed = fixed_s(time_part, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
         of_passes = {"fixed_s": fixed, "launch_s": [0.0] * len(laps_s[0])}
-        if place.type == "cuda":
-            of_passes["launch_s"] = measure_launch_seconds(make_passes(loss, HostStopwatch(place)), sample, runs)
+        if device.type == "cuda":
+            of_passes["launch_s"] = measure_launch_seconds(make_passes(loss, HostStopwatch(device)), sample, runs)
     laps = list(zip(columns[0::2], columns[1::2], strict=True))
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(of_passes["launch_s"][2 * len(layers) :])
@@ -135,7 +135,7 @@ def measure(
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
-        device=name_device(place),
+        device=name_device(device),
         runs=runs,
         update_s=update.update_s,
         update_fixed_s=update.fixed_s,
@@ -145,8 +145,8 @@ def measure(
         optimizer_bytes=update.state_bytes,
         loss_s=max(loss_launch_s, 0.0 if loss_laps is None else median(map(sum, zip(*loss_laps, strict=True)))),
         loss_bytes=loss_bytes,
-        loss_working_bytes=needs[-1].working_bytes,
-        update_working_bytes=update.working_bytes,
+        loss_temporary_bytes=needs[-1].temporary_bytes,
+        update_temporary_bytes=update.temporary_bytes,
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
     )
@@ -207,7 +207,7 @@ def build_layer_profiles(
             activation_bytes=size.activation_bytes,
             arriving_bytes=size.arriving_bytes,
             leaving_bytes=size.leaving_bytes,
-            working_bytes=need.working_bytes,
+            temporary_bytes=need.temporary_bytes,
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
             matrices=matrices,

@@ -22,7 +22,7 @@ from pipedream.profiler.stopwatch import Watch
 class Need:
     """The memory that a layer needs temporarily; see `LayerProfile`."""
 
-    working_bytes: int
+    temporary_bytes: int
     backward_bytes: int
 
 

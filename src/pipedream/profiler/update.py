@@ -30,7 +30,7 @@ class UpdateCost:
     Attributes:
         fixed_s: of `update_s`, what a step takes however few its parameters are.
         copy_s: of copying all parameters.
-        working_bytes: in addition to state, weights and gradients.
+        temporary_bytes: in addition to state, weights and gradients.
     """
 
     name: str = ""
@@ -38,7 +38,7 @@ class UpdateCost:
     fixed_s: float = 0.0
     copy_s: float = 0.0
     state_bytes: int = 0
-    working_bytes: int = 0
+    temporary_bytes: int = 0
 
 
 def measure_update(

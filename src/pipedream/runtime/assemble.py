@@ -27,7 +27,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.host_store import HostStore, HostVersions, StageLayout
+from pipedream.runtime.stage.host_store import HostStore, HostVersions, StoreFormat
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
@@ -258,7 +258,7 @@ def make_stateless_stages(
         layers = blueprint.stages[stage]
         trained = dict(find_trained(stage))
         module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
-        layout = _lay_out_stage(blueprint, stage, module)
+        layout = _make_store_format(blueprint, stage, module)
         gradients = Gradients(len(trained))
         scale = 1.0 if settings.scaling is None else settings.scaling.scale
         if store.is_shared and placement.ranks[stage] != (rank,):
@@ -266,17 +266,17 @@ def make_stateless_stages(
                 module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
         per_update, open_stored = program.updates.per_update[stage], partial(store.open, stage, layout)
         stateless[stage] = StatelessStage(module, layout, gradients, scale, per_update, open_stored)
-        if program.plan.stages[stage].recompute and not placement.is_remote(stage):
+        if program.plan.stages[stage].recompute and not placement.runs_backward_elsewhere(stage):
             stateless[stage].recomputation = Recomputation(module)
     return stateless
 
 
-def _lay_out_stage(blueprint: Blueprint, stage: int, module: StageModule) -> StageLayout:
+def _make_store_format(blueprint: Blueprint, stage: int, module: StageModule) -> StoreFormat:
     settings = blueprint.settings
     sets = max(program.weights.versions(stage) for program in blueprint.programs)
-    turns = blueprint.program.gradient_sets if blueprint.placement.has_turns else 0
-    gradients = not turns and blueprint.weights_device != blueprint.device
-    return StageLayout(module, sets, ema=settings.ema is not None, gradients=gradients, turns=turns)
+    rotations = blueprint.program.gradient_sets if blueprint.placement.rotates else 0
+    gradients = not rotations and blueprint.weights_device != blueprint.device
+    return StoreFormat(module, sets, ema=settings.ema is not None, gradients=gradients, rotations=rotations)
 
 
 def _copy_layers(
@@ -341,12 +341,12 @@ def _make_stage_state(
     parameters = copies or parameters
     stored = None
     if blueprint.placement.shares_weights:
-        stored = store.open(stage, _lay_out_stage(blueprint, stage, module))
-    hosted = None
+        stored = store.open(stage, _make_store_format(blueprint, stage, module))
+    cpu_optimizer = None
     if plan.choices.hosts_optimizers and stored is None:
         _refuse_mesh(sharding)
-        layout = StageLayout(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
-        hosted = store.host(stage, replica, parameters, layout)
+        layout = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
+        cpu_optimizer = store.host(stage, replica, parameters, layout)
     counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
     # Of the programs whose weights change between a forward and its backward.
     rules = {p.weights.backward_rule for p in programs if p.weights.staleness(stage) or p.weights.predictions(stage)}
@@ -368,9 +368,9 @@ def _make_stage_state(
             tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
-            hosted=hosted,
+            cpu_optimizer=cpu_optimizer,
         ),
-        hosted=hosted,
+        cpu_optimizer=cpu_optimizer,
         saved_tensor_hooks=SavedTensorHooks(settings.autocast is not None) if "graph" in rules else None,
     )
     if stored is not None:
@@ -441,5 +441,5 @@ def _make_worker(
     )
     for stage_state in stage_states.values():
         if stage_state.module.sharding is not None:
-            stage_state.module.sharding.look = worker.recorder.memory.read_heap
+            stage_state.module.sharding.sample_memory = worker.recorder.memory.read_heap
     return worker

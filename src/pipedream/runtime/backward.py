@@ -55,7 +55,9 @@ class BackwardRunner:
         self._last_stage = program.placement.stages - 1
         self._gradient_kind = find_gradient_kind(program.kinds)
         self._channels = program.channels
-        self._is_remote = [program.placement.is_remote(stage) for stage in range(program.placement.stages)]
+        self._runs_backward_elsewhere = [
+            program.placement.runs_backward_elsewhere(stage) for stage in range(program.placement.stages)
+        ]
         self.update_completed_by = program.update_completed_by(self._rank)
 
     def begin(self, stream: DataStream) -> None:
@@ -173,7 +175,7 @@ class BackwardRunner:
         return stage_state, self._recorder.mark()
 
     def _lacks_forward(self, stage: int, index: int) -> bool:
-        return self._is_remote[stage] and (stage, index) not in self._saved_forwards
+        return self._runs_backward_elsewhere[stage] and (stage, index) not in self._saved_forwards
 
     def _choose_ready_hook(
         self, kind: Kind, stage: int, index: int, stage_state: StageState | StatelessStage
@@ -202,9 +204,9 @@ class BackwardRunner:
     ) -> None:
         self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
-            stage_state.finish_update(self._recorder)  # it still reads the memory that gradients are copied to
-            stage_state.end_passes()
-            if self._placement.has_turns:  # the update is made on another rank
+            stage_state.join_update(self._recorder)  # it still reads the memory that gradients are copied to
+            stage_state.finish_minibatch()
+            if self._placement.rotates:  # the update is made on another rank
                 for microbatch, *versions in stage_state.gradient_versions:
                     row = (*versions, index // self._stream.split)
                     self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)

@@ -98,11 +98,11 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
                 session.streams.open_feed(loader, lambda batch: batch)
                 for _ in session.streams.train():
                     pass
-        timeline = collect_timeline(session.local, session.clock, 0, 1)
+        timeline = collect_timeline(session.workers_here, session.clock, 0, 1)
         failed = False
     finally:
         session.close(failed=failed)
-    group = world_group() if session.local.distributed else None
+    group = world_group() if session.workers_here.distributed else None
     rows = gather_json(layers_alone_s, group)
     small = range(warm_ups[0], warm_ups[0] + _MINIBATCHES[0])
     large = range(small.stop + warm_ups[1], small.stop + warm_ups[1] + _MINIBATCHES[1])
@@ -113,8 +113,8 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
             message_bytes=8 * _MESSAGE_NUMBERS[number],
             op_s=(_sum_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
             update_s=_sum_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
-            other_s=_measure_other_s(timeline, part, is_one_process=not session.local.distributed),
-            arrival_s=_measure_arrival_s(timeline, part) if session.local.distributed else 0.0,
+            other_s=_measure_other_s(timeline, part, is_one_process=not session.workers_here.distributed),
+            arrival_s=_measure_arrival_s(timeline, part) if session.workers_here.distributed else 0.0,
         )
 
     return summarize(0, small), summarize(1, large)

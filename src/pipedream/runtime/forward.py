@@ -106,10 +106,10 @@ class ForwardRunner:
         if self._stream.trains:
             version = self._program.weights.forward_version(stage, index)
             if stage in self._stage_states:
-                self._stage_states[stage].finish_update(self._recorder, version)
+                self._stage_states[stage].join_update(self._recorder, version)
             if stage in self._stateless:
-                is_remote = self._program.placement.is_remote(stage)
-                pending = self._stateless[stage].begin_pass(index, version, changes_buffers=not is_remote)
+                runs_backward_elsewhere = self._program.placement.runs_backward_elsewhere(stage)
+                pending = self._stateless[stage].begin_pass(index, version, changes_buffers=not runs_backward_elsewhere)
                 if not pending.ready():
                     return self._run_after_wait(pending, stage, index, message)
                 pending.result()
@@ -129,8 +129,8 @@ class ForwardRunner:
         if not stream.trains:
             is_empty = message.content is Content.EMPTY
             result = message if is_empty else self._run_without_backward(stage, index, stage_state, message)
-            stage_state.end_passes()
-        elif self._program.placement.is_remote(stage):
+            stage_state.finish_minibatch()
+        elif self._program.placement.runs_backward_elsewhere(stage):
             result = self._run_remote(stage, index, stage_state, message)
         else:
             result = self._run_local(stage, index, stage_state, message)
@@ -183,7 +183,7 @@ class ForwardRunner:
             if stage == self._last_stage:
                 self._results.add(self._stream.minibatch(index), message, self._results.zeros)
             return message
-        stage_state.note_received(message)
+        stage_state.keep_sample(message)
         saved, run = self._prepare(stage, index, stage_state, message)
         with stage_state.forward_context(saved), stage_state.module.counting_collectives("forward"):
             if stage_state.recomputation is None:
@@ -193,7 +193,7 @@ class ForwardRunner:
             stage_state.observer.after_forward(index)
         self.saved_forwards[stage, index] = saved
         if stage < self._last_stage and self._ends_minibatch(index):
-            stage_state.end_passes()
+            stage_state.finish_minibatch()
         return result
 
     def _run_remote(
@@ -207,7 +207,7 @@ class ForwardRunner:
                 result = run_without_graph(run, message)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if self._ends_minibatch(index):
-            stage_state.end_passes()
+            stage_state.finish_minibatch()
         return result
 
     def _ends_minibatch(self, index: int) -> bool:
@@ -217,7 +217,7 @@ class ForwardRunner:
         self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns the saved forward, and the function that runs the forward and fills it in."""
-        weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
+        weights, version = stage_state.acquire(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.wants, index, version)
         targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last_stage else None
 

@@ -28,7 +28,7 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
-from pipedream.runtime.update.cpu_optimizer import HostedWeights, check_movable
+from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
@@ -75,8 +75,8 @@ class StageState:
     3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to those of the next update and
        releases the weights. In the last backward before an update of a replicated stage, `gradient_ready` passes them
        to the all-reduce instead.
-    4. `begin_update` and `make_update` make the next version from the gradients that the update barrier has put into
-       the handles; if a thread makes it, `finish_update` waits for it.
+    4. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
+       the handles; if a thread makes it, `join_update` waits for it.
     5. `end` checks at a drain that the replicas are equal.
 
     Attributes:
@@ -86,12 +86,12 @@ class StageState:
         next_forward: microbatch of the next forward.
         gradient_versions: (microbatch, forward version, backward version) of the next update's gradients.
         observer: compares the first minibatch with the model, until the first update.
-        first_message: the first message of a stage on a mesh, without data.
+        sample_message: the first message of a stage on a mesh, without data.
         replicas: keeps this replica equal to the others; None without others.
         weight_choice: which weights the passes read.
         copied_attributes: of the modules, if there are other replicas in this process.
         overlapped: the newest update, while a thread makes it or after it failed.
-        hosted: copies of the weights in the memory of the machine, where the optimizer steps them.
+        cpu_optimizer: copies of the weights in the memory of the machine, where the optimizer steps them.
     """
 
     module: StageModule
@@ -104,10 +104,10 @@ class StageState:
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     observer: StageObserver = _UNOBSERVED
-    first_message: Message | None = None
+    sample_message: Message | None = None
     copied_attributes: CopiedAttributes | None = None
     overlapped: OverlappedUpdate | None = None
-    hosted: HostedWeights | None = None
+    cpu_optimizer: CpuOptimizerWeights | None = None
     replicas: EqualReplicas | None = field(init=False)
     weight_choice: WeightChoice = field(init=False)
 
@@ -117,12 +117,12 @@ class StageState:
 
     def check_programs(self, programs: Iterable[Program], stage: int) -> None:
         """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
-        if self.hosted is not None:
+        if self.cpu_optimizer is not None:
             check_movable(self.optimizer.optimizer)
         for program in programs:
             by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
             reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
-            if self.hosted is not None and (reads_both or self.optimizer.average is not None):
+            if self.cpu_optimizer is not None and (reads_both or self.optimizer.average is not None):
                 raise ScheduleError(
                     f"optimizer_state='host' was asked for with {program.name!r}, which "
                     f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
@@ -156,8 +156,8 @@ class StageState:
 
     def begin(self) -> None:
         self.next_forward = 0
-        if self.hosted is not None:
-            self.hosted.read()  # weights may have been loaded
+        if self.cpu_optimizer is not None:
+            self.cpu_optimizer.refresh()  # weights may have been loaded
         if self.predictions is not None:
             self.predictions.begin()
         if self.replicas is not None:
@@ -180,14 +180,14 @@ class StageState:
         """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
         return self.versions.reading(self.optimizer.ema if ema else {})
 
-    def read(self, version: int) -> tuple[WeightSet, int]:
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
 
         Weights that are kept for the backward are released by `add_gradients`.
         """
         if self.predictions is not None and self.weight_choice.reads_predictions:
-            return self.predictions.read(version)
-        weights = self.weight_choice.read(version)
+            return self.predictions.acquire(version)
+        weights = self.weight_choice.acquire(version)
         return weights, weights.version
 
     def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
@@ -198,10 +198,10 @@ class StageState:
         assert saved.weights is not None
         return self.weight_choice.choose_for_backward(saved.weights)
 
-    def note_received(self, message: Message) -> None:
+    def keep_sample(self, message: Message) -> None:
         """Keeps the first message, without its data, for `collectives`; on a mesh only."""
-        if self.first_message is None and self.module.sharding is not None:
-            self.first_message = drop_data(message)
+        if self.sample_message is None and self.module.sharding is not None:
+            self.sample_message = drop_data(message)
 
     def collectives(self, program: Program, stage: int, needs_norms: bool) -> StageCollectives:
         """Returns the collectives of the first microbatch and update, on a mesh.
@@ -211,14 +211,14 @@ class StageState:
             needs_norms: of each update's gradients.
         """
         assert self.module.sharding is not None
-        assert self.first_message is not None
+        assert self.sample_message is not None
         measured = self.module.sharding.collectives
         ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
         try:
             predicted = predict_collectives(
                 self.module,
                 self.versions.peek().leaves,
-                self.first_message,
+                self.sample_message,
                 is_first=stage == 0,
                 is_last=stage == program.placement.stages - 1,
                 splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
@@ -260,7 +260,7 @@ class StageState:
             self.gradient_versions.append((saved.microbatch, saved.version, read))
             self.weight_choice.release(saved.weights)
 
-    def end_passes(self) -> None:
+    def finish_minibatch(self) -> None:
         """Drops copied weights and moves gradients, after the last forward, or backward, of a minibatch."""
         self.versions.drop_copies()
         self.gradients.replace(*self.versions.copy_gradients_to_handles(self.gradients.accumulators))
@@ -277,7 +277,7 @@ class StageState:
         is_alone = self.replicas is None and self.predictions is None and self.observer is _UNOBSERVED
         return is_alone and not self.optimizer.compensator.needs_read_weights
 
-    def finish_update(self, recorder: Recorder, version: int | None = None) -> None:
+    def join_update(self, recorder: Recorder, version: int | None = None) -> None:
         """Waits for a thread's update, if it makes `version` or an earlier one (by default any); raises its error."""
         if self.overlapped is None or (version is not None and version < self.overlapped.op.index):
             return
@@ -287,8 +287,8 @@ class StageState:
         recorder.note("wait", update.op.stage, update.number, start)
         recorder.note_step(update.op.stage, update.number, *seconds)
 
-    def begin_update(self, program: Program, op: Op, total: int | None) -> list[tuple[int, int, int, int]]:
-        """Chooses the place of an update's weights; `make_update` follows.
+    def choose_version(self, program: Program, op: Op, total: int | None) -> list[tuple[int, int, int, int]]:
+        """Chooses the place of an update's weights; `step` follows.
 
         Args:
             total: microbatches of the stream; None if not known yet.
@@ -314,7 +314,7 @@ class StageState:
         self.gradient_versions.clear()
         return versions
 
-    def make_update(self, present_share: float) -> None:
+    def step(self, present_share: float) -> None:
         """Makes an update from the gradients in the handles.
 
         Args:
@@ -322,16 +322,16 @@ class StageState:
         """
         self.versions.move_handles()
         if self.predictions is not None:
-            self.predictions.begin_update()
+            self.predictions.before_step()
         self.optimizer.step(present_share)
-        self.versions.end_update()
+        self.versions.after_step()
         if self.predictions is not None:
-            self.predictions.end_update()
+            self.predictions.after_step()
 
-    def overlap_update(
+    def step_in_thread(
         self, thread: UpdateThread, op: Op, number: int, prepare: Callable[[Gradients], None] | None
     ) -> None:
-        """Lets a thread call `prepare` with the gradients, unless they are in the handles, and `make_update`."""
+        """Lets a thread call `prepare` with the gradients, unless they are in the handles, and `step`."""
         assert self.overlapped is None, f"{self.overlapped} has not ended"
         gradients, self.gradients = self.gradients, self.gradients.make_next()
         self.versions.announce()
@@ -340,7 +340,7 @@ class StageState:
             try:
                 if prepare is not None:
                     prepare(gradients)
-                self.make_update(1.0)
+                self.step(1.0)
             except BaseException:
                 self.versions.withdraw()
                 raise
@@ -352,20 +352,20 @@ class StageState:
         if self.optimizer.average is None:
             return
         start = recorder.mark()
-        if (yield from self.optimizer.average.end_update()):
+        if (yield from self.optimizer.average.after_step()):
             self.versions.adopt_written()
             recorder.note("wait", stage, index, start)
 
 
-def take_turns(
+def leave_rotation(
     stage_states: Mapping[int, StageState], program: Program, update: int, recorder: Recorder
 ) -> Waiting[None]:
     """Takes an update's gradients from the ranks of its backwards, through the host store, where it has not yet."""
-    for stage, stage_state in stage_states.items() if program.placement.has_turns else ():
+    for stage, stage_state in stage_states.items() if program.placement.rotates else ():
         next_forward = program.updates.members(stage, update).stop
         if stage_state.next_forward == next_forward:
             continue
-        stage_state.finish_update(recorder)  # which still reads those of the update before
+        stage_state.join_update(recorder)  # which still reads those of the update before
         start = recorder.mark()
         assert isinstance(stage_state.versions, HostVersions)
         yield from stage_state.versions.take_turn(update, stage_state.gradients)
@@ -377,7 +377,7 @@ def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, a
     """Waits for the updates that a thread makes; raises the error of one."""
     for stage_state in stage_states.values():
         activity.begin("an update")
-        stage_state.finish_update(recorder)
+        stage_state.join_update(recorder)
         activity.end()
 
 

@@ -10,7 +10,7 @@ import torch
 from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.results.recorder import Recorder
-from pipedream.runtime.stage.host_store import StageLayout, StoredStage
+from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
 from pipedream.runtime.stage.versions import WeightSet
@@ -21,8 +21,8 @@ from pipedream.runtime.update.optimizer import Gradients
 class StatelessStage:
     """What a `StageState` is for passes, without versions and optimizer.
 
-    Life: `begin_pass`, then a pass; `end_passes` after the forwards, or the backwards, of a minibatch, and after each
-    forward without a backward.
+    Life: `begin_pass`, then a pass; `finish_minibatch` after the forwards, or the backwards, of a minibatch, and after
+    each forward without a backward.
 
     Args:
         scale: factor on the loss.
@@ -36,14 +36,14 @@ class StatelessStage:
     def __init__(
         self,
         module: StageModule,
-        layout: StageLayout,
+        store_format: StoreFormat,
         gradients: Gradients,
         scale: float,
         per_update: int,
-        open_stored: Callable[[], StoredStage],
+        open_stored: Callable[[], SharedWeights],
     ) -> None:
         self.module = module
-        self.layout = layout
+        self.store_format = store_format
         self.gradients = gradients
         self.scale = scale
         self.next_forward = 0
@@ -57,51 +57,51 @@ class StatelessStage:
         self._changed: set[int] = set()
 
     @cached_property
-    def stored(self) -> StoredStage:
+    def shared_weights(self) -> SharedWeights:
         return self._open_stored()
 
     def begin_pass(self, index: int, version: int, *, changes_buffers: bool) -> Pending[None]:
         """Returns the wait for what the pass of microbatch `index` reads: weights and, if it changes them, buffers."""
-        self._update = index // self._per_update + 1 if changes_buffers and self.layout.turns else 0
-        return self.stored.wait(version, max(0, self._update - 1))
+        self._update = index // self._per_update + 1 if changes_buffers and self.store_format.rotations else 0
+        return self.shared_weights.wait(version, max(0, self._update - 1))
 
-    def end_passes(self) -> None:
+    def finish_minibatch(self) -> None:
         """Drops the copies; after backwards leaves their gradients in the store."""
         if self._weights is not None:
-            self.stored.copies.note_dropped()
+            self.shared_weights.copies.note_dropped()
         if self.gradients.count:
-            self.stored.leave_turn(self._update, self.gradients, self._list_changed())
+            self.shared_weights.leave_rotation(self._update, self.gradients, self._list_changed())
         self._weights = None
         self._untrained = []
 
-    def finish_update(self, recorder: Recorder) -> None:
+    def join_update(self, recorder: Recorder) -> None:
         """Does nothing: the home makes updates."""
 
-    def read(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
+    def acquire(self, version: int, ema: bool = False) -> tuple[WeightSet, int]:
         """Returns the weights for a pass, and their version; copies them for the first pass of a minibatch."""
         if self._weights is None:
-            bring = self.stored.copies.copy_to_device
-            leaves, buffers = self.stored.copy(version)
+            bring = self.shared_weights.copies.copy_to_device
+            leaves, buffers = self.shared_weights.copy(version)
             if ema:
-                leaves = self.layout.view_ema(bring(self.stored.ema))
+                leaves = self.store_format.view_ema(bring(self.shared_weights.ema))
             self._weights = WeightSet(version, leaves)
             self._changed = set()
             if self._update > 1:
-                for number, buffer in enumerate(self.stored.read_turn(self._update - 1)[1]):
+                for number, buffer in enumerate(self.shared_weights.read_rotation(self._update - 1)[1]):
                     if buffer is not None:
                         buffers[number] = bring(buffer)
                         self._changed.add(number)
             self._old_buffers = [(buffer, buffer._version) for buffer in buffers]
-            self._untrained = [*self.layout.view_frozen(bring(self.stored.frozen)), *buffers]
+            self._untrained = [*self.store_format.view_frozen(bring(self.shared_weights.frozen)), *buffers]
         assert self._weights.version == version, f"version {self._weights.version} is there, not {version}"
         return self._weights, version
 
     def _list_changed(self) -> list[torch.Tensor | None]:
         """Returns the buffers that passes have changed since the stream began, None for the others."""
         changed: list[torch.Tensor | None] = []
-        pairs = zip(self._untrained[self.layout.frozen :], self._old_buffers, strict=True)
+        pairs = zip(self._untrained[self.store_format.frozen :], self._old_buffers, strict=True)
         for number, (buffer, (old, version)) in enumerate(pairs):
-            is_written = number in self.layout.statistics or buffer is not old or buffer._version != version
+            is_written = number in self.store_format.statistics or buffer is not old or buffer._version != version
             changed.append(buffer if is_written or number in self._changed else None)
         return changed
 
@@ -113,24 +113,24 @@ class StatelessStage:
     def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
         self._update = 0
-        return self.read(0, ema)[0].leaves, self._evaluating()
+        return self.acquire(0, ema)[0].leaves, self._evaluating()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        with evaluating([self.module]), self.layout.installed(self._untrained):
+        with evaluating([self.module]), self.store_format.installed(self._untrained):
             yield
 
-    def note_received(self, message: Message) -> None:
+    def keep_sample(self, message: Message) -> None:
         """Does nothing: only the ranks of a mesh keep the first message."""
 
     def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         return self.module.forward(value, weights.leaves, microbatch, first)
 
     def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.layout.installed(self._untrained)
+        return self.store_format.installed(self._untrained)
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.layout.installed(self._untrained)
+        return self.store_format.installed(self._untrained)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         self.gradients.add(gradients, saved.loss_weight)

@@ -64,14 +64,14 @@ class UpdateBarrier:
         return self._is_decided_globally or bool(self._tied_sums)
 
     def overlap(self, op: Op, number: int, *, is_prepared: bool) -> None:
-        """Lets the thread make an update (`StageState.overlap_update`), and prepare it first unless `is_prepared`."""
+        """Lets the thread make an update (`StageState.step_in_thread`), and prepare it first unless `is_prepared`."""
         stage_state = self._stage_states[op.stage]
 
         def prepare(gradients: Gradients) -> None:
             run_alone(stage_state.optimizer.prepare(gradients))
             self._decide_locally(stage_state)
 
-        stage_state.overlap_update(self.thread, op, number, None if is_prepared else prepare)
+        stage_state.step_in_thread(self.thread, op, number, None if is_prepared else prepare)
 
     def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
         """Does what `Optimizer.prepare` does, then decides about the update."""
@@ -86,7 +86,9 @@ class UpdateBarrier:
             for number, stage_state in self._stage_states.items():
                 gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, stop_request)
             for gradient_sum in self._tied_sums:
-                yield from gradient_sum.all_reduce({number: gradients.sums for number, gradients in gathered.items()})
+                yield from gradient_sum.all_reduce(
+                    {number: gradients.gradients for number, gradients in gathered.items()}
+                )
             self._prepared = {
                 n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
             }
@@ -103,7 +105,7 @@ class UpdateBarrier:
         """Begins a stream: publishes the weights of this rank's stages to ranks with remote forwards."""
         for stage_state in self._stage_states.values():
             stage_state.versions.publish()
-        if any(map(placement.is_remote, range(placement.stages))):
+        if any(map(placement.runs_backward_elsewhere, range(placement.stages))):
             yield from wait_for(self._group.all_reduce(torch.zeros(1)))
 
     def finish(self) -> Waiting[None]:

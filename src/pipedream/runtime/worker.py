@@ -34,7 +34,7 @@ from pipedream.runtime.stage_state import (
     find_failed_update,
     find_not_finite,
     finish_updates,
-    take_turns,
+    leave_rotation,
 )
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update_barrier import UpdateBarrier
@@ -311,7 +311,7 @@ class Worker:
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
         joined = self.stage_states if self.update_barrier.couples_stages else {stage: stage_state}
-        yield from take_turns(joined, self.program, index, self.recorder)
+        yield from leave_rotation(joined, self.program, index, self.recorder)
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
         if not overlaps or self.update_barrier.couples_stages:
@@ -323,13 +323,13 @@ class Worker:
         self._activity.begin("an update")
         op = Op(Kind.UPDATE, stage, index)
         number = index + self._stream.offset // self.program.updates.per_update[stage]
-        gradient_versions = stage_state.begin_update(self.program, op, self._microbatches)
+        gradient_versions = stage_state.choose_version(self.program, op, self._microbatches)
         rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
         if overlaps:
             self.update_barrier.overlap(op, number, is_prepared=prepared is not None)
         else:
-            stage_state.make_update(present_share)
+            stage_state.step(present_share)
         self._activity.end()
         for microbatch, *versions in gradient_versions:
             self.recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *versions)

@@ -10,15 +10,15 @@ from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_t
 from pipedream.schedules.registry import (
     ALIASES,
     COMPENSATED,
-    LAYOUTS,
     METHODS,
     SCHEDULES,
+    STAGE_ORDERS,
     build,
     canonical,
     check_chunks,
-    layout_of,
     method_of,
     refuse_code,
+    stage_order_of,
 )
 from pipedream.schedules.runs import (
     Run,
@@ -33,9 +33,9 @@ from pipedream.schedules.runs import (
 __all__ = [
     "ALIASES",
     "COMPENSATED",
-    "LAYOUTS",
     "METHODS",
     "SCHEDULES",
+    "STAGE_ORDERS",
     "Run",
     "build",
     "canonical",
@@ -46,12 +46,12 @@ __all__ = [
     "first_stage_units",
     "from_torch_csv",
     "is_torch_csv",
-    "layout_of",
     "load_torch_csv",
     "method_of",
     "properties_of",
     "refuse_code",
     "run_of",
+    "stage_order_of",
     "to_torch_csv",
     "uniform",
 ]

@@ -134,7 +134,7 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
             "rank for each stage: it puts data parallelism around the whole pipeline; write a straight plan"
         )
     placement = schedule.placement
-    for stage in filter(placement.is_remote, range(placement.stages)):
+    for stage in filter(placement.runs_backward_elsewhere, range(placement.stages)):
         ranks = placement.rank_of(stage, 0, forward=True), placement.rank_of(stage, 0)
         raise ScheduleError(
             f"schedule {name} has the forwards of stage {stage} on rank {ranks[0]} and its "

@@ -256,7 +256,7 @@ SCHEDULES: dict[str, Build] = {name: method.build for name, method in METHODS.it
 COMPENSATED: dict[str, Build] = {name: method.build for name, method in METHODS.items() if method.compensates}
 """Methods that add a compensation to another method."""
 
-LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.layout is not None}
+STAGE_ORDERS = {name: method.stage_order for name, method in METHODS.items() if method.stage_order is not None}
 """Methods with several stages per worker -> which worker gets which stage."""
 
 ALIASES = {alias: name for name, method in METHODS.items() for alias in method.aliases}
@@ -313,21 +313,21 @@ def canonical(name: str, **options: Any) -> str:
     return method_name + format_options(values)
 
 
-def layout_of(name: str) -> StageOrder | None:
+def stage_order_of(name: str) -> StageOrder | None:
     """Returns a method's order of stages; None for one stage per worker, or for a file that has its own."""
     if is_torch_csv(name):
         return None
-    return method_of(name).layout
+    return method_of(name).stage_order
 
 
 def check_chunks(name: str, chunks: int | None) -> None:
     """Raises ScheduleError if a method cannot run with this number of stages per worker."""
-    layout = layout_of(name)
-    if chunks is None or (layout is not None and layout.chunks is not None):
+    stage_order = stage_order_of(name)
+    if chunks is None or (stage_order is not None and stage_order.chunks is not None):
         return
-    if chunks == 1 and layout is None and not is_torch_csv(name):
+    if chunks == 1 and stage_order is None and not is_torch_csv(name):
         return
-    reason = "its workers have one stage each" if layout is None else f"it needs {layout.words}"
+    reason = "its workers have one stage each" if stage_order is None else f"it needs {stage_order.words}"
     reason = "the file itself says which stages a worker has" if is_torch_csv(name) else reason
     raise ScheduleError(f"schedule {name!r} with {chunks} chunks per worker: {reason}; leave the number out")
 

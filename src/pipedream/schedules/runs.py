@@ -11,7 +11,7 @@ from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.kit.idioms import max_in_flight
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
-from pipedream.schedules.registry import build, check_chunks, layout_of, method_of
+from pipedream.schedules.registry import build, check_chunks, method_of, stage_order_of
 
 _DEFAULT_WORKERS = 4
 
@@ -41,11 +41,11 @@ def uniform(
         if workers not in (None, file_plan.workers):
             raise ScheduleError(f"schedule {name!r} is for {file_plan.workers} workers, and {workers} were asked for")
         return Plan.uniform(len(file_plan.stages), forward_s, backward_s, transfer_s, order=file_plan.worker_order)
-    workers, layout = workers or _DEFAULT_WORKERS, layout_of(name)
-    if layout is None:
+    workers, stage_order = workers or _DEFAULT_WORKERS, stage_order_of(name)
+    if stage_order is None:
         return Plan.uniform(workers, forward_s, backward_s, transfer_s)
-    order, stages = layout.order(workers, chunks or layout.chunks or 1), layout.stages(workers, chunks)
-    replicas = (layout.replicas,) * stages
+    order, stages = stage_order.order(workers, chunks or stage_order.chunks or 1), stage_order.stages(workers, chunks)
+    replicas = (stage_order.replicas,) * stages
     return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
 
 

@@ -63,11 +63,13 @@ def _gather_wholes(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[
     ]
 
 
-def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable[[], None]) -> list[torch.Tensor]:
+def _sum_rows(
+    rows: Sequence[Rows], wholes: Sequence[torch.Tensor], sample_memory: Callable[[], None]
+) -> list[torch.Tensor]:
     """Returns this rank's rows of the sums of all ranks' tensors, by one collective.
 
     Args:
-        look: called when most memory is taken.
+        sample_memory: called when most memory is taken.
     """
     group = rows[0].group
     every, places = _buffer(group.size(), rows, wholes)
@@ -79,7 +81,7 @@ def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callab
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
     if functions.goes_over_gloo(every):  # gloo's own reduce-scatter is this of a copy
         dist.all_reduce(every, group=group)
-        look()
+        sample_memory()
         return [
             place[group.rank(), : len(part_rows.local)].clone() for part_rows, place in zip(rows, places, strict=True)
         ]
@@ -115,9 +117,9 @@ class ShardedWeight(NamedTuple):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Sequence[Rows], look: Callable[[], None], *parts: torch.Tensor
+        ctx: Any, rows: Sequence[Rows], sample_memory: Callable[[], None], *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.rows, ctx.look = rows, look
+        ctx.rows, ctx.sample_memory = rows, sample_memory
         ctx.set_materialize_grads(False)
         return tuple(_gather_wholes(rows, [part.detach() for part in parts]))
 
@@ -126,7 +128,7 @@ class _Gather(torch.autograd.Function):
         used = [at for at, gradient in enumerate(gradients) if gradient is not None]
         part_gradients: list[torch.Tensor | None] = [None] * len(gradients)
         rows, wholes = [ctx.rows[at] for at in used], [gradients[at] for at in used]
-        sums = _sum_rows(rows, wholes, ctx.look) if used else ()
+        sums = _sum_rows(rows, wholes, ctx.sample_memory) if used else ()
         for at, total in zip(used, sums, strict=True):
             part_gradients[at] = total
         return None, None, *part_gradients
@@ -174,11 +176,11 @@ class GatheredWeights:
     """The gathered weights of a stage: of each dtype, the group that was read last.
 
     Args:
-        look: called where a backward takes most memory.
+        sample_memory: called where a backward takes most memory.
     """
 
-    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
-        self.look = look
+    def __init__(self, sample_memory: Callable[[], None] = lambda: None) -> None:
+        self.sample_memory = sample_memory
         self._last_read: dict[torch.dtype, weakref.ref[_Together]] = {}
         self._storages: dict[int, tuple[weakref.ref[torch.Tensor], _Reading]] = {}
 
@@ -215,7 +217,7 @@ class GatheredWeights:
         if not together.read:
             self._hold(together)
             leaves, rows, wraps = zip(*together.weights, strict=True)
-            wholes = _Gather.apply(rows, self.look, *leaves)  # type: ignore[no-untyped-call]
+            wholes = _Gather.apply(rows, self.sample_memory, *leaves)  # type: ignore[no-untyped-call]
             runs_early(wholes[0])
             together.read = [wrap(whole) for wrap, whole in zip(wraps, wholes, strict=True)]
             for at, whole in enumerate(wholes):

@@ -139,12 +139,12 @@ def _wrap(local: torch.Tensor, part: _Part) -> torch.Tensor:
     return wrapped
 
 
-def _wrap_weight(local: torch.Tensor, part: _Part, look: Callable[[], None]) -> torch.Tensor:
+def _wrap_weight(local: torch.Tensor, part: _Part, sample_memory: Callable[[], None]) -> torch.Tensor:
     """Returns a weight, whose gradient goes to its leaf at once."""
     weight = _wrap(local, part)
     runs_early(weight)
     if weight.grad_fn is not None:
-        weight.grad_fn.register_prehook(lambda _: look())
+        weight.grad_fn.register_prehook(lambda _: sample_memory())
     return weight
 
 
@@ -157,7 +157,7 @@ class StageSharding:
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
-        look: called in a backward where much memory is taken: with each gradient of a weight.
+        sample_memory: called in a backward where much memory is taken: with each gradient of a weight.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
@@ -170,8 +170,8 @@ class StageSharding:
         self.group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._shard_dim = self._find_dimension(layout.shard_weights)
-        self.look: Callable[[], None] = lambda: None
-        self._gathered = GatheredWeights(lambda: self.look())
+        self.sample_memory: Callable[[], None] = lambda: None
+        self._gathered = GatheredWeights(lambda: self.sample_memory())
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh, group)
@@ -245,7 +245,7 @@ class StageSharding:
         sharded = self._list_sharded(leaves)
         reading = dict(zip(sharded, self._gathered.plan_readings(sharded.values()), strict=True))
         return {
-            name: reading.get(name) or _wrap_weight(leaf, self._weights[name], self._gathered.look)
+            name: reading.get(name) or _wrap_weight(leaf, self._weights[name], self._gathered.sample_memory)
             for name, leaf in leaves.items()
         }
 
@@ -255,7 +255,9 @@ class StageSharding:
 
     def _list_sharded(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, ShardedWeight]:
         return {
-            name: ShardedWeight(leaf, part.rows, partial(_wrap_weight, part=part, look=self._gathered.look))
+            name: ShardedWeight(
+                leaf, part.rows, partial(_wrap_weight, part=part, sample_memory=self._gathered.sample_memory)
+            )
             for name, leaf in leaves.items()
             for part in [self._weights[name]]
             if part.rows is not None

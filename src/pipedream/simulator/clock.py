@@ -43,7 +43,7 @@ from pipedream.simulator.compiled import (
 )
 from pipedream.simulator.costs import Costs, Stragglers
 from pipedream.simulator.memory import trace_memory
-from pipedream.simulator.messages import Messages, Wire, describe_message
+from pipedream.simulator.messages import Network, Wire, describe_message
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
@@ -158,7 +158,7 @@ class _Clock:
         texts = [compile_rank(program, number, total, early_sums=early_sums) for number in range(placement.workers)]
         self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
         self.ready: list[_Rank] = []
-        self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
+        self.messages = Network(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.list_remaining_sends(0, 0)
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
@@ -168,7 +168,7 @@ class _Clock:
         self.shared = range(placement.stages if placement.shares_weights else 0)
         self.left_s = {("U", stage, 0): 0.0 for stage in self.shared}  # when an op's result was in shared memory
         self.readers: dict[tuple[str, int, int], list[_Rank]] = defaultdict(list)
-        self.ends_turn = placement.turn if placement.has_turns else 0
+        self.ends_turn = placement.turn if placement.rotates else 0
         # On a CPU passes and updates share the cores: updates in a thread save no time.
         self.overlaps = program.overlaps_updates and costs.runtime.overlap_device
         self.last_updates = [

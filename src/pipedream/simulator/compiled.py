@@ -93,7 +93,7 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
             period_start = len(instructions)
         compiled = _compile_instruction(program, instruction, total)
         takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
-        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.has_turns):
+        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.rotates):
             read = (
                 [stage for stage, _ in stage_replicas] if tied_numbers and compiled.letter == "U" else [compiled.what]
             )

@@ -286,14 +286,14 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         if overlap
         else (),
         sum_bytes=tuple(
-            site.sum_costs.share * float(all_reduce_bytes(stage.trained_bytes, stage.replicas, how=cluster.sums))
+            site.sum_costs.share * float(all_reduce_bytes(stage.trained_bytes, stage.replicas, how=cluster.all_reduce))
             for stage, site in zip(stages, sites, strict=True)
         ),
         weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),
         tied=tuple(
             (
                 seconds,
-                float(all_reduce_bytes(tied.parameter_bytes, len(tied.ranks(plan.placement)), how=cluster.sums)),
+                float(all_reduce_bytes(tied.parameter_bytes, len(tied.ranks(plan.placement)), how=cluster.all_reduce)),
             )
             for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
         ),

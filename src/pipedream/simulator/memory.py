@@ -41,7 +41,7 @@ class _CopiedPasses:
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
-        self._is_remote = program.placement.is_remote(stage)
+        self._runs_backward_elsewhere = program.placement.runs_backward_elsewhere(stage)
         self._weights_bytes = int(stage_bytes.copied_bytes or stage_bytes.sizes.parameter_bytes)
         self._sums_bytes = int(stage_bytes.sizes.trained_bytes)
         self._input_bytes = int(stage_bytes.waiting.total_bytes)
@@ -61,16 +61,18 @@ class _CopiedPasses:
         if not self._trains:
             return self.held_bytes
         ends = (index + 1) % self._per_update == 0 or index + 1 == self._total
-        inputs = int(self._is_remote)  # of a backward, whose input has come from another rank
+        inputs = int(self._runs_backward_elsewhere)  # of a backward, whose input has come from another rank
         if kind == "F":
-            inputs = self._kept_inputs = self._kept_inputs + 1 if self._is_remote and index % self._per_update else 1
+            inputs = self._kept_inputs = (
+                self._kept_inputs + 1 if self._runs_backward_elsewhere and index % self._per_update else 1
+            )
         else:
             inputs += self._kept_inputs
         most_bytes = inputs * self._input_bytes + self._during[kind, self._has_sums]
         if kind == "B":
             self._has_sums = not ends
-            self._kept_inputs *= self._is_remote
-        self.has_weights = not ends or (kind == "F" and not self._is_remote)
+            self._kept_inputs *= self._runs_backward_elsewhere
+        self.has_weights = not ends or (kind == "F" and not self._runs_backward_elsewhere)
         return most_bytes
 
 
@@ -130,11 +132,11 @@ class _StageTrace:
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
         self.stride = program.placement.replicas[stage]
-        self.is_remote = program.placement.is_remote(stage)
+        self.runs_backward_elsewhere = program.placement.runs_backward_elsewhere(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.last_updates: dict[int, int] = {}  # version -> update of its last reader, if the passes copy it
-        if program.placement.has_turns:
+        if program.placement.rotates:
             self.last_updates = {v: program.updates.update_of(stage, k) for k, v in enumerate(self.read)}
         self.prediction_until = program.weights.kept_until(stage)
         self.held_until = program.weights.held_until
@@ -142,7 +144,7 @@ class _StageTrace:
         self.predicted: int | None = None
         self.newest = 0
         self.versions = self.peak = 1
-        self.order = list(range(total)) if program.placement.has_turns else []
+        self.order = list(range(total)) if program.placement.rotates else []
         self.in_flight = self.deferred = 0
         self.has_sums = False
         stage_bytes = _count_stage(program, stage, in_flight)
@@ -185,7 +187,7 @@ class _StageTrace:
         return most_bytes
 
     def backward(self, index: int) -> int:
-        self.in_flight += self.is_remote
+        self.in_flight += self.runs_backward_elsewhere
         most_bytes = self._count("B")
         self.in_flight -= 1
         self._end(index)

@@ -211,7 +211,7 @@ class Wire(_Queue):
     early_s: float = 0.0
 
 
-class Messages:
+class Network:
     """All messages and sums of a run; `ready` gets the receivers that no longer wait."""
 
     def __init__(self, program: Program, costs: Costs, sends: list[list[Span]], ready: list[Any]) -> None:

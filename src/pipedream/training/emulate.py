@@ -27,7 +27,7 @@ from pipedream.workflows.simulate import simulate_program
 
 _SECONDS = ("forward_s", "backward_s", "update_s", "copy_s")
 _SIZES = (
-    *("output_bytes", "activation_bytes", "working_bytes"),
+    *("output_bytes", "activation_bytes", "temporary_bytes"),
     *("gathered_bytes", "parameter_bytes", "frozen_bytes", "optimizer_bytes"),
 )
 
@@ -189,7 +189,7 @@ def build_emulated_pipeline(
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
     if plan.unit == "microbatch":
-        names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "working_bytes")
+        names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "temporary_bytes")
         scaled = (replace(stage, **{name: getattr(stage, name) * parts for name in names}) for stage in plan.stages)
         plan = replace(plan, unit="minibatch", stages=tuple(scaled))
     rank, _ = process_group.join_group("cpu")

@@ -89,8 +89,8 @@ class Job:
         schedule: a method's name or file, or 'auto'; of several phases, the one that is planned for.
         phases: empty if the run has one method.
         compensation: None leaves it to the recipe and the methods.
-        place: the run folder, perhaps at a URL.
-        folder: the run folder on disk, which is copied to `place` if that is a URL.
+        run_folder: the run folder, perhaps at a URL.
+        folder: the run folder on disk, which is copied to `run_folder` if that is a URL.
     """
 
     options: TrainingOptions
@@ -102,7 +102,7 @@ class Job:
     compensation: Any
     seed: int
     workers: int
-    place: AnyPath
+    run_folder: AnyPath
     folder: Path
 
     @property
@@ -112,7 +112,7 @@ class Job:
     @property
     def is_resumed_in_place(self) -> bool:
         folder = None if self.resumed is None else self.resumed.folder
-        return folder is not None and folder.resolve() == self.place.resolve()
+        return folder is not None and folder.resolve() == self.run_folder.resolve()
 
     @property
     def compile(self) -> Any:
@@ -169,8 +169,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         resumed_folder = resumed.folder if resumed is not None else None
         return str(options.out or resumed_folder or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    place = any_path(process_group.make_on_rank_0(choose_folder, process.rank))
-    folder = place if isinstance(place, Path) else Path("runs", str(place).replace("://", "/"))
+    run_folder = any_path(process_group.make_on_rank_0(choose_folder, process.rank))
+    folder = run_folder if isinstance(run_folder, Path) else Path("runs", str(run_folder).replace("://", "/"))
     make_loggers(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
         options=options,
@@ -182,7 +182,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         compensation=_choose_compensation(options, resumed, phases, schedule),
         seed=seed,
         workers=workers,
-        place=place,
+        run_folder=run_folder,
         folder=folder,
     )
 

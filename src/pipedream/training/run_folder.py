@@ -223,26 +223,26 @@ class RunFiles:
     average: dict[str, Any] | None = None
 
 
-def copy_run(folder: Path, place: AnyPath) -> None:
+def copy_run(folder: Path, run_folder: AnyPath) -> None:
     """Copies a run folder to its URL, if it has one. Raises an OSError if it cannot."""
-    if isinstance(place, RemotePath):
+    if isinstance(run_folder, RemotePath):
         for file in sorted(folder.rglob("[!.]*")):
             if file.is_file():
-                (place / file.relative_to(folder)).write_bytes(file.read_bytes())
+                (run_folder / file.relative_to(folder)).write_bytes(file.read_bytes())
 
 
-def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> None:
+def write_run(folder: Path, files: RunFiles, run_folder: AnyPath | None = None) -> None:
     """Writes a run folder, the weights first; creates it if needed.
 
     Args:
-        place: where its checkpoints are; the files are copied there if that is a URL.
+        run_folder: where its checkpoints are; the files are copied there if that is a URL.
 
     Raises:
         WorkerError: a file cannot be written.
     """
     from pipedream.report import save_trace  # here, because the first minibatch need not wait for it
 
-    place = place or folder
+    run_folder = run_folder or folder
     try:
         if files.weights is not None:
             save_weights(folder / "weights.pt", files.weights)
@@ -257,11 +257,13 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
         save_trace(files.measured, folder / "trace.json")
         write_report(folder)
-        copy_run(folder, place)
+        copy_run(folder, run_folder)
     except (ArtifactError, OSError) as error:
-        saved = find_newest_checkpoint(place / CHECKPOINTS)
-        advice = "" if saved is None else f"{saved} is complete: with --resume {place} only what is missing is done"
-        if place != folder:
+        saved = find_newest_checkpoint(run_folder / CHECKPOINTS)
+        advice = (
+            "" if saved is None else f"{saved} is complete: with --resume {run_folder} only what is missing is done"
+        )
+        if run_folder != folder:
             advice = f"the files are in {folder}; {advice}"
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
 
@@ -350,10 +352,10 @@ def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
     Raises:
         ArtifactError: there are none.
     """
-    for place in (folder / CHECKPOINTS, folder):
-        if find_newest_checkpoint(place) == place:
-            return [place]
-        if checkpoints := list_checkpoints(place):
+    for run_folder in (folder / CHECKPOINTS, folder):
+        if find_newest_checkpoint(run_folder) == run_folder:
+            return [run_folder]
+        if checkpoints := list_checkpoints(run_folder):
             return checkpoints
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 

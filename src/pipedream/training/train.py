@@ -61,19 +61,19 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
     process = Process.join(options)
     with guard_job(process.rank, process.count) as activity:
         process_group.check_same_software()
-        activity.place = "preparing the run"
+        activity.doing = "preparing the run"
         job = resolve(make, options, process)
         check_same_settings(_collect_shared_settings(job), process_group.world_group())
         check_code_stays(job.recipe.source, process.rank)
         with run_folder.locked(job.folder, process.rank):
             if not count_restarts() and not job.is_resumed_in_place:
-                run_folder.check_unused(job.place)
+                run_folder.check_unused(job.run_folder)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
             files = run_job(planned, process, policy)
-            activity.place = "writing the run folder"
+            activity.doing = "writing the run folder"
             if process.rank == 0:
-                run_folder.write_run(job.folder, files, job.place)
+                run_folder.write_run(job.folder, files, job.run_folder)
                 _print_result(process, files.summary, job)
         process_group.wait_for_all()  # the others watch rank 0 until its last file is written
     if files.summary["interrupted"]:
@@ -103,7 +103,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
         run_folder.keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
-        run_folder.copy_run(job.folder, job.place)
+        run_folder.copy_run(job.folder, job.run_folder)
     with _build_pipeline(planned, str(process.device)) as pipeline:
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
@@ -173,7 +173,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 
 def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     """Returns when and where checkpoints are made; warns if some machines do not see the run folder."""
-    every, folder = job.options.checkpoint_every, job.place
+    every, folder = job.options.checkpoint_every, job.run_folder
     if every != 0 and not all(find_ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
@@ -278,7 +278,7 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     cores_note = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
-    copied_note = "" if job.place == job.folder else f", copied from {job.folder}"
+    copied_note = "" if job.run_folder == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "
@@ -290,6 +290,6 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
         f"{collectives_text(summary['stages'])}"
         f"{failures_text(summary['failures'])}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
-        f"\nrun folder: {job.place}{copied_note} (open report.html in a browser, trace.json in Perfetto)"
+        f"\nrun folder: {job.run_folder}{copied_note} (open report.html in a browser, trace.json in Perfetto)"
     )
     sys.stdout.flush()

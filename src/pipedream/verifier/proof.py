@@ -219,9 +219,9 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         pass_spans = [
             (
                 _find_start(run, stage, replica, k),
-                run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.is_remote(stage),
+                run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.runs_backward_elsewhere(stage),
             )
-            for k in (() if program.placement.has_turns else microbatches)
+            for k in (() if program.placement.rotates else microbatches)
         ]
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
@@ -234,7 +234,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
 
 def _find_start(run: Unrolled, stage: int, replica: int, k: int) -> int:
     """Returns the position of a microbatch's forward, or of its backward if only that runs on this rank."""
-    kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
+    kind = Kind.BACKWARD if run.program.placement.runs_backward_elsewhere(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
@@ -245,7 +245,7 @@ def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tup
     ]
     ends = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last_kind = find_last_kind(program.kinds)
-    if program.placement.has_turns:  # the passes copy; their last reader's update follows them
+    if program.placement.rotates:  # the passes copy; their last reader's update follows them
         for k in range(run.total):
             version = program.weights.forward_version(stage, k)
             update = program.updates.update_of(stage, k)

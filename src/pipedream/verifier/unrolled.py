@@ -318,15 +318,18 @@ def iterate_copied_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[
     placement = run.program.placement
     for kind in (Kind.FORWARD, Kind.BACKWARD)[: len(run.program.kinds)]:
         for stage, replica in placement.passes_on_copies(rank, forward=kind is Kind.FORWARD):
-            is_remote = placement.is_remote(stage)
-            if kind is Kind.FORWARD and not is_remote and len(run.program.kinds) > 1:
+            runs_backward_elsewhere = placement.runs_backward_elsewhere(stage)
+            if kind is Kind.FORWARD and not runs_backward_elsewhere and len(run.program.kinds) > 1:
                 continue  # its backwards follow, with the same copy
             spans_by_update: dict[int, list[tuple[int, int]]] = {}
             for k in placement.microbatches(rank, stage, run.total, forward=kind is Kind.FORWARD):
                 end = run.ops[Op(kind, stage, k, replica)][1]
-                begin = end if is_remote else run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
+                begin = end if runs_backward_elsewhere else run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
                 spans_by_update.setdefault(run.program.updates.update_of(stage, k), []).append((begin, end))
             next_begins = [*[spans[0][0] for spans in spans_by_update.values()][1:], len(run.streams[rank])]
             for next_begin, spans in zip(next_begins, spans_by_update.values(), strict=False):
-                inputs = [(begin, next_begin if kind is Kind.FORWARD else end + is_remote) for begin, end in spans]
+                inputs = [
+                    (begin, next_begin if kind is Kind.FORWARD else end + runs_backward_elsewhere)
+                    for begin, end in spans
+                ]
                 yield inputs, (spans[0][0], spans[-1][1] + 1)

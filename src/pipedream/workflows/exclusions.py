@@ -95,8 +95,8 @@ def _has_replicas(shape: str | tuple[int, ...] | None) -> bool:
 
 _PROPERTIES: dict[str, Callable[[Any], bool]] = {
     "has_replicas": _has_replicas,
-    "lays_out_stages": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is not None,
-    "has_one_stage_a_worker": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is None,
+    "lays_out_stages": lambda schedule: schedule != "auto" and schedules.stage_order_of(schedule) is not None,
+    "has_one_stage_a_worker": lambda schedule: schedule != "auto" and schedules.stage_order_of(schedule) is None,
     "is_torch_csv": schedules.is_torch_csv,
 }
 

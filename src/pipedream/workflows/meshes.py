@@ -24,7 +24,7 @@ NOT_MEASURED = "not measured, a rank of "
 Compare = Callable[..., planner.Comparison]
 """Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
 
-_SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `Finalist`
+_SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `SearchVariant`
 
 
 def advise_mesh(profile: Profile, request: PlanRequest) -> Iterator[str]:
@@ -258,7 +258,7 @@ def _compare_mixed(
         request = replace(request, schedule=best.plan.schedule, microbatches=best.plan.microbatches)
     if request.shape in ("straight", "data-parallel") or request.strategy == "2bw":
         return []
-    if schedules.layout_of(request.schedule) is not None or schedules.is_torch_csv(request.schedule):
+    if schedules.stage_order_of(request.schedule) is not None or schedules.is_torch_csv(request.schedule):
         return []
     search = _MixedSearch(profile, request, meshes)
     method = schedules.properties_of(request.schedule)
@@ -305,27 +305,29 @@ class _MixedSearch:
         """Returns the distinct plans of several searches, each with its search in words."""
         shape = self._shape
         plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
-        for slower in _SLOWER_FACTORS if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
-            finalist = planner.Finalist(shape if isinstance(shape, str) else "-".join(map(str, shape)), slower)
+        for link_factor in _SLOWER_FACTORS if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
+            finalist = planner.SearchVariant(
+                shape if isinstance(shape, str) else "-".join(map(str, shape)), link_factor
+            )
             try:
                 plan = self._plan_finalist(finalist)
             except PipelineError:
-                if slower == 1.0:
+                if link_factor == 1.0:
                     raise
             else:
                 plans.setdefault((plan.stages, plan.in_flight), (plan, str(finalist)))
         return list(plans.values())
 
-    def _plan_finalist(self, finalist: planner.Finalist) -> Plan:
+    def _plan_finalist(self, finalist: planner.SearchVariant) -> Plan:
         """Plans for the method, with its own number of microbatches if none is given, as `workflows.plan` does."""
         schedule, microbatches, in_flight = self.request.schedule, self.request.microbatches, self.request.in_flight
         search = self._search(microbatches or 1)
-        plan = search.best(finalist.shape, in_flight, finalist.slower)
+        plan = search.best(finalist.shape, in_flight, finalist.link_factor)
         built = schedules.build(schedule, plan, microbatches)
         if microbatches is None and built.microbatches > 1:  # again, with those of the method
             batch = search.space.profile.batch
             parts = max(built.microbatches if batch == 1 else min(built.microbatches, batch), *plan.replicas)
-            plan = self._search(parts).best(finalist.shape, in_flight, finalist.slower)
+            plan = self._search(parts).best(finalist.shape, in_flight, finalist.link_factor)
             built = schedules.build(schedule, plan, parts)
         note = plan.note
         if built.microbatches > 1:

@@ -34,7 +34,9 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     """
     if names:
         return {schedules.canonical(name): _check_comparable(name) for name in names}
-    methods = {name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS}
+    methods = {
+        name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.STAGE_ORDERS
+    }
     # A profile does not have the seconds of the halves of a backward.
     methods = {
         name: method for name, method in methods.items() if method.reads_stored_weights and not method.splits_backward
@@ -84,7 +86,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         microbatches: m, raised to what the plan's replicas need; None for the method's own.
         compensation: of delay, in place of the method's own.
     """
-    layout = schedules.layout_of(schedule)
+    stage_order = schedules.stage_order_of(schedule)
     if schedules.is_torch_csv(schedule):
         rows = occupancy(schedules.load_torch_csv(schedule))
         minimum = StageOccupancy(1, 1, flushes=True)
@@ -103,7 +105,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         try:
             built = build(plan)
         except ScheduleError:
-            if layout is None or plan.worker_order:
+            if stage_order is None or plan.worker_order:
                 raise
             return (StageOccupancy(1, 1, flushes=True),) * len(plan.stages)
         if microbatches is None:
@@ -120,7 +122,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
 
 
 def _check_comparable(name: str) -> MethodProperties:
-    if schedules.layout_of(name) is not None:
+    if schedules.stage_order_of(name) is not None:
         raise ScheduleError(
             f"schedule {name!r} puts several stages on a worker, unlike the plans that are compared; plan for it alone"
         )

@@ -51,12 +51,12 @@ def make_plan(profile: Profile, request: PlanRequest) -> Plan:
     """Plans as `plan` does."""
     if request.allow_approximate:
         return plan_and_compare(profile, request).plan
-    profile, request = _complete_request(request, profile)
+    profile, request = _fill_in_cluster(request, profile)
     if request.mesh == AUTO:
-        return _add_exchange(_search_meshes(profile, request).plan, profile, request)
+        return _strip_search_costs(_search_meshes(profile, request).plan, profile, request)
     with _suggest_on_shortage(profile, request):
-        comparison = _compare(*_take_rank(profile, request))
-        return _add_exchange(add_mesh(comparison.plan, request.mesh), profile, request)
+        comparison = _plan_once(*_project_to_rank(profile, request))
+        return _strip_search_costs(add_mesh(comparison.plan, request.mesh), profile, request)
 
 
 def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
@@ -77,17 +77,17 @@ def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str
     """
     if request.allow_approximate:
         return _compare_approximations(profile, replace(request, allow_approximate=False), names)
-    profile, request = _complete_request(request, profile)
+    profile, request = _fill_in_cluster(request, profile)
     if request.mesh == AUTO:
         comparison = _search_meshes(profile, request, names)
         best_plan = comparison.plan
     else:
         mesh = request.mesh
         with _suggest_on_shortage(profile, request):
-            profile, request = _take_rank(profile, request)
-            comparison = _compare(profile, request, names)
+            profile, request = _project_to_rank(profile, request)
+            comparison = _plan_once(profile, request, names)
         best_plan = add_mesh(comparison.plan, mesh)
-    best_plan = _add_exchange(best_plan, profile, request)
+    best_plan = _strip_search_costs(best_plan, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
@@ -134,7 +134,7 @@ def _accepts(request: PlanRequest, option: str) -> bool:
     change: dict[str, Any] = {name: value}
     try:
         check_options(vars(replace(request, **change)))
-        if name == "recompute" and request.schedule != AUTO and schedules.layout_of(request.schedule) is None:
+        if name == "recompute" and request.schedule != AUTO and schedules.stage_order_of(request.schedule) is None:
             plan = Plan.uniform(2)
             stages = tuple(replace(stage, recompute=True) for stage in plan.stages)
             schedules.build(request.schedule, replace(plan, stages=stages))
@@ -164,7 +164,7 @@ def _count_bases(profile: Profile, name: str) -> int:
     return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
-def _add_exchange(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
+def _strip_search_costs(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
     """Returns the plan with all choices of the request; a search's plan may lack those of a method that replicates."""
     choices = replace(_choose(profile, request, plan.replicas), activations=plan.choices.activations)
     plan = replace(plan, choices=choices)
@@ -176,7 +176,7 @@ def _choose(profile: Profile, request: PlanRequest, replicas: Sequence[int]) -> 
     return request.choices.of_values(8 * profile.value_bytes).of_plan(replicas)
 
 
-def _complete_request(request: PlanRequest, profile: Profile) -> tuple[Profile, PlanRequest]:
+def _fill_in_cluster(request: PlanRequest, profile: Profile) -> tuple[Profile, PlanRequest]:
     """Checks the options; returns profile and request with a cluster, and with the costs of messages and sums."""
     check_options(vars(request))
     Profile.check_is(profile)
@@ -219,15 +219,15 @@ def _search_meshes(profile: Profile, request: PlanRequest, names: Sequence[str] 
     def score_plan(plan: Plan) -> planner.Score:
         return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
 
-    compare = partial(_compare, names=names, score_plan=score_plan)
+    compare = partial(_plan_once, names=names, score_plan=score_plan)
     return choose_meshes(profile, request, compare, score_plan)
 
 
-def _take_rank(profile: Profile, request: PlanRequest) -> tuple[Profile, PlanRequest]:
-    return take_one_rank(profile, request, _compare) if request.mesh else (profile, request)
+def _project_to_rank(profile: Profile, request: PlanRequest) -> tuple[Profile, PlanRequest]:
+    return take_one_rank(profile, request, _plan_once) if request.mesh else (profile, request)
 
 
-def _compare(
+def _plan_once(
     profile: Profile,
     request: PlanRequest,
     names: Sequence[str] = (),
@@ -277,7 +277,7 @@ def _compare_by_planner(
         )
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
-    if schedules.layout_of(request.schedule) is not None:
+    if schedules.stage_order_of(request.schedule) is not None:
         return compare_alone(_lay_out_stages(profile, request), request)
     if schedules.is_torch_csv(request.schedule):
         return compare_alone(plan_from_file(profile, request), request)
@@ -323,7 +323,9 @@ def _list_references(
             cluster, schedule=schedule, microbatches=m if m > 1 else None, shape=shape, **choices.words
         )
         try:
-            plan = _add_exchange(_compare(profile, reference).plan, profile, reference)  # not what else would fit
+            plan = _strip_search_costs(
+                _plan_once(profile, reference).plan, profile, reference
+            )  # not what else would fit
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
         else:
@@ -331,7 +333,7 @@ def _list_references(
 
 
 def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
-    """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
+    """Plans for a method of `schedules.STAGE_ORDERS`, on all workers of a cluster, which must be equally fast.
 
     Such methods give all workers the same number of stages, so stages should be equal: they are the planner's straight
     pipeline on as many workers as stages, over the cluster's slowest links.
@@ -345,7 +347,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     """
     schedule, chunks, cluster = request.schedule, request.chunks, request.workers_and_links
     schedules.check_chunks(schedule, chunks)
-    layout = schedules.layout_of(schedule)
+    layout = schedules.stage_order_of(schedule)
     assert layout is not None, f"{schedule} has one stage a worker"
     if len(set(cluster.speeds)) > 1:
         raise PlanError(

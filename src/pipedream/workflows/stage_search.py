@@ -59,19 +59,19 @@ class StageSearch:
         bound_s = min(rows[0][1].bound_s, comparison.plan.slowest_stage_s)
         return replace(comparison, plan=replace(comparison.plan, note=note, bound_s=bound_s))
 
-    def plan_best(self, shape: str | tuple[int, ...], slower: float = 1.0, limit_s: float = inf) -> Plan:
+    def plan_best(self, shape: str | tuple[int, ...], link_factor: float = 1.0, limit_s: float = inf) -> Plan:
         """Returns the plan with the fastest slowest stage, with the microbatches of the method if none are given.
 
         `limit_s` as in `planner.PlanSearch.best`.
         """
         microbatches, is_over = self.request.microbatches, False
         try:
-            plan = self.plan_with_microbatches(microbatches or 1, shape, slower, limit_s)
+            plan = self.plan_with_microbatches(microbatches or 1, shape, link_factor, limit_s)
         except ShortageError:
             if microbatches is not None or not self._method.splits_minibatch:
                 raise
             # Whole minibatches do not fit; those that the method splits may.
-            plan, is_over = self._without_memory.plan_with_microbatches(1, shape, slower), True
+            plan, is_over = self._without_memory.plan_with_microbatches(1, shape, link_factor), True
         is_split = microbatches is not None and self._method.splits_minibatch
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
@@ -85,7 +85,7 @@ class StageSearch:
             is_over or plan.first_stage_over_memory is not None or plan.microbatches > limit
         ):  # again, with those of the method
             m = max(min(plan.microbatches, limit), *plan.replicas)
-            plan = self.plan_with_microbatches(m, shape, slower)
+            plan = self.plan_with_microbatches(m, shape, link_factor)
             plan = adapt_plan_to_method(plan, self.profile, self._choices, self.request.schedule, m)
         return plan
 
@@ -111,9 +111,11 @@ class StageSearch:
                 is_pipeline = finalist.shape not in ("any", "data-parallel") and not finalist.shape.isdecimal()
                 if is_pipeline and bound_s > rival_s * (1 + NO_GAP):
                     continue
-                if finalist.slower != 1 and reaches_bound:
+                if finalist.link_factor != 1 and reaches_bound:
                     continue
-                if finalist == planner.Finalist("pipeline") and any(len(plan.stages) > 1 for _, plan in rows.values()):
+                if finalist == planner.SearchVariant("pipeline") and any(
+                    len(plan.stages) > 1 for _, plan in rows.values()
+                ):
                     continue  # the fastest of all plans is a pipeline
                 try:
                     plan = self.plan_best(*finalist, limit_s if is_pipeline else inf)
@@ -130,7 +132,7 @@ class StageSearch:
                 rows.setdefault(key, (candidate, plan))
                 # A delay of updates, or the runtime's own time, may hide sums that the search counts.
                 hides_sums = request.update_delay or plan.runtime or plan.costs.on_gpus
-                if hides_sums or finalist not in (finalists[0], planner.Finalist("pipeline")):
+                if hides_sums or finalist not in (finalists[0], planner.SearchVariant("pipeline")):
                     continue
                 simulated_s = inf
                 with suppress(PipelineError):
@@ -181,11 +183,11 @@ class StageSearch:
         return adapt_plan_to_method(plan, self.profile, request.choices, request.schedule, request.microbatches)
 
     def plan_with_microbatches(
-        self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0, limit_s: float = inf
+        self, parts: int, shape: str | tuple[int, ...], link_factor: float = 1.0, limit_s: float = inf
     ) -> Plan:
         request = self.request
         if request.cuts is None:
-            return self._search(parts).best(shape, request.in_flight, slower, limit_s)
+            return self._search(parts).best(shape, request.in_flight, link_factor, limit_s)
         return planner.manual_plan(
             self.profile,
             request.workers_and_links,
@@ -249,7 +251,7 @@ class StageSearch:
                 choices=self._choices,
                 all_workers=self.request.all_workers,
             )
-            self._searches[parts] = replace(search, names_rivals=not self._is_simulated)
+            self._searches[parts] = replace(search, describes_alternatives=not self._is_simulated)
         return self._searches[parts]
 
 

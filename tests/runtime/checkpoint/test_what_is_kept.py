@@ -252,7 +252,7 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
             if done.number == 1:
                 trained.save(tmp_path, wait=False, extra=extra)
                 weight = model.weight.detach().clone()
-                optimizer = trained._session.local.workers[0].stage_states[0].optimizer
+                optimizer = trained._session.workers_here.workers[0].stage_states[0].optimizer
                 assert optimizer.scheduler is not None
                 lists = [optimizer.optimizer.param_groups[0]["rows"], optimizer.scheduler.rows]  # type: ignore[attr-defined]
                 lists += [state["rows"] for state in optimizer.optimizer.state.values()]
@@ -266,7 +266,7 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
     model, loaded = make(diary)
     with loaded:
         loaded.load(tmp_path)
-        optimizer = loaded._session.local.workers[0].stage_states[0].optimizer
+        optimizer = loaded._session.workers_here.workers[0].stage_states[0].optimizer
         assert loaded.extra == {"losses": [1.0], "by": {"a": [{"b": 1}]}}
         assert diary.state == Diary().state
         assert torch.equal(model.weight, weight)

@@ -6,7 +6,7 @@ from encoded import rounded
 from hypothesis import given, strategies as st
 
 from pipedream.core.errors import PipelineError
-from pipedream.core.plan.messages import BLOCK, ENCODINGS, Messages
+from pipedream.core.plan.messages import BLOCK, ENCODINGS, MessageEncoding
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.encoding import decode, encode, is_encoded, with_decoding, with_encoding
@@ -15,7 +15,7 @@ from pipedream.runtime.comm.values import flatten, unflatten
 
 CODED = ENCODINGS[1:]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-LAYOUTS = {
+STAGE_ORDERS = {
     "rows": lambda x: x,
     "columns": lambda x: x.t().contiguous().t(),
     "part": lambda x: torch.cat([x, x], 1)[:, 1 : 1 + x.shape[1]],
@@ -26,7 +26,7 @@ LAYOUTS = {
 @given(
     st.sampled_from(CODED),
     st.sampled_from(DTYPES),
-    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from(sorted(STAGE_ORDERS)),
     st.integers(0, 20),
     st.integers(1, 90),
     st.floats(1e-6, 1e4),
@@ -37,7 +37,7 @@ def test_arrives_as_documented(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    tensor = LAYOUTS[layout]((values * size).to(dtype))
+    tensor = STAGE_ORDERS[layout]((values * size).to(dtype))
     arrived = decode(*encode(tensor, encoding))
     assert arrived.dtype == dtype
     assert arrived.shape == tensor.shape
@@ -85,8 +85,8 @@ def test_what_is_left_alone() -> None:
 
 def _send(value: object, wants: tuple[bool, ...], carries: Carries, messages: str) -> tuple[Message, int]:
     channel = LocalChannel()
-    sender = with_encoding(channel, Messages.read(messages), carries)
-    receiver = with_decoding(channel, Messages.read(messages), carries)
+    sender = with_encoding(channel, MessageEncoding.parse(messages), carries)
+    receiver = with_decoding(channel, MessageEncoding.parse(messages), carries)
     structure, tensors = flatten(value)
     sender.send(Message(4).with_tensors(structure, tensors, wants, 7))
     pending = receiver.receive()
@@ -119,10 +119,10 @@ def test_gradients_have_an_encoding_of_their_own() -> None:
 
 
 def test_what_is_asked_for_is_read() -> None:
-    assert Messages.read("int8") == Messages.read(("int8", "int8")) == Messages("int8", "int8")
-    assert str(Messages.read("int8, bfloat16")) == "int8,bfloat16"
-    assert str(Messages.read(None)) == "full"
-    assert not Messages()
+    assert MessageEncoding.parse("int8") == MessageEncoding.parse(("int8", "int8")) == MessageEncoding("int8", "int8")
+    assert str(MessageEncoding.parse("int8, bfloat16")) == "int8,bfloat16"
+    assert str(MessageEncoding.parse(None)) == "full"
+    assert not MessageEncoding()
     for wrong in ("int9", "int8,int8,int8", ["int8", 3], "", "int8,"):
         with pytest.raises(PipelineError, match="messages="):
-            Messages.read(wrong)  # type: ignore[arg-type]
+            MessageEncoding.parse(wrong)  # type: ignore[arg-type]

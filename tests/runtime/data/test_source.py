@@ -191,7 +191,7 @@ class Replicas:
     def open(self, make_loader: Callable[[int], Any], split: Any = lambda batch: (batch, None)) -> list[Any]:
         """Returns the sources of all replicas."""
         ranks = range(len(self.machines))
-        placement = SimpleNamespace(readers=tuple(ranks), has_turns=False)
+        placement = SimpleNamespace(readers=tuple(ranks), rotates=False)
         programs: Any = [SimpleNamespace(placement=placement, microbatches=m) for m in self.microbatches]
         channels = {(a, b): LocalChannel() for b in ranks for a in range(b)}
         rows: list[list[str]] = []  # of each exchange, by rank

@@ -24,11 +24,11 @@ from pipedream.runtime.failure.guard import Guard, Heartbeat
 from pipedream.runtime.failure.processes import (
     RankProcess,
     is_running,
+    read_doing,
     read_error,
-    read_place,
     read_verdict,
+    write_doing,
     write_error,
-    write_place,
 )
 from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
 
@@ -373,11 +373,11 @@ def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
         write_error(f"word {rank}")
-        write_place(f"stage {rank}")
+        write_doing(f"stage {rank}")
     assert read_error(tmp_path / "run" / "1" / "error.json") == "word 1"
     assert read_error(tmp_path / "run" / "2" / "error.json") is None
-    assert read_place(tmp_path, 1) == "stage 1"
-    assert read_place(tmp_path, 2) is None
+    assert read_doing(tmp_path, 1) == "stage 1"
+    assert read_doing(tmp_path, 2) is None
     assert read_verdict(tmp_path) is None
     write_error("rank 0 is silent", verdict=True)
     assert read_verdict(tmp_path) == "rank 0 is silent"

@@ -19,7 +19,7 @@ class Bench:
 
     def __init__(self, stuck_after_s: float = 10.0) -> None:
         self.activity = Activity()
-        self.activity.place = "stage 0, 0F7"
+        self.activity.doing = "stage 0, 0F7"
         self.detector = FailureDetector(0, self.activity, stuck_after_s=stuck_after_s, store_owner="the launcher")
         self.now_s = 1000.0
         self.counts = {1: 0, 2: 0}
@@ -202,7 +202,7 @@ def test_where_says_the_place_and_within_a_task_the_op() -> None:
     activity = Activity()
     assert activity.where == "starting"
     activity.describe_op = lambda: "stage 0, 0F3"
-    activity.place = None
+    activity.doing = None
     assert activity.where == "stage 0, 0F3"
     activity.begin("loading data")
     assert activity.where == "stage 0, 0F3 (loading data)"

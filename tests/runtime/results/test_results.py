@@ -76,7 +76,7 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
     monkeypatch.setattr(LocalChannel, "send", counted)
     with pipeline(F.cross_entropy, 3, schedule="1f1b", microbatches=2) as trained:
         results = [
-            id(sender) for worker in trained._session.local.workers for sender in worker.results.senders.values()
+            id(sender) for worker in trained._session.workers_here.workers for sender in worker.results.senders.values()
         ]
         assert len(list(trained.train(zoo.make("mlp").batches))) == 5
         assert not any(sent[channel] for channel in results)

@@ -35,7 +35,7 @@ from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
 from pipedream.runtime import assemble
 from pipedream.runtime.stage import host_store
-from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, StageLayout
+from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, StoreFormat
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.optimizer import Gradients
@@ -265,7 +265,7 @@ def test_weights_in_the_store_never_meet_their_copies(
     monkeypatch.setattr(DeviceCopies, "copy_to_device", bring)
     monkeypatch.setattr(DeviceCopies, "copy_to_store", copy_to_store)
     monkeypatch.setattr(
-        assemble, "StageLayout", lambda *a, gradients, **named: StageLayout(*a, gradients=True, **named)
+        assemble, "StoreFormat", lambda *a, gradients, **named: StoreFormat(*a, gradients=True, **named)
     )
 
     def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
@@ -463,7 +463,7 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     with pd.Pipeline(model, planned, **options) as run:
         list(run.train(data))
         for state in stage_states(run):
-            layout = state.versions._layout
+            layout = state.versions._store_format
             trained = sum(handle.nbytes for handle in state.versions.handles.values())
             assert all(".adapter." in name or name.startswith("4") for name in layout.names)
             assert layout._set.payload_bytes - trained in range(64), "no frozen weights in each set"
@@ -492,8 +492,8 @@ def tensors(module: StageModule) -> Iterator[Tensor]:
         yield from (*layer.parameters(), *layer.buffers())
 
 
-def lay_out(module: StageModule, sets: int = 2) -> StageLayout:
-    return StageLayout(module, sets, ema=False)
+def lay_out(module: StageModule, sets: int = 2) -> StoreFormat:
+    return StoreFormat(module, sets, ema=False)
 
 
 def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     before = [tensor.detach().clone() for tensor in tensors(there)]
     layout = lay_out(there)
     stateless = StatelessStage(there, layout, Gradients(0), 1.0, 1, lambda: store.open(0, layout))
-    weights, version = stateless.read(0)
+    weights, version = stateless.acquire(0)
     assert (weights.leaves.keys(), version) == (home.handles.keys(), 0)
     for name, leaf in weights.leaves.items():
         handle = home.handles[name]
@@ -542,7 +542,7 @@ def test_passes_at_home_read_copies_and_leave_buffers() -> None:
     versions = HostVersions(home.handles, HostStore(None, CPU).open(0, lay_out(home)))
     versions.publish()
     layer, mask = home.layers[0][1], home.layers[0][1].mask
-    read = versions.read(0)
+    read = versions.acquire(0)
     assert all(read.leaves[name].data_ptr() != leaf.data_ptr() for name, leaf in versions.peek().leaves.items())
     with versions.installed(read):
         layer.count += 1  # type: ignore[operator]
@@ -569,7 +569,7 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
         versions.move_handles()
         with torch.no_grad():
             home.handles["1.bias"] += 1.0
-        versions.end_update()
+        versions.after_step()
         expected[version] = expected[version - 1] + 1.0
         assert stored.wait(version).ready()
         for readable in (version - 1, version):

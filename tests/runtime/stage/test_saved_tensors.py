@@ -115,7 +115,7 @@ def run_graph_rule(
         with torch.no_grad():
             for handle in handles.values():
                 handle.mul_(share)
-        versions.end_update()
+        versions.after_step()
     with saved.redirected_to(versions.peek()):
         gradients, back = stage.backward(
             SavedForward(weights, boxes, (output,), (wants,), 0), [slope], [None] * len(handles)

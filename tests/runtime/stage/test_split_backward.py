@@ -314,7 +314,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     stage = StageModule(layers, handles, torch.device("cpu"), seed=0)
 
     def passed() -> tuple[SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
-        weights = Versions(handles, watched=True).read(0)
+        weights = Versions(handles, watched=True).acquire(0)
         torch.manual_seed(0)
         value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
         output = stage.forward(value, weights.leaves, 0, is_first=False)
@@ -346,7 +346,7 @@ def test_sums_grow_in_place() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     handles = dict(layer.named_parameters())
     stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
-    weights = Versions(handles).read(0)
+    weights = Versions(handles).acquire(0)
     accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
     value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
     saved = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, is_first=False),), (True,), 0)

@@ -29,7 +29,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
     expected, sums = torch.zeros(3), []
     for k in range(3):
         arrived = torch.randn(2, 3)
-        weights = versions.read(0)
+        weights = versions.acquire(0)
         value, boxes = stage.enter("", (arrived.clone(),), (True,))
         output = stage.forward(value, weights.leaves, k, is_first=False)
         scale = torch.randn(2, 3)
@@ -56,7 +56,7 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     layer = twice()
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
-    weights = Versions(handles).read(0)
+    weights = Versions(handles).acquire(0)
     output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
     saved = SavedForward(weights, (), (output,), (), 0)
     stage.backward(saved, [torch.ones(2, 3)], [None, None])
@@ -209,7 +209,7 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
     inputs, waiting = torch.randn(6, 4, 2, 2), []
     history = [[p.detach().clone() for p in plain.parameters()]]
     for x in inputs:
-        weights = versions.read(versions.newest)
+        weights = versions.acquire(versions.newest)
         waiting.append((weights, stage.forward(x, weights.leaves, 0, is_first=True)))
         assert all(torch.equal(a, b) for a, b in zip(weights.leaves.values(), history[weights.version], strict=True))
         for leaves in (weights.leaves, handles):
@@ -225,7 +225,7 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
         versions.choose_storage((versions.newest,) if in_flight > 1 else ())
         versions.move_handles()
         optimizer.step()
-        versions.end_update()
+        versions.after_step()
         serial.step()
         history.append([p.detach().clone() for p in plain.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(handles.values(), plain.parameters(), strict=True))
@@ -243,4 +243,4 @@ def test_a_forward_that_moves_a_weight_is_refused() -> None:
     handles = dict(layer.named_parameters())
     stage = StageModule([("moving", layer)], handles, torch.device("cpu"), seed=0)
     with pytest.raises(CaptureError, match=r"moves the weight 'weight' to other memory"):
-        stage.forward(torch.ones(1, 2), Versions(handles).read(0).leaves, 0, is_first=True)
+        stage.forward(torch.ones(1, 2), Versions(handles).acquire(0).leaves, 0, is_first=True)

@@ -32,7 +32,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
     # 1F1B at a stage with so many warm-up forwards: minibatch k reads version max(0, k - late).
     for k in range(updates + late):
         if k < updates:
-            in_flight.append(versions.read(max(0, k - late)))
+            in_flight.append(versions.acquire(max(0, k - late)))
         if k < late:
             continue
         reading = in_flight.pop(0)
@@ -45,7 +45,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
         versions.choose_storage(range(max(0, k + 1 - late), versions.newest + 1))
         versions.move_handles()
         optimizer.step()
-        versions.end_update()
+        versions.after_step()
         serial.step()
         history.append({name: p.detach().clone() for name, p in plain.items()})
         assert all(torch.equal(versions.peek().leaves[name], plain[name]) for name in plain)
@@ -53,48 +53,48 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
     assert versions.newest == updates
     versions.rewind()
     assert (versions.newest, versions.kept_count) == (0, 1)
-    assert all(torch.equal(versions.read(0).leaves[name], plain[name]) for name in plain)
+    assert all(torch.equal(versions.acquire(0).leaves[name], plain[name]) for name in plain)
 
 
 def test_a_version_that_nobody_will_read_is_not_kept() -> None:
     """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
     handles = make_handles()
     versions = Versions(handles)
-    reading = versions.read(0)
+    reading = versions.acquire(0)
     for newest in range(6):
         # Forwards to come read 0 and 3 and so on, two updates late.
         versions.choose_storage({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
         versions.move_handles()
         with torch.no_grad():
             handles["a"].add_(1.0)
-        versions.end_update()
+        versions.after_step()
         assert versions.kept_count == [2, 2, 2, 3, 3, 3][newest]
         assert versions.storages == versions.peak
     versions.release(reading)
     versions.choose_storage({3, 6})
     versions.move_handles()
-    versions.end_update()
+    versions.after_step()
     assert (versions.kept_count, versions.newest) == (3, 7)
     with pytest.raises(KeyError):
-        versions.read(0)
+        versions.acquire(0)
 
 
 def test_a_version_that_is_read_is_never_written() -> None:
     handles = make_handles()
     versions = Versions(handles)
-    reading = versions.read(0)
+    reading = versions.acquire(0)
     before = reading.leaves["a"].detach().clone()
     versions.choose_storage(())
     versions.move_handles()
     with torch.no_grad():
         handles["a"].add_(1.0)
-    versions.end_update()
+    versions.after_step()
     assert torch.equal(reading.leaves["a"], before)
     versions.release(reading)
     # A free set with a reader cannot be: should it ever, the update stops.
     versions.choose_storage(())
     versions.move_handles()
-    versions.end_update()
+    versions.after_step()
     versions._free.append(reading)
     reading.readers = 1
     versions.peek().readers = 1
@@ -121,7 +121,7 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
     check()
     versions.choose_storage({0})
     versions.move_handles()
-    versions.end_update()
+    versions.after_step()
     assert versions.kept_count == 2
     check()
     versions.free_unread(())
@@ -136,21 +136,21 @@ def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
     handles = make_handles()
     versions, optimizer = Versions(handles, single=True), stepper(handles.values())
     places = {name: handle.data_ptr() for name, handle in handles.items()}
-    readers = [versions.read(0)]
+    readers = [versions.acquire(0)]
     for n in range(1, 4):
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
         versions.choose_storage({n - 1})
         versions.move_handles()
         optimizer.step()
-        versions.end_update()
-        readers.append(versions.read(n))
+        versions.after_step()
+        readers.append(versions.acquire(n))
         assert {reader.version for reader in readers} == {n}, "all read the newest"
         assert all(torch.equal(readers[0].leaves[name], handle) for name, handle in handles.items())
         assert {name: handle.data_ptr() for name, handle in handles.items()} == places
         assert (versions.storages, versions.peak) == (1, 1)
     with pytest.raises(KeyError):
-        versions.read(0)
+        versions.acquire(0)
     for reader in readers:
         versions.release(reader)
     versions.rewind()
@@ -169,7 +169,7 @@ def test_kept_views_are_sets_of_their_own() -> None:
     with torch.no_grad():
         for handle in handles.values():
             handle.add_(1.0)
-    versions.end_update()
+    versions.after_step()
     second = versions.read_prediction(1, twice)
     assert all(torch.equal(first.leaves[name], w) for name, w in expected.items())
     assert (versions.kept_count, versions.storages) == (3, 3)
@@ -195,7 +195,7 @@ def test_weights_in_one_buffer_stay_in_one() -> None:
     buffer, apart = torch.randn(12), nn.Parameter(torch.randn(1000)[:3])
     handles = {"a": nn.Parameter(buffer[:6].view(3, 2)), "apart": apart, "b": nn.Parameter(buffer[6:10])}
     versions = Versions(handles)
-    versions.read(0)
+    versions.acquire(0)
     versions.choose_storage(())
     versions.move_handles()
     leaves = versions._sets[1].leaves

@@ -19,7 +19,7 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.lowering import lower
-from pipedream.runtime.update.cpu_optimizer import HostedWeights, check_movable
+from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
@@ -84,7 +84,7 @@ def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
 def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
     handle = nn.Parameter(torch.arange(3.0))
     handle.no_decay = True  # type: ignore[attr-defined]
-    hosted = HostedWeights({"bias": handle}, {"bias": torch.zeros(3)}, lambda gradients: (gradients, None))
+    hosted = CpuOptimizerWeights({"bias": handle}, {"bias": torch.zeros(3)}, lambda gradients: (gradients, None))
     assert hosted.copies["bias"].no_decay  # type: ignore[attr-defined]
     assert torch.equal(hosted.copies["bias"], handle)
 
@@ -188,7 +188,7 @@ def test_a_plan_counts_device_and_host() -> None:
 @pytest.mark.parametrize("on_gpus", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
 def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on_gpus: bool) -> None:
-    layer = LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, working_bytes=70)
+    layer = LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, temporary_bytes=70)
     runtime = RuntimeCosts(overlap_device=on_gpus)
     profile = Profile.of_chain((layer,) * 4, batch=16, optimizer_bytes=8000, input_shapes=((16, 47),), runtime=runtime)
     cluster = replace(Cluster.flat(2), host_bytes_per_s=4e3)
@@ -233,7 +233,7 @@ def test_a_schedule_of_its_own_hosts_optimizers() -> None:
     plan = plan_of(make(), batches()[0][0], (3, 5))
     how = {"loss": F.cross_entropy, "optimizer": ADAMW, "optimizer_state": "host"}
     with pd.Pipeline(make(), plan, schedule=build("1f1b", plan, 4), **how) as trained:
-        assert all(state.hosted is not None for state in stage_states(trained))
+        assert all(state.cpu_optimizer is not None for state in stage_states(trained))
 
 
 def test_copies_of_a_hosted_optimizer_take_time() -> None:
@@ -243,14 +243,14 @@ def test_copies_of_a_hosted_optimizer_take_time() -> None:
     cluster = Cluster.flat(2, device="A100-80GB")
     ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight", strategy="search")
     for rate, expected in ((1e3, 1e3), (None, 0.8 * 31.5e9)):
-        on_device, on_host = (
+        on_device, weights_on_host = (
             ask(profile, replace(cluster, host_bytes_per_s=rate), optimizer_state=state) for state in ("device", "host")
         )
-        assert on_host.cluster.host_bytes_per_s == expected
+        assert weights_on_host.cluster.host_bytes_per_s == expected
         copies_s = 2 * 2000 / expected  # gradients, and then weights, of 2 kB
-        for before, stage in zip(on_device.stages, on_host.stages, strict=True):
+        for before, stage in zip(on_device.stages, weights_on_host.stages, strict=True):
             assert stage.update_s == pytest.approx(before.update_s + copies_s)
-        assert score(on_host).period_s == pytest.approx(score(on_device).period_s + copies_s)
+        assert score(weights_on_host).period_s == pytest.approx(score(on_device).period_s + copies_s)
     cpu = replace(profile, runtime=RuntimeCosts(), device="cpu")
     plan = ask(cpu, replace(Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
     assert {stage.update_s for stage in plan.stages} == {0.0}

@@ -18,14 +18,14 @@ from pipedream.core.plan.sums import SumMethod
 from pipedream.schedules import build
 
 AGREEMENTS = {
-    "bfloat16": summed.Agreement(torch.bfloat16),
-    "float16": summed.Agreement(torch.float16),
-    "powersgd:1": summed.Agreement("powersgd", 1),
-    "powersgd:2": summed.Agreement("powersgd", 2),
-    "every:1": summed.Agreement("every", 1),
-    "every:3": summed.Agreement("every", 3),
-    "diloco:2": summed.Agreement("diloco", 2),
-    "diloco:3,lr=0.5,momentum=0.8": summed.Agreement("diloco", 3, 0.5, 0.8),
+    "bfloat16": summed.Reducer(torch.bfloat16),
+    "float16": summed.Reducer(torch.float16),
+    "powersgd:1": summed.Reducer("powersgd", 1),
+    "powersgd:2": summed.Reducer("powersgd", 2),
+    "every:1": summed.Reducer("every", 1),
+    "every:3": summed.Reducer("every", 3),
+    "diloco:2": summed.Reducer("diloco", 2),
+    "diloco:3,lr=0.5,momentum=0.8": summed.Reducer("diloco", 3, 0.5, 0.8),
 }
 
 
@@ -95,9 +95,9 @@ def test_two_processes_agree_as_one_does(case: Case) -> None:
 
 def test_texts() -> None:
     for text in ("full", "bfloat16", "float16", "powersgd:4", "every:8", "diloco:30", "diloco:30,lr=0.5,momentum=0"):
-        assert str(SumMethod.read(text)) == text
-    assert str(SumMethod.read("diloco:030,lr=0.70")) == "diloco:30"
-    assert SumMethod.read("diloco:30,momentum=0.5") == SumMethod("diloco", period=30, momentum=0.5)
+        assert str(SumMethod.parse(text)) == text
+    assert str(SumMethod.parse("diloco:030,lr=0.70")) == "diloco:30"
+    assert SumMethod.parse("diloco:30,momentum=0.5") == SumMethod("diloco", period=30, momentum=0.5)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_texts() -> None:
 )
 def test_what_is_not_known_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        SumMethod.read(text)
+        SumMethod.parse(text)
 
 
 def test_a_plan_without_replicas_has_no_sums() -> None:

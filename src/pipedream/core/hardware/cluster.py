@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -100,13 +100,13 @@ class Cluster(Artifact):
         memory_bytes: memory of one worker; None if unlimited.
         device: in words.
         kinds: the workers in order, each kind with its memory and device; () if all are identical.
-        sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
+        all_reduce: the all-reduce algorithm, 'ring' or 'tree' (`cost.SumLink`).
         host_bytes: memory of each machine beside its GPUs; None if unknown.
         host_bytes_per_s: rate of copies between a GPU and the memory of its machine while all workers of the machine
             copy; None if unknown.
 
     Raises:
-        ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
+        ValueError: no level, groups or kinds that do not match the workers, or an unknown all-reduce.
     """
 
     DROPPED: ClassVar[frozenset[str]] = frozenset({"disk_bytes_per_s", "disk_s_per_byte", "snapshots"})
@@ -115,7 +115,7 @@ class Cluster(Artifact):
     memory_bytes: int | None = None
     device: str = "cpu"
     kinds: tuple[Workers, ...] = ()
-    sums: str = "ring"
+    all_reduce: str = field(default="ring", metadata={"json": "sums"})
     host_bytes: int | None = None
     host_bytes_per_s: float | None = None
 
@@ -126,8 +126,8 @@ class Cluster(Artifact):
             raise ValueError(f"memory must be positive, found {self.memory_bytes}")
         if self.host_bytes_per_s is not None and not self.host_bytes_per_s > 0:
             raise ValueError(f"the rate of copies to the host must be positive, found {self.host_bytes_per_s}")
-        if self.sums not in ("ring", "tree"):
-            raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
+        if self.all_reduce not in ("ring", "tree"):
+            raise ValueError(f"all_reduce is ring or tree, found {self.all_reduce!r}")
         groups = 1
         for number, level in reversed(list(enumerate(self.levels))):
             if level.sizes and len(level.sizes) != groups:

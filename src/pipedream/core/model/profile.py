@@ -43,9 +43,9 @@ class LayerProfile:
             copy.
         leaving_bytes: bytes of its output that neither it nor an earlier layer keeps, and that a stage that ends here
             holds until its backward.
-        working_bytes: the most that a pass needs beyond what it and earlier layers keep, and its parameters'
+        temporary_bytes: the most that a pass needs beyond what it and earlier layers keep, and its parameters'
             gradients; includes its input and the gradients that pass through.
-        gathered_bytes: the part of `working_bytes` for sharded weights (docs/meshes.md), for any number of samples.
+        gathered_bytes: the part of `temporary_bytes` for sharded weights (docs/meshes.md), for any number of samples.
         backward_bytes: the most that its backward adds to the bytes kept at its start, including its parameters'
             gradients, less what it has released.
         largest_parameter_bytes: of the largest parameter, whose gradient is computed before it is accumulated.
@@ -65,7 +65,7 @@ class LayerProfile:
     backward_spread_s: float = 0.0
     arriving_bytes: int = 0
     leaving_bytes: int = 0
-    working_bytes: int = 0
+    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})
     backward_bytes: int = 0
     largest_parameter_bytes: int = 0
     forward_flops: int = 0
@@ -101,7 +101,7 @@ class LayerProfile:
             for full, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
         )
         factor = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
-        scaled_names = ("arriving_bytes", "leaving_bytes", "working_bytes")
+        scaled_names = ("arriving_bytes", "leaving_bytes", "temporary_bytes")
         scaled_bytes = {name: ceil(factor * getattr(self, name)) for name in scaled_names}
         gradient_bytes = min(self.backward_bytes, self.trained_bytes)
         scaled_bytes["backward_bytes"] = gradient_bytes + ceil(factor * (self.backward_bytes - gradient_bytes))
@@ -152,10 +152,10 @@ class RankProfile:
     update_fixed_s: float = 0.0
     copy_s: float = 0.0
     optimizer_bytes: int = 0
-    update_working_bytes: int = 0
+    update_temporary_bytes: int = field(default=0, metadata={"json": "update_working_bytes"})
     loss_s: float = 0.0
     loss_bytes: int = 0
-    loss_working_bytes: int = 0
+    loss_temporary_bytes: int = field(default=0, metadata={"json": "loss_working_bytes"})
     tied: tuple[TiedParameters, ...] = ()
 
     def __post_init__(self) -> None:
@@ -197,8 +197,8 @@ class Profile(Tabular, Artifact):
         optimizer_bytes: bytes of its state after a step.
         loss_s: seconds of the loss's forward and backward.
         loss_bytes: bytes that autograd keeps from the loss.
-        loss_working_bytes: temporary bytes of the loss.
-        update_working_bytes: temporary bytes of a step, beyond weights, gradients and state.
+        loss_temporary_bytes: temporary bytes of the loss.
+        update_temporary_bytes: temporary bytes of a step, beyond weights, gradients and state.
         versions: versions of python, torch and this library.
         notes: what was assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
@@ -222,8 +222,8 @@ class Profile(Tabular, Artifact):
     optimizer_bytes: int = 0
     loss_s: float = 0.0
     loss_bytes: int = 0
-    loss_working_bytes: int = 0
-    update_working_bytes: int = 0
+    loss_temporary_bytes: int = field(default=0, metadata={"json": "loss_working_bytes"})
+    update_temporary_bytes: int = field(default=0, metadata={"json": "update_working_bytes"})
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy_s: float = 0.0
@@ -306,7 +306,7 @@ class Profile(Tabular, Artifact):
         shapes = tuple(
             (shape[0], length, *shape[2:]) if shape[1:2] == (self.length,) else shape for shape in self.input_shapes
         )
-        loss = {name: ceil(output_factor * getattr(self, name)) for name in ("loss_bytes", "loss_working_bytes")}
+        loss = {name: ceil(output_factor * getattr(self, name)) for name in ("loss_bytes", "loss_temporary_bytes")}
         return replace(self, layers=layers, input_shapes=shapes, **loss)
 
     @property

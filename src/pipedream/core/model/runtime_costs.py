@@ -23,7 +23,7 @@ class RuntimeCosts:
         load_s: seconds of reading a minibatch, at the input stage.
         encodings_s_per_byte: encoding -> seconds of encoding or decoding, per byte in memory.
         encoding_s_per_byte: what the encoding in use adds to `message_s_per_byte`, per byte in memory; negative if
-            fewer bytes on the wire save more (`Messages.add_costs`).
+            fewer bytes on the wire save more (`MessageEncoding.add_costs`).
         sum_s_per_byte: seconds of an all-reduce, for each byte that a worker sends; 0 takes both ends of a message.
         overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds add to the layers'.
     """

@@ -16,7 +16,7 @@ from pipedream.core.flags import option
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
-from pipedream.core.plan.messages import Messages
+from pipedream.core.plan.messages import MessageEncoding
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
 
@@ -50,7 +50,7 @@ def _read_recompute(text: Any) -> str:
 
 
 def _choice(default: Any, read: Callable[[Any], Any], texts: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"read": read, "texts": texts} | metadata)
+    return field(default=default, metadata={"parse": read, "texts": texts} | metadata)
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Choices:
         PlanError: no such text.
     """
 
-    sums: SumMethod = _choice(SumMethod(), SumMethod.read, SUMS_METAVAR)
-    messages: Messages = _choice(Messages(), Messages.read, "ENCODING[,ENCODING]")
+    sums: SumMethod = _choice(SumMethod(), SumMethod.parse, SUMS_METAVAR)
+    messages: MessageEncoding = _choice(MessageEncoding(), MessageEncoding.parse, "ENCODING[,ENCODING]")
     activations: str = _choice("", _read_activations, f"{NONE}|{HOST}")
     optimizer_state: str = _choice(DEVICE, _read_optimizer_state, f"{DEVICE}|{HOST}")
     recompute: str = _choice(NEVER, _read_recompute, "|".join(RECOMPUTING), **NOT_STORED)
 
     def __post_init__(self) -> None:
         for choice in fields(self):
-            object.__setattr__(self, choice.name, choice.metadata["read"](getattr(self, choice.name)))
+            object.__setattr__(self, choice.name, choice.metadata["parse"](getattr(self, choice.name)))
 
     @classmethod
     def resolve(cls, *, command: Any = None, checkpoint: Any = None, plan: Any = None, recipe: Any = None) -> Choices:
@@ -115,7 +115,7 @@ class Choices:
     @property
     def exact(self) -> Choices:
         """The choices without the approximate ones."""
-        return replace(self, sums=SumMethod(), messages=Messages())
+        return replace(self, sums=SumMethod(), messages=MessageEncoding())
 
     def terms(self, weights: Stage | Profile) -> Terms:
         """Returns what the choices cost; for a model, in the mean over its stages."""

@@ -99,7 +99,7 @@ class SumLink(NamedTuple):
     @classmethod
     def across(cls, cluster: Cluster, level: int) -> SumLink:
         """Returns the links for sums that cross a level of a cluster."""
-        return cls(*cluster.sum_link(level), cluster.sums)
+        return cls(*cluster.sum_link(level), cluster.all_reduce)
 
     def all_reduce_s(self, size_bytes: Numbers, workers: Numbers, costs: SumCosts = PLAIN_SUMS) -> Numbers:
         """Returns the seconds of an all-reduce that overlaps with nothing.
@@ -228,7 +228,7 @@ class Site:
         Messages of other stages through the same port are unknown here (`ports_s` counts them).
         """
         count = len(workers)
-        sum_bytes = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # one sum per `count` minibatches
+        sum_bytes = float(all_reduce_bytes(1, count, how=cluster.all_reduce)) / count  # one sum per `count` minibatches
         sum_bytes *= terms.sums.share
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
@@ -304,7 +304,7 @@ def ports_s(
         stage_workers, edges, edges[1:], parameter_bytes, strict=False
     ):
         port_bytes = (received_bytes + sent_bytes) * message_share
-        port_bytes += float(all_reduce_bytes(size, len(workers), how=cluster.sums))
+        port_bytes += float(all_reduce_bytes(size, len(workers), how=cluster.all_reduce))
         for worker in workers:
             ports[0, worker] += port_bytes / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
@@ -324,5 +324,7 @@ def ports_s(
             if len(set(components)) > 1:
                 count = len(components)
                 for component in set(components):
-                    ports[number, component] += float(all_reduce_bytes(size, count, how=cluster.sums)) / count / rate
+                    ports[number, component] += (
+                        float(all_reduce_bytes(size, count, how=cluster.all_reduce)) / count / rate
+                    )
     return dict(ports)

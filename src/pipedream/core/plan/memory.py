@@ -1,7 +1,7 @@
 """Nouns of a stage's memory: its sizes, its peak by kinds of bytes, and the workers that it exchanges messages with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import lcm
 from typing import ClassVar
@@ -13,7 +13,7 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 
 @dataclass(frozen=True)
-class Peers:
+class MessageBuffers:
     """The workers that one replica of a stage exchanges messages with.
 
     Attributes:
@@ -28,7 +28,7 @@ class Peers:
     sums: bool = False
 
 
-def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
+def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[MessageBuffers, ...]:
     """Returns the peers of one replica of each stage.
 
     With n in flight there may be n + 1 unread gradients, as all other backwards have ended before a forward.
@@ -37,7 +37,7 @@ def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, 
     for s, count in enumerate(replicas):
         before = lcm(replicas[s - 1], count) // count if s else 0
         after = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
-        peers.append(Peers(before, after, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
+        peers.append(MessageBuffers(before, after, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
     return tuple(peers)
 
 
@@ -47,12 +47,12 @@ class StageSizes:
 
     Attributes:
         received_bytes, sent_bytes: bytes of a message from the previous, and to the next stage; 0 at the model's ends.
-        loaded_bytes: bytes of minibatches loaded ahead at the model's input.
-        working_bytes, update_working_bytes: temporary bytes of a pass or an update.
+        prefetched_bytes: bytes of minibatches loaded ahead at the model's input.
+        temporary_bytes, update_temporary_bytes: temporary bytes of a pass or an update.
         frozen_bytes: the part of `parameter_bytes` that is not trained, with one version and no gradient.
-        relief_bytes: what a backward that makes all gradients itself saves against the sum of activations, gradients
-            and working bytes, because it frees activations before the last gradient exists. A microbatch saves at least
-            its share of that, because gradients are as large.
+        freed_before_peak_bytes: what a backward that makes all gradients itself saves against the sum of activations,
+            gradients and temporary bytes, because it frees activations before the last gradient exists. A microbatch
+            saves at least its share of that, because gradients are as large.
     """
 
     parameter_bytes: Numbers
@@ -61,11 +61,11 @@ class StageSizes:
     input_bytes: Numbers = 0
     received_bytes: Numbers = 0
     sent_bytes: Numbers = 0
-    loaded_bytes: Numbers = 0
-    working_bytes: Numbers = 0
-    relief_bytes: Numbers = 0
+    prefetched_bytes: Numbers = 0
+    temporary_bytes: Numbers = 0
+    freed_before_peak_bytes: Numbers = 0
     largest_parameter_bytes: Numbers = 0
-    update_working_bytes: Numbers = 0
+    update_temporary_bytes: Numbers = 0
     frozen_bytes: Numbers = 0
 
     @property
@@ -97,7 +97,7 @@ class StageMemory:
     gradient_bytes: int = 0
     activation_bytes: int = 0
     message_bytes: int = 0
-    working_bytes: int = 0
+    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})
     host_bytes: int = 0
     moved_bytes: int = 0
 
@@ -125,12 +125,12 @@ def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
     return -(-whole_bytes * largest // total)
 
 
-def bucket_bytes(sizes: StageSizes, peers: Peers) -> Numbers:
+def bucket_bytes(sizes: StageSizes, peers: MessageBuffers) -> Numbers:
     """Returns the bytes of one bucket of gradients; 0 without sums over replicas."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.trained_bytes) if peers.sums else 0
 
 
-def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool, peers: Peers) -> Numbers:
+def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool, peers: MessageBuffers) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
     As many messages may be unread as the other stage has in flight, plus one. Without recomputation, activations
@@ -138,4 +138,4 @@ def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool, peers: Pee
     """
     received = peers.before * peers.posted + peers.waiting
     sent = peers.after * (peers.posted + 1) + (in_flight if recompute else 0)
-    return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.loaded_bytes
+    return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.prefetched_bytes

@@ -27,7 +27,7 @@ ENCODINGS = tuple(BITS)
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageEncoding:
     """The encodings of activations and of gradients, see `ENCODINGS`.
 
     Attributes:
@@ -47,13 +47,13 @@ class Messages:
                 )
 
     @classmethod
-    def read(cls, value: str | Sequence[str] | Messages | None, value_bits: int = 32) -> Messages:
+    def parse(cls, value: str | Sequence[str] | MessageEncoding | None, value_bits: int = 32) -> MessageEncoding:
         """Reads a user's choice: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
 
         Raises:
             PipelineError: no such encoding.
         """
-        if isinstance(value, Messages):
+        if isinstance(value, MessageEncoding):
             return value
         names = value.split(",") if isinstance(value, str) else list(value or ["full"])
         if len(names) > 2 or not all(isinstance(name, str) for name in names):

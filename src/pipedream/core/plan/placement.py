@@ -107,15 +107,15 @@ class Placement(Artifact):
 
     def rank_of(self, stage: int, microbatch: int, *, forward: bool = False) -> int:
         """Returns the rank of a microbatch's backward, or of its forward."""
-        row = self._turns(forward)[stage]
+        row = self._rotations(forward)[stage]
         return row[microbatch // self.turn % len(row)]
 
-    def _turns(self, forward: bool) -> tuple[tuple[int, ...], ...]:
+    def _rotations(self, forward: bool) -> tuple[tuple[int, ...], ...]:
         return (self.forwards if forward else self.backwards) or self.ranks
 
     def microbatches(self, rank: int, stage: int, total: int, *, forward: bool) -> Sequence[int]:
         """Returns a stage's microbatches, of `total`, whose forwards or backwards are on a rank."""
-        row = self._turns(forward)[stage]
+        row = self._rotations(forward)[stage]
         if self.turn == 1:
             return range(row.index(rank), total, len(row)) if rank in row else range(0)
         return [k for k in range(total) if row[k // self.turn % len(row)] == rank]
@@ -150,35 +150,35 @@ class Placement(Artifact):
         return bool(self.forwards)
 
     @property
-    def has_turns(self) -> bool:
+    def rotates(self) -> bool:
         """Whether several ranks take turns at a stage's passes."""
         return self.shares_weights and len(self.forwards[0]) > 1
 
-    def is_remote(self, stage: int) -> bool:
+    def runs_backward_elsewhere(self, stage: int) -> bool:
         """Returns whether a stage's backwards may run on another rank than its forwards, and repeat these."""
-        passes_on = self._turns(True)[stage], self._turns(False)[stage]
-        return passes_on[0] != passes_on[1] or (self.has_turns and stage + 1 < self.stages)
+        passes_on = self._rotations(True)[stage], self._rotations(False)[stage]
+        return passes_on[0] != passes_on[1] or (self.rotates and stage + 1 < self.stages)
 
     @property
     def readers(self) -> tuple[int, ...]:
         """The ranks that take turns at the first stage's forwards, and read data."""
-        return self._turns(True)[0]
+        return self._rotations(True)[0]
 
     @property
     def scorers(self) -> tuple[int, ...]:
         """The ranks that take turns at the last stage's forwards, and compute losses."""
-        return self._turns(True)[-1]
+        return self._rotations(True)[-1]
 
     def next_forward(self, stage: int, microbatch: int) -> int:
         """Returns the next microbatch of a stage whose forward is on the same rank."""
         following = microbatch + 1
         if following % self.turn:
             return following
-        return following + self.turn * (len(self._turns(True)[stage]) - 1)
+        return following + self.turn * (len(self._rotations(True)[stage]) - 1)
 
     def begins_turn(self, microbatch: int) -> bool:
         """Returns whether a microbatch is the first after a change of ranks."""
-        return self.has_turns and microbatch > 0 and microbatch % self.turn == 0
+        return self.rotates and microbatch > 0 and microbatch % self.turn == 0
 
     def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
         """Returns sender and receiver of a channel's message (`program.Channel`)."""
@@ -191,14 +191,14 @@ class Placement(Artifact):
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
         if not self.shares_weights:
             return self.stage_replicas(rank)
-        return tuple(StageReplica(stage, 0) for stage, row in enumerate(self._turns(forward)) if rank in row)
+        return tuple(StageReplica(stage, 0) for stage, row in enumerate(self._rotations(forward)) if rank in row)
 
     def passes_on_copies(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
         """Returns the passes of a rank that copy the weights, although it may be the home of the stage."""
         if not self.shares_weights:
             return ()
         passes = self.passes(rank, forward=forward)
-        return tuple(replica for replica in passes if self.has_turns or self.ranks[replica.stage] != (rank,))
+        return tuple(replica for replica in passes if self.rotates or self.ranks[replica.stage] != (rank,))
 
     def __str__(self) -> str:
         rows = []

@@ -25,15 +25,16 @@ class Stage:
         copy_s: seconds of copying the weights, if the old version is still needed.
         output_bytes: bytes of the value that it sends on.
         activation_bytes: bytes kept between its forward and its backward.
-        working_bytes: temporary bytes of a pass.
+        temporary_bytes: temporary bytes of a pass.
         peak_bytes: predicted peak under the plan's schedule; 0 if unknown.
         names: the layers' names.
         forward_fixed_s, backward_fixed_s: the part that every microbatch takes, whatever its size.
         forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
         offload: its activations wait elsewhere (`Choices.activations`).
-        gathered_bytes: the part of `working_bytes` for sharded weights, for any number of samples.
-        relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
+        gathered_bytes: the part of `temporary_bytes` for sharded weights, for any number of samples.
+        freed_before_peak_bytes, largest_parameter_bytes, update_temporary_bytes: see `StageSizes`; the first for a
+            minibatch.
         memory: the peak by kinds of bytes.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
@@ -55,10 +56,10 @@ class Stage:
     names: tuple[str, ...] = ()
     recompute: bool = False
     offload: bool = False
-    working_bytes: int = 0
-    relief_bytes: int = 0
+    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})
+    freed_before_peak_bytes: int = field(default=0, metadata={"json": "relief_bytes"})
     largest_parameter_bytes: int = 0
-    update_working_bytes: int = 0
+    update_temporary_bytes: int = field(default=0, metadata={"json": "update_working_bytes"})
     memory: StageMemory = field(default_factory=StageMemory)
     forward_fixed_s: float = 0.0
     backward_fixed_s: float = 0.0
@@ -79,7 +80,7 @@ class Stage:
             raise ValueError(f"a stage needs between 1 and {MAX_WORKERS} workers, found {self.replicas}")
         if self.offload and self.recompute:
             raise ValueError("a stage that recomputes has no activations to offload, found both")
-        sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes", "trained_bytes")
+        sizes = ("output_bytes", "activation_bytes", "temporary_bytes", "parameter_bytes", "trained_bytes")
         passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
         for name in (*passes, "forward_launch_s", "backward_launch_s", "update_s", "copy_s", *sizes):
             if getattr(self, name) < 0:
@@ -98,10 +99,10 @@ class Stage:
             input_bytes=part(received_bytes),
             received_bytes=part(received_bytes),
             sent_bytes=0 if is_last else part(self.output_bytes),
-            working_bytes=part(self.working_bytes - self.gathered_bytes) + self.gathered_bytes,
-            relief_bytes=part(self.relief_bytes),
+            temporary_bytes=part(self.temporary_bytes - self.gathered_bytes) + self.gathered_bytes,
+            freed_before_peak_bytes=part(self.freed_before_peak_bytes),
             largest_parameter_bytes=self.largest_parameter_bytes,
-            update_working_bytes=self.update_working_bytes,
+            update_temporary_bytes=self.update_temporary_bytes,
             frozen_bytes=self.frozen_bytes,
         )
 
@@ -110,7 +111,7 @@ class Stage:
         """Bytes on a GPU only while its passes run; 0 unless the GPU has copies of its weights."""
         memory = self.memory
         is_copied = memory.weight_bytes > self.parameter_bytes
-        return is_copied * (memory.weight_bytes + memory.gradient_bytes + memory.working_bytes)
+        return is_copied * (memory.weight_bytes + memory.gradient_bytes + memory.temporary_bytes)
 
     @property
     def trained_bytes(self) -> int:
@@ -183,5 +184,5 @@ def least_sum_s(cluster: Cluster, parameter_bytes: int) -> float:
     The planner adds them to the update of each holder, as work at speed 1; only a whole plan knows the other holders.
     """
     rates, latencies = zip(*(cluster.sum_link(level) for level in range(len(cluster.levels))), strict=True)
-    link = SumLink(max(rates), min(latencies), cluster.sums)
+    link = SumLink(max(rates), min(latencies), cluster.all_reduce)
     return float(link.all_reduce_s(parameter_bytes, 2)) * min(cluster.speeds)

@@ -51,7 +51,7 @@ class SumMethod:
     momentum: float = 0.9
 
     @classmethod
-    def read(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """Reads a text such as ``powersgd:4``. Raises a `PlanError` if it is not one of `_METHODS`."""
         head, *settings = str(text).split(",")  # a recipe may give anything
         name, has_number, number = head.partition(":")

@@ -95,12 +95,12 @@ class Compensation(NamedKind, ABC):
             raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {reason}") from None
 
     @classmethod
-    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+    def decoded(cls, value: dict[str, Any], where: str) -> Self:
         """Reads JSON values; raises an ArtifactError if a field is missing."""
-        compensation = super().decoded(value, place)
+        compensation = super().decoded(value, where)
         names = compensation.encoded().keys()
         if value.keys() != names:
-            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(value)}")
+            raise ArtifactError(f"{where} should have the fields {sorted(names)}, found {sorted(value)}")
         return compensation
 
 

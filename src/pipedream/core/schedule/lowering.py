@@ -70,7 +70,7 @@ def explain_unproved(placement: Placement) -> str:
     """Returns why no program of a placement can be proved; '' if one can."""
     if max(placement.workers, placement.cycle) <= MAX_PROVED:
         return ""
-    if placement.has_turns:
+    if placement.rotates:
         return (
             f"workers were asked to take turns of {placement.turn} microbatches: the program repeats after "
             f"{placement.cycle}; up to {MAX_PROVED} can be proved; choose fewer microbatches or workers, or no delay"
@@ -111,7 +111,9 @@ def _make_channels(
         routes += [Route(Carries.ACTIVATION, stage, stage + 1, ahead), Route(Carries.GRADIENT, stage + 1, stage, ahead)]
     if last:
         routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
-    routes += [Route(Carries.STAGE_INPUT, s, s, MAX_AHEAD) for s in range(last + 1) if placement.is_remote(s)]
+    routes += [
+        Route(Carries.STAGE_INPUT, s, s, MAX_AHEAD) for s in range(last + 1) if placement.runs_backward_elsewhere(s)
+    ]
     channels: dict[Channel, int] = {}
     numbers: dict[_Cargo, _Numbers] = {}
     for carries, source, target, depth in routes:
@@ -147,7 +149,7 @@ def _list_arrivals(kind: Kind, stage: int, rules: Rules) -> Iterator[_Cargo]:
             yield Carries.INPUT, 0
         yield Carries.ACTIVATION, stage - 1
     elif kind is find_gradient_kind(rules.kinds):
-        if rules.placement.is_remote(stage):
+        if rules.placement.runs_backward_elsewhere(stage):
             yield Carries.STAGE_INPUT, stage
         if stage < last:
             yield Carries.GRADIENT, stage + 1
@@ -160,7 +162,7 @@ def _list_departures(kind: Kind, stage: int, rules: Rules) -> Iterator[_Cargo]:
             yield Carries.ACTIVATION, stage
             if not stage:  # targets last: the last stage waits for them first, and wakes when all has come
                 yield Carries.INPUT, 0
-        if rules.trains and rules.placement.is_remote(stage):
+        if rules.trains and rules.placement.runs_backward_elsewhere(stage):
             yield Carries.STAGE_INPUT, stage
     elif kind is find_gradient_kind(rules.kinds) and stage:
         yield Carries.GRADIENT, stage

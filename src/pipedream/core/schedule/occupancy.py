@@ -52,7 +52,7 @@ class StageOccupancy:
         in_flight: microbatches from their forward to the end of their backward.
         versions: sets of weights that exist at once, and buffers as large.
         deferred: microbatches that wait only for their weight gradient.
-        on_host: weights are in the memory of the machine; a GPU has copies.
+        weights_on_host: weights are in the memory of the machine; a GPU has copies.
         double_buffered: an update may overlap the passes of the next minibatch.
         updates: None unless something is kept whose size depends on the shapes of weights.
         flushes: nothing is in flight at an update.
@@ -62,7 +62,7 @@ class StageOccupancy:
     versions: int
     kept_tensors: int = 0
     deferred: int = 0
-    on_host: bool = False
+    weights_on_host: bool = False
     double_buffered: bool = False
     updates: UpdateRule | None = None
     flushes: bool = False
@@ -84,7 +84,7 @@ def occupancy_in(rules: Rules, stage: int, in_flight: int, deferred: int = 0) ->
         versions=rules.weights.versions(stage) + rules.weights.buffers(stage),
         kept_tensors=rules.updates.kept_tensors(rules.weights.staleness(stage)) + rules.gradient_sets - 1,
         deferred=deferred,
-        on_host=rules.placement.shares_weights,
+        weights_on_host=rules.placement.shares_weights,
         double_buffered=isinstance(rules.weights, DoubleBuffer),
         updates=rules.updates if rules.updates.compensation else None,
         flushes=rules.flushes,
@@ -96,7 +96,7 @@ def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
 
     Follows the first replica, which has the most, until the first forward after the warm-up; later the counts repeat.
     """
-    if schedule.placement.is_remote(stage):
+    if schedule.placement.runs_backward_elsewhere(stage):
         return _count_waiting(schedule, stage), 0
     replicas = schedule.plan.replicas[stage]
     last_warmup = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
@@ -136,7 +136,7 @@ def count_most_in_flight(program: Program, total: int | None = None) -> tuple[in
     steady_total = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted_total = steady_total if total is None else min(steady_total, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
-        if program.placement.is_remote(stage):
+        if program.placement.runs_backward_elsewhere(stage):
             counts.append(_count_waiting(program, stage))
             continue
         in_flight = most_in_flight = 0

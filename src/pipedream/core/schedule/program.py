@@ -133,11 +133,11 @@ class Program(Tabular, Rules, Artifact):
         yield from rank_program.warmup[begin:]
         if not rank_program.period:
             return
-        turns, position = divmod(max(0, begin - len(rank_program.warmup)), len(rank_program.period))
+        laps, position = divmod(max(0, begin - len(rank_program.warmup)), len(rank_program.period))
         while True:
             for instruction in rank_program.period[position:]:
-                yield self._advance(instruction, turns)
-            turns, position = turns + 1, 0
+                yield self._advance(instruction, laps)
+            laps, position = laps + 1, 0
 
     def instructions(self, rank: int, total: int, executed: int = 0) -> Iterator[Instruction]:
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
@@ -169,8 +169,8 @@ class Program(Tabular, Rules, Artifact):
         rank_program = self.ranks[rank]
         count = _count_ops(rank_program.warmup[:executed])
         if executed > len(rank_program.warmup):
-            turns, position = divmod(executed - len(rank_program.warmup), len(rank_program.period))
-            count += turns * _count_ops(rank_program.period) + _count_ops(rank_program.period[:position])
+            laps, position = divmod(executed - len(rank_program.warmup), len(rank_program.period))
+            count += laps * _count_ops(rank_program.period) + _count_ops(rank_program.period[:position])
         if executed:
             last = next(self.stream(rank, executed - 1))
             count -= isinstance(last, Op) and not exists(last)
@@ -210,15 +210,15 @@ class Program(Tabular, Rules, Artifact):
 
         def find_update(op: Op) -> Op | None:
             first_index = period_indices.get((op.kind, op.stage, op.index % self.cycle), op.index)
-            turns = max(0, (op.index - first_index) // self.cycle)
-            update = update_after.get(op._replace(index=op.index - turns * self.cycle))
-            return None if update is None else Op(*self._advance(update, turns))
+            laps = max(0, (op.index - first_index) // self.cycle)
+            update = update_after.get(op._replace(index=op.index - laps * self.cycle))
+            return None if update is None else Op(*self._advance(update, laps))
 
         return find_update
 
     def recomputes(self, stage: int) -> bool:
         """Returns whether a stage's backwards repeat its forwards."""
-        return self.plan.stages[stage].recompute or self.placement.is_remote(stage)
+        return self.plan.stages[stage].recompute or self.placement.runs_backward_elsewhere(stage)
 
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
@@ -240,28 +240,28 @@ class Program(Tabular, Rules, Artifact):
         return json.dumps(data, indent=1)
 
     @classmethod
-    def decoded(cls, value: Any, place: str) -> Program:
+    def decoded(cls, value: Any, where: str) -> Program:
         """Reads JSON values, in which instructions are text."""
         value = dict(value)
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)}
         missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if missing or unknown:
-            raise ArtifactError(f"{place} lacks the fields {missing} and has unknown fields {unknown}")
-        placement = decode(Placement, value.pop("placement"), f"{place}.placement")
-        rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
+            raise ArtifactError(f"{where} lacks the fields {missing} and has unknown fields {unknown}")
+        placement = decode(Placement, value.pop("placement"), f"{where}.placement")
+        rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{where}.ranks")
         ranks = tuple(
             RankProgram(
-                _parse(row.get("warmup", ""), placement, rank, f"{place}.ranks[{rank}].warmup"),
-                _parse(row.get("period", ""), placement, rank, f"{place}.ranks[{rank}].period"),
+                _parse(row.get("warmup", ""), placement, rank, f"{where}.ranks[{rank}].warmup"),
+                _parse(row.get("period", ""), placement, rank, f"{where}.ranks[{rank}].period"),
             )
             for rank, row in enumerate(rows)
         )
-        other_fields = {name: decode(hints[name], item, f"{place}.{name}") for name, item in value.items()}
+        other_fields = {name: decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
         try:
             return cls(placement=placement, ranks=ranks, **other_fields)
         except ValueError as error:
-            raise ArtifactError(f"{place}: {error}") from None
+            raise ArtifactError(f"{where}: {error}") from None
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each instruction of the warm-up and of one period.
@@ -299,8 +299,8 @@ class Program(Tabular, Rules, Artifact):
         ]
         return "\n".join([head, *rows])
 
-    def _advance(self, instruction: Instruction, turns: int) -> Instruction:
-        return advance_instruction(instruction, turns * self.cycle, self.updates) if turns else instruction
+    def _advance(self, instruction: Instruction, laps: int) -> Instruction:
+        return advance_instruction(instruction, laps * self.cycle, self.updates) if laps else instruction
 
 
 def _count_ops(instructions: tuple[Instruction, ...]) -> int:
@@ -328,7 +328,7 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
     return " ".join(map(str, instructions))
 
 
-def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
+def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Instruction, ...]:
     replica_of = {**dict(placement.passes(rank, forward=True)), **dict(placement.passes(rank, forward=False))}
     replica_of |= dict(placement.stage_replicas(rank))
     instructions: list[Instruction] = []
@@ -340,5 +340,5 @@ def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Inst
         elif transfer:
             instructions.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
         else:
-            raise ArtifactError(f"{place}: {token!r} is not an instruction of this rank")
+            raise ArtifactError(f"{where}: {token!r} is not an instruction of this rank")
     return tuple(instructions)

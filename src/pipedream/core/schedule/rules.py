@@ -53,7 +53,9 @@ class UpdateRule:
     def matrix_bytes(self, matrices: Sequence[Matrices]) -> tuple[int, int]:
         """Returns bytes that weights of these shapes need besides `kept_tensors`: always, and during an update."""
         rows = [rule.matrix_bytes(matrices) for rule in self.compensation]
-        return sum(kept_bytes for kept_bytes, _ in rows), max((working_bytes for _, working_bytes in rows), default=0)
+        return sum(kept_bytes for kept_bytes, _ in rows), max(
+            (temporary_bytes for _, temporary_bytes in rows), default=0
+        )
 
     def at_stage(self, stage: int, delays: Sequence[int]) -> UpdateRule:
         """Returns the rule with the stage's own compensation, given the staleness of all stages."""
@@ -113,7 +115,7 @@ class Rules:
     def gradient_sets(self) -> int:
         """The sets of summed gradients: where ranks take turns, one for each update that may not have been made."""
         stages = range(self.placement.stages)
-        return 1 + max(map(self.weights.staleness, stages)) if self.placement.has_turns else 1
+        return 1 + max(map(self.weights.staleness, stages)) if self.placement.rotates else 1
 
     @property
     def splits_backward(self) -> bool:
@@ -153,7 +155,7 @@ class Rules:
             return (*gradients, Op(kind, stage, index - 1, replica)) if index > 1 else gradients
         inputs = data_requirements(op, self.placement, self.kinds)
         # Gradients, and buffers, which at the last stage the forward changes.
-        changes = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.placement.is_remote(stage))
+        changes = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.placement.runs_backward_elsewhere(stage))
         if changes and self.trains and self.placement.begins_turn(index):
             inputs = (*inputs, Op(Kind.BACKWARD, stage, index - 1, replica))
         version = self._find_awaited_version(op)

@@ -30,7 +30,7 @@ import numpy as np
 
 from pipedream.core.plan.activations import window_bytes
 from pipedream.core.plan.cost import Numbers
-from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, bucket_bytes, message_bytes
+from pipedream.core.plan.memory import MessageBuffers, StageMemory, StageSizes, bucket_bytes, message_bytes
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.rules import Rules
@@ -51,7 +51,7 @@ class StageBytes:
         update: what an update adds.
         copied_bytes: weights on a GPU during a pass, if they are in the memory of the machine.
         running_bytes, window_bytes: activations that a whole pass adds to those that wait, and half a backward.
-        relief_bytes: see `StageSizes`; 0 if activations are offloaded.
+        freed_before_peak_bytes: see `StageSizes`; 0 if activations are offloaded.
         bucket_bytes: of gradients that replicas sum.
     """
 
@@ -65,7 +65,7 @@ class StageBytes:
     copied_bytes: Numbers
     running_bytes: Numbers
     window_bytes: Numbers
-    relief_bytes: Numbers
+    freed_before_peak_bytes: Numbers
     bucket_bytes: Numbers
 
     @classmethod
@@ -73,7 +73,7 @@ class StageBytes:
         cls,
         sizes: StageSizes,
         usage: StageOccupancy,
-        peers: Peers,
+        peers: MessageBuffers,
         *,
         recompute: bool = False,
         offload: bool = False,
@@ -94,37 +94,39 @@ class StageBytes:
                 the step.
         """
         trained, kept_tensors = sizes.trained_bytes, usage.kept_tensors + sum_tensors
-        on_host, hosted = usage.on_host and on_gpus, hosts_optimizers and not usage.on_host
+        weights_on_host, hosted = usage.weights_on_host and on_gpus, hosts_optimizers and not usage.weights_on_host
         state = sizes.optimizer_bytes + (kept_tensors + hosted) * trained + matrix_bytes[0]
         weights: dict[str, Numbers] = {"weight_bytes": sizes.parameter_bytes, "optimizer_bytes": state}
-        if on_host or (hosted and on_gpus):  # with a place for the gradients
-            weights = {"host_bytes": trained + state + on_host * sizes.parameter_bytes}
-            weights |= {} if on_host else {"weight_bytes": sizes.parameter_bytes}
+        if weights_on_host or (hosted and on_gpus):  # with a place for the gradients
+            weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
+            weights |= {} if weights_on_host else {"weight_bytes": sizes.parameter_bytes}
         fixed = _memory(message_bytes=message_bytes(sizes, usage.in_flight, recompute, peers), **weights)
-        step = np.maximum(sizes.update_working_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1])
-        update = _memory(gradient_bytes=trained, working_bytes=0 if hosted and on_gpus else step)
+        step = np.maximum(
+            sizes.update_temporary_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1]
+        )
+        update = _memory(gradient_bytes=trained, temporary_bytes=0 if hosted and on_gpus else step)
         # A thread makes each update during the passes of the next minibatch; replicas agree on an update first.
-        if usage.double_buffered and (hosted or usage.on_host) and not on_host and not peers.sums:
+        if usage.double_buffered and (hosted or usage.weights_on_host) and not weights_on_host and not peers.sums:
             fixed, update = _add([(1, fixed), (1, update)]), StageMemory()
         moved = sizes.activation_bytes if offload else 0
         waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
         return cls(
             sizes=sizes,
             fixed=fixed,
-            version=_memory(**{"host_bytes" if on_host else "stash_bytes": trained}),
+            version=_memory(**{"host_bytes" if weights_on_host else "stash_bytes": trained}),
             waiting=_memory(activation_bytes=waiting, moved_bytes=moved),
             deferred=_memory(activation_bytes=DEFERRED_SHARE * sizes.activation_bytes - moved, moved_bytes=moved),
-            sums=StageMemory() if on_host else _memory(gradient_bytes=trained),
-            update=StageMemory() if on_host else update,
-            copied_bytes=2 * sizes.parameter_bytes if on_host else 0,
+            sums=StageMemory() if weights_on_host else _memory(gradient_bytes=trained),
+            update=StageMemory() if weights_on_host else update,
+            copied_bytes=2 * sizes.parameter_bytes if weights_on_host else 0,
             running_bytes=sizes.activation_bytes - moved + window_bytes(moved) - waiting,
             window_bytes=window_bytes(moved),
-            relief_bytes=0 if offload else sizes.relief_bytes,
+            freed_before_peak_bytes=0 if offload else sizes.freed_before_peak_bytes,
             bucket_bytes=bucket_bytes(sizes, peers),
         )
 
     @classmethod
-    def of_rules(cls, rules: Rules, stage: int, usage: StageOccupancy, peers: Peers) -> StageBytes:
+    def of_rules(cls, rules: Rules, stage: int, usage: StageOccupancy, peers: MessageBuffers) -> StageBytes:
         """Returns the bytes of a stage of a schedule, or a program, with the figures of its plan."""
         plan, row = rules.plan, rules.plan.stages[stage]
         sizes = row.sizes(
@@ -154,11 +156,11 @@ class StageBytes:
             weight_bytes=self.copied_bytes,
             gradient_bytes=(
                 (sizes.trained_bytes if adds or has_sums else 0)
-                - (self.relief_bytes if kind is Kind.BACKWARD and not has_sums else 0)
+                - (self.freed_before_peak_bytes if kind is Kind.BACKWARD and not has_sums else 0)
             ),
             activation_bytes=self.running_bytes if is_whole else self.window_bytes,
-            working_bytes=(
-                sizes.working_bytes
+            temporary_bytes=(
+                sizes.temporary_bytes
                 + (self.bucket_bytes if adds or has_sums else 0)
                 + (sizes.largest_parameter_bytes if adds and has_sums else 0)
             ),

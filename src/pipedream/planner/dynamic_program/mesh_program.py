@@ -154,13 +154,13 @@ class MeshProgram(MeshCosts):
         fewest = min(float(tables[state][0, 0]) for state in starts)
         state = min(start for start in starts if tables[start][0, 0] == fewest)
         choices: list[StageChoice] = []
-        place, before, stages_left = 0, 0, fewest
+        cut, before, stages_left = 0, 0, fewest
         while True:
-            choice, state_after, end = self._step(cost, limit, tables, state, before, place, stages_left)
+            choice, state_after, end = self._step(cost, limit, tables, state, before, cut, stages_left)
             choices.append(choice)
             if not state_after.ranks:
                 return tuple(choices)
-            before, state, place, stages_left = state.mesh, state_after, end, stages_left - 1
+            before, state, cut, stages_left = state.mesh, state_after, end, stages_left - 1
 
     def _step(
         self,
@@ -169,18 +169,18 @@ class MeshProgram(MeshCosts):
         tables: dict[MeshState, FloatArray],
         state: MeshState,
         before: int,
-        place: int,
+        cut: int,
         stages_left: float,
     ) -> tuple[StageChoice, MeshState, int]:
         """Returns the stage of a state from a place on, the state after it, and the index of its end."""
         for workers, rest in self._list_workers(state):
             for after, then in self._iterate_followers(tables, rest, state.mesh):
-                costs = cost(workers, self._before[before], after)[place]
+                costs = cost(workers, self._before[before], after)[cut]
                 ends = np.flatnonzero((costs <= limit) & (then + 1 == stages_left))
                 if len(ends):
                     end, mesh = int(ends[0]), self.space.meshes[workers.mesh]
-                    span = int(self._places[place]), int(self._places[end])
-                    again = self._must_recompute(workers, place, end)
+                    span = int(self._places[cut]), int(self._places[end])
+                    again = self._must_recompute(workers, cut, end)
                     return StageChoice(*span, workers.replicas, mesh, again), rest._replace(mesh=after or 0), end
         raise AssertionError("the tables have no such stage")
 
@@ -189,9 +189,9 @@ class MeshProgram(MeshCosts):
         rows = [(workers, rest) for rest, same in self._stages[state].items() for workers in same]
         return sorted(rows, key=lambda row: row[0][:2])
 
-    def _must_recompute(self, workers: MeshWorkers, place: int, end: int) -> bool:
+    def _must_recompute(self, workers: MeshWorkers, cut: int, end: int) -> bool:
         most = workers.lies.site.memory_bytes
-        must = most is not None and self._compute_need(workers, False)[place, end] > most
+        must = most is not None and self._compute_need(workers, False)[cut, end] > most
         return self.space.choices.recompute == "always" or (self.space.choices.recompute == "auto" and bool(must))
 
 
@@ -261,35 +261,35 @@ class MeshPeriods(MeshProgram):
         return [(*row, kinds.setdefault(tuple(choice.kind[:3] for choice in same), same)) for row, same in rows.items()]
 
     def _iterate_choices(self, fewest: IntArray, ranks: int, period_s: float) -> Iterator[StageChoice]:
-        place = 0
+        cut = 0
         while ranks:
-            choice, place = self._find_next(fewest, ranks, place, period_s)
+            choice, cut = self._find_next(fewest, ranks, cut, period_s)
             ranks -= choice.ranks
             yield choice
 
-    def _find_next(self, fewest: IntArray, ranks: int, place: int, period_s: float) -> tuple[StageChoice, int]:
+    def _find_next(self, fewest: IntArray, ranks: int, cut: int, period_s: float) -> tuple[StageChoice, int]:
         for workers, rest in self._list_workers(MeshState(ranks, 0, 0)):
             after, replicas = fewest[rest.ranks], workers.replicas
-            may = after + replicas == fewest[ranks, place]
+            may = after + replicas == fewest[ranks, cut]
             if not may.any():
                 continue
             in_flight = (after + (replicas - 1)) // replicas + 1
-            ends = np.flatnonzero(may & (in_flight <= self._find_most(workers, period_s, place)))
+            ends = np.flatnonzero(may & (in_flight <= self._find_most(workers, period_s, cut)))
             if len(ends):
                 end = int(ends[0])
                 again = self.space.choices.recompute == "always" or bool(
-                    in_flight[end] > self._find_room(workers, False)[place, end]
+                    in_flight[end] > self._find_room(workers, False)[cut, end]
                 )
-                span = int(self._places[place]), int(self._places[end])
+                span = int(self._places[cut]), int(self._places[end])
                 return StageChoice(*span, replicas, self.space.meshes[workers.mesh], again), end
         raise AssertionError("the tables have no such stage")
 
-    def _find_most(self, workers: MeshWorkers, period_s: float, places: int | slice = slice(None)) -> IntArray:
+    def _find_most(self, workers: MeshWorkers, period_s: float, cuts: int | slice = slice(None)) -> IntArray:
         """The most in flight with which stages [from, to] fit; 0 for those that do not keep the period."""
         ways = (
             np.where(
-                self._compute_cost(workers.mesh, workers.lies, recompute)[places] <= period_s,
-                self._find_room(workers, recompute)[places],
+                self._compute_cost(workers.mesh, workers.lies, recompute)[cuts] <= period_s,
+                self._find_room(workers, recompute)[cuts],
                 0,
             )
             for recompute in self.space.choices.recomputing

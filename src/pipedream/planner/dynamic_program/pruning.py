@@ -33,8 +33,8 @@ def prune_places(
     """
     space, workers = pipelines.space, max(w for w, _ in pipelines.states)
 
-    def is_enough(places: int) -> bool:
-        return places <= enough or places**2 * len(pipelines.states) <= little
+    def is_enough(cuts: int) -> bool:
+        return cuts <= enough or cuts**2 * len(pipelines.states) <= little
 
     if is_enough(len(space.positions)) or workers > _MAX_WORKERS:
         return pipelines
@@ -74,7 +74,7 @@ def prune_places(
 
 def _keep(pipelines: DynamicProgram, is_kept: BoolArray) -> DynamicProgram:
     is_kept[[0, -1]] = True
-    positions = tuple(place for place, keep in zip(pipelines.space.positions, is_kept, strict=True) if keep)
+    positions = tuple(cut for cut, keep in zip(pipelines.space.positions, is_kept, strict=True) if keep)
     return replace(pipelines, space=with_positions(pipelines.space, positions))
 
 
@@ -99,19 +99,19 @@ def _find_least_replicas(
     space: SearchSpace, period_s: float, sites: Mapping[int, Sequence[Site]], workers: int
 ) -> IntArray:
     """As [from, to]; `workers` + 1 if no count is enough."""
-    places, speed = np.array(space.positions), max(site.speed for row in sites.values() for site in row)
-    forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, places))
-    trained = space.trained[places]
+    cuts, speed = np.array(space.positions), max(site.speed for row in sites.values() for site in row)
+    forward, backward = (np.asarray(part, dtype=float) for part in space.passes_s(0, cuts))
+    trained = space.trained[cuts]
     work = (forward + backward) / (period_s * speed)
     before, after = np.ceil(work * (1 - _SLACK)), np.ceil((work[-1] - work) * (1 - _SLACK))
-    sends = space.crossing[places].astype(float) * space.terms.message_share
+    sends = space.crossing[cuts].astype(float) * space.terms.message_share
     sends[[0, -1]] = 0.0
     # Two lower bounds of the replicas: from the compute, and from the messages, which all cross the innermost level.
     sends /= space.cluster.levels[0].link_bytes_per_s * period_s
     i, j = np.nonzero(space.precedes & (work[None, :] - work[:, None] <= (workers - before)[:, None] - after[None, :]))
     available = workers - before[i] - after[j]
     needs = np.maximum(work[j] - work[i], sends[i] + sends[j])
-    least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
+    least = np.full((len(cuts), len(cuts)), workers + 1, dtype=np.int16)
     for count, row in sites.items():
         open_now = (needs <= available) & (available >= count)
         i, j, available, needs = i[open_now], j[open_now], available[open_now], needs[open_now]
@@ -123,7 +123,7 @@ def _find_least_replicas(
             pairs = tried[sum_s + forward_s / site.speed <= count * period_s]
             a, b = i[pairs], j[pairs]
             passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
-            fits = space.period_s(passes_s, places[a], places[b], site) <= period_s
+            fits = space.period_s(passes_s, cuts[a], cuts[b], site) <= period_s
             least[a[fits], b[fits]] = count
             needs[pairs[fits]] = np.inf
             tried = tried[needs[tried] <= count]
@@ -132,11 +132,11 @@ def _find_least_replicas(
 
 def thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
     """Returns the ends, and the place that the fewest bytes cross in each of `count` parts of about equal compute."""
-    places = np.array(space.positions)
+    cuts = np.array(space.positions)
     sums = ExactSums(space.forward.whole + space.backward.whole, space.forward.scale)
-    done_s = np.asarray(sums.between(0, places), dtype=float)
+    done_s = np.asarray(sums.between(0, cuts), dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)
-    order = 1 + np.lexsort((np.arange(len(places))[1:-1], space.crossing[places][1:-1], shares[1:-1]))
+    order = 1 + np.lexsort((np.arange(len(cuts))[1:-1], space.crossing[cuts][1:-1], shares[1:-1]))
     starts = np.flatnonzero(np.diff(shares[order], prepend=-1.0))
-    indices = {0, len(places) - 1, *order[starts].tolist()}
+    indices = {0, len(cuts) - 1, *order[starts].tolist()}
     return tuple(space.positions[i] for i in sorted(indices))

@@ -138,23 +138,23 @@ class DynamicProgram:
         most = min(suffixes[start][0] for start in self._starts)
         if most == np.inf:
             raise PlanError("the layers of this graph cannot be cut into that many stages; ask for fewer stages")
-        place, choices = 0, [start for start in self._starts if suffixes[start][0] <= most]
+        cut, choices = 0, [start for start in self._starts if suffixes[start][0] <= most]
         while True:
             for state in choices:
                 rest = self._find_rest(suffixes, state, np.inf)
-                missing = self._compute_missing_bytes(state)[place]
+                missing = self._compute_missing_bytes(state)[cut]
                 ends = np.flatnonzero(np.maximum(missing, rest) <= most)
                 if len(ends):
                     break
             end = int(ends[0])
             if missing[end] == most:
                 memory = self._sites[state].memory_bytes or 0
-                span = int(self._places[place]), int(self._places[end])
+                span = int(self._places[cut]), int(self._places[end])
                 first, last = (self.space.downsets[at].bit_count() for at in span)
                 moves = describe_copies(self.space, *span, recompute=self.space.choices.recompute != "never")
                 savings = list_savings(self.space, partial(self._count_least, state, span))
                 return Shortage(int(most) + memory, memory, first, last, moves, savings)
-            place, choices = end, self._list_followers(state)
+            cut, choices = end, self._list_followers(state)
 
     @property
     def work(self) -> float:
@@ -349,7 +349,7 @@ class DynamicProgram:
             keys[state][rows] = np.where(keeps, rest[columns] + 1, none).min(axis=1)
             best[workers] = np.minimum(best.get(workers, none), keys[state])
 
-        place = 0
+        cut = 0
         cuts: list[int] = []
         counts: list[int] = []
         key = min(int(keys[start][0]) for start in self._starts if start in keys)
@@ -360,21 +360,21 @@ class DynamicProgram:
                 (int(np.flatnonzero(here)[0]), choice[1], choice)
                 for choice in choices
                 if choice in keys
-                and (here := (self._compute_seconds(choice)[place] <= period) & (rests[choice] + 1 == key)).any()
+                and (here := (self._compute_seconds(choice)[cut] <= period) & (rests[choice] + 1 == key)).any()
             ]
-            place, count, state = min(ends)
+            cut, count, state = min(ends)
             counts.append(count)
             key -= 1
-            if place == len(self._places) - 1:
+            if cut == len(self._places) - 1:
                 return tuple(cuts), tuple(counts)
-            cuts.append(int(self._places[place]))
-            key -= int(sends[place])
+            cuts.append(int(self._places[cut]))
+            key -= int(sends[cut])
             choices = self._list_followers(state)
 
     def _build_plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
         workers = sum(counts)
         recompute = []
-        indices = {int(place): index for index, place in enumerate(self._places)}
+        indices = {int(cut): index for index, cut in enumerate(self._places)}
         left = workers
         for (first, last), count in zip(pairwise((0, *cuts, int(self._places[-1]))), counts, strict=True):
             memory = self._sites[left, count].memory_bytes

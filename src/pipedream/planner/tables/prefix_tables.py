@@ -27,7 +27,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.rules import UpdateRule
-from pipedream.planner.arrays import BoolArray, Bytes, ExactSums, IntArray, Place, RunExtremes, Seconds
+from pipedream.planner.arrays import BoolArray, Bytes, Cut, ExactSums, IntArray, RunExtremes, Seconds
 from pipedream.planner.cuts import Lattice, bit_indices
 
 
@@ -71,28 +71,28 @@ class StagePeaks:
     update_working: tuple[float, float]
 
     @classmethod
-    def of(cls, profile: Profile, downsets: Sequence[int], places: PlaceBytes) -> StagePeaks:
+    def of(cls, profile: Profile, downsets: Sequence[int], cuts: PlaceBytes) -> StagePeaks:
         """Returns the peaks; the `downsets` of the graph's order come first."""
         layers, count = profile.layers, len(profile.layers)
-        saved = places.activations.copy()
-        working = np.array([layer.working_bytes for layer in layers])
+        saved = cuts.activations.copy()
+        working = np.array([layer.temporary_bytes for layer in layers])
         backward = np.array([layer.backward_bytes for layer in layers])
         leaving = np.array([layer.leaving_bytes for layer in layers])
         # The loss runs after the last layer, whose backward begins when the loss is done.
         has_last = np.array([downset >> (count - 1) & 1 for downset in downsets])
         saved += has_last * profile.loss_bytes
         leaving[-1] = 0
-        working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_working_bytes)
-        saved_up_to, trained = saved[1 : count + 1], places.trained[1 : count + 1]
+        working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_temporary_bytes)
+        saved_up_to, trained = saved[1 : count + 1], cuts.trained[1 : count + 1]
         # At most what crosses the cuts is kept twice in a stage of a graph; an old profile does not record it.
-        crossing_elsewhere = np.array(places.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
+        crossing_elsewhere = np.array(cuts.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
         return cls(
             count,
             np.array([(~downset & (downset + 1)).bit_length() - 1 for downset in downsets]),
             np.array([downset.bit_length() for downset in downsets]),
             saved,
-            places.trained,
+            cuts.trained,
             np.concatenate([arriving, arriving[-1:], crossing_elsewhere]),
             np.concatenate([leaving[:1], leaving, crossing_elsewhere]),
             RunExtremes.of(saved_up_to + working, np.maximum),
@@ -103,43 +103,43 @@ class StagePeaks:
             _rate_update_working(profile),
         )
 
-    def activation_bytes(self, first: Place, last: Place) -> Bytes:
+    def activation_bytes(self, first: Cut, last: Cut) -> Bytes:
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
-    def working_bytes(self, first: Place, last: Place) -> Bytes:
+    def temporary_bytes(self, first: Cut, last: Cut) -> Bytes:
         """Returns what a pass needs in addition to what is kept."""
         run = np.maximum(self.working.between(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.between(self.lowest[first], self.highest[last])
         working: Bytes = np.where(self._is_run(first, last), run, part)
         return working
 
-    def gathered_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much of `working_bytes` is for sharded weights, whatever the number of samples."""
+    def gathered_bytes(self, first: Cut, last: Cut) -> Bytes:
+        """Returns how much of `temporary_bytes` is for sharded weights, whatever the number of samples."""
         gathered = self.gathered.between(self.lowest[first], self.highest[last])
-        bounded: Bytes = np.minimum(gathered, self.working_bytes(first, last))
+        bounded: Bytes = np.minimum(gathered, self.temporary_bytes(first, last))
         return bounded
 
-    def relief_bytes(self, first: Place, last: Place) -> Bytes:
+    def freed_before_peak_bytes(self, first: Cut, last: Cut) -> Bytes:
         """Returns how much less a backward needs than all its bytes together, see `StageSizes`."""
-        peak = self.kept[last] + self.working_bytes(first, last)
+        peak = self.kept[last] + self.temporary_bytes(first, last)
         run = peak - self.growing.between(*self._run(first, last)) - self.trained[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
 
-    def largest_parameter_bytes(self, first: Place, last: Place) -> Bytes:
+    def largest_parameter_bytes(self, first: Cut, last: Cut) -> Bytes:
         largest: Bytes = self.largest.between(self.lowest[first], self.highest[last])
         return largest
 
-    def update_working_bytes(self, first: Place, last: Place, all_bytes: Bytes) -> Bytes:
+    def update_temporary_bytes(self, first: Cut, last: Cut, all_bytes: Bytes) -> Bytes:
         by_largest, by_all = self.update_working
         needed = by_largest * self.largest_parameter_bytes(first, last) + by_all * all_bytes
         rounded: IntArray = np.ceil(needed).astype(np.int64)
         return rounded
 
-    def _is_run(self, first: Place, last: Place) -> bool | BoolArray:
+    def _is_run(self, first: Cut, last: Cut) -> bool | BoolArray:
         is_run: bool | BoolArray = np.maximum(first, last) <= self.count
         return is_run
 
-    def _run(self, first: Place, last: Place) -> tuple[Place, Place]:
+    def _run(self, first: Cut, last: Cut) -> tuple[Cut, Cut]:
         return np.minimum(first, self.count), np.minimum(last, self.count)
 
 
@@ -149,13 +149,13 @@ def _rate_update_working(profile: Profile) -> tuple[float, float]:
     An optimizer updates its parameters one by one, or all at once, which needs the temporaries of several.
     """
     largest = max(layer.largest_parameter_bytes for layer in profile.layers)
-    if profile.update_working_bytes <= 4 * largest:
-        return (profile.update_working_bytes / largest if largest else 0.0), 0.0
-    return 0.0, profile.update_working_bytes / max(profile.trained_bytes, 1)
+    if profile.update_temporary_bytes <= 4 * largest:
+        return (profile.update_temporary_bytes / largest if largest else 0.0), 0.0
+    return 0.0, profile.update_temporary_bytes / max(profile.trained_bytes, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class PlaceSums:
+class PrefixTables:
     """The layers of a profile, summed up to each place.
 
     Attributes:
@@ -178,7 +178,7 @@ class PlaceSums:
     downsets: tuple[int, ...]
 
     @classmethod
-    def sum_up(cls, profile: Profile, lattice: Lattice, others: Sequence[int]) -> PlaceSums:
+    def sum_up(cls, profile: Profile, lattice: Lattice, others: Sequence[int]) -> PrefixTables:
         """Returns the sums up to each layer of the graph's order, then those of the other downsets."""
         layers, count = profile.layers, len(profile.layers)
         downsets = (*((1 << i) - 1 for i in range(count + 1)), *others)
@@ -216,7 +216,7 @@ class PlaceSums:
             downsets=downsets,
         )
 
-    def matrix_bytes(self, updates: UpdateRule | None, first: Place, last: Place) -> tuple[Bytes, Bytes]:
+    def matrix_bytes(self, updates: UpdateRule | None, first: Cut, last: Cut) -> tuple[Bytes, Bytes]:
         """Returns the bytes that an update's compensations keep for a stage's matrices, and need during an update."""
         if updates is None:
             return 0, 0
@@ -232,10 +232,10 @@ class PlaceSums:
         """Compensations -> bytes that they keep for all layers before each place, and need for each layer."""
         return {}
 
-    def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
+    def passes_s(self, first: Cut, last: Cut) -> tuple[Seconds, Seconds]:
         return self.forward.between(first, last), self.backward.between(first, last)
 
-    def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
+    def bytes_of(self, first: Cut, last: Cut) -> tuple[Bytes, Bytes, Bytes]:
         """Returns the bytes of trained parameters, received and sent on."""
         end = len(self.profile.layers)
         return (
@@ -244,21 +244,21 @@ class PlaceSums:
             np.where(np.asarray(last) == end, 0, self.crossing[last]),
         )
 
-    def parameter_bytes(self, first: Place, last: Place) -> Bytes:
+    def parameter_bytes(self, first: Cut, last: Cut) -> Bytes:
         """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
         return self._add_copies(self.parameters[last] - self.parameters[first], first, last, trained_only=False)
 
-    def trained_bytes(self, first: Place, last: Place) -> Bytes:
+    def trained_bytes(self, first: Cut, last: Cut) -> Bytes:
         """Returns `parameter_bytes` without frozen parameters."""
         return self._add_copies(self.trained[last] - self.trained[first], first, last, trained_only=True)
 
-    def _add_copies(self, total: Bytes, first: Place, last: Place, *, trained_only: bool) -> Bytes:
+    def _add_copies(self, total: Bytes, first: Cut, last: Cut, *, trained_only: bool) -> Bytes:
         for (count, is_first), tied in zip(self._tied, self.profile.tied, strict=True):
             copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
             total = total + copies * tied.parameter_bytes * (tied.trained or not trained_only)
         return total
 
-    def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
+    def optimizer_bytes(self, first: Cut, last: Cut) -> Bytes:
         total: Bytes = self.optimizer[last] - self.optimizer[first]
         copies = self.trained_bytes(first, last) - (self.trained[last] - self.trained[first])
         return total + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else total
@@ -286,11 +286,11 @@ class PlaceSums:
     def _on_gpus(self) -> bool:
         return self.profile.runtime.overlap_device or self._launches
 
-    def _step_s(self, first: Place, last: Place) -> Seconds:
+    def _step_s(self, first: Cut, last: Cut) -> Seconds:
         fixed_s = self.profile.update_fixed_s
         return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)
 
-    def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
+    def _share(self, seconds: float, first: Cut, last: Cut) -> Seconds:
         share: Seconds = seconds * self.trained_bytes(first, last) / self._all_bytes
         return share
 
@@ -313,11 +313,11 @@ class PlaceSums:
             optimizer_bytes=int(self.optimizer_bytes(first, last)),
             matrices=join_matrices(matrix for layer in inside for matrix in layer.matrices),
             names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
-            working_bytes=int(self.peaks.working_bytes(first, last)),
+            temporary_bytes=int(self.peaks.temporary_bytes(first, last)),
             gathered_bytes=int(self.peaks.gathered_bytes(first, last)),
-            relief_bytes=int(self.peaks.relief_bytes(first, last)),
+            freed_before_peak_bytes=int(self.peaks.freed_before_peak_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
-            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.trained_bytes(first, last))),
+            update_temporary_bytes=int(self.peaks.update_temporary_bytes(first, last, self.trained_bytes(first, last))),
         )
 
 

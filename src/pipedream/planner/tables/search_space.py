@@ -1,4 +1,4 @@
-"""The search space: what the layers between two places (`planner.tables.prefix_tables`) cost as a stage."""
+"""The search space: what the layers between two cuts (`planner.tables.prefix_tables`) cost as a stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipedream.core.plan import depth as depths
 from pipedream.core.plan.choices import ALWAYS, AUTOMATIC, DEFAULTS, HOST, NEVER, Choices
 from pipedream.core.plan.cost import Site, Terms
 from pipedream.core.plan.memory import (
-    Peers,
+    MessageBuffers,
     StageMemory,
     StageSizes,
     hosted_copies_s,
@@ -33,9 +33,9 @@ from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
 from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.units import format_bytes, format_rate
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, Tables
+from pipedream.planner.arrays import BoolArray, Bytes, Cut, IntArray, Seconds, Span, Tables
 from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
-from pipedream.planner.tables.prefix_tables import PlaceSums
+from pipedream.planner.tables.prefix_tables import PrefixTables
 
 MAX_SLOWDOWN = 1.05
 """Of the passes of a stage whose activations are copied meanwhile."""
@@ -44,7 +44,7 @@ _Space = TypeVar("_Space", bound="SearchSpace")
 
 
 @dataclass(frozen=True, eq=False)
-class SearchSpace(PlaceSums):
+class SearchSpace(PrefixTables):
     """A profile, a cluster and a way to train: what everything between two places would cost as a stage.
 
     Attributes:
@@ -106,15 +106,15 @@ class SearchSpace(PlaceSums):
             downsets, is_complete = searched_downsets(lattice, profile, cluster)
         ordered = sorted({0, *downsets, lattice.everything}, key=lambda downset: (downset.bit_count(), downset))
         prefixes = {(1 << i) - 1 for i in range(len(profile.layers) + 1)}
-        sums = PlaceSums.sum_up(profile, lattice, [downset for downset in ordered if downset not in prefixes])
-        places = {downset: place for place, downset in enumerate(sums.downsets)}
+        sums = PrefixTables.sum_up(profile, lattice, [downset for downset in ordered if downset not in prefixes])
+        cuts = {downset: cut for cut, downset in enumerate(sums.downsets)}
         return cls(
             **vars(sums),
             cluster=cluster,
             versions=versions,
             update_delay=update_delay,
             microbatches=microbatches,
-            positions=tuple(places[downset] for downset in ordered),
+            positions=tuple(cuts[downset] for downset in ordered),
             choices=choices.of_values(8 * profile.value_bytes),
             is_complete=is_complete,
             occupancy=occupancy,
@@ -129,17 +129,17 @@ class SearchSpace(PlaceSums):
     def precedes(self) -> BoolArray:
         """Which positions make a stage, as [from, to]."""
         if max(self.positions) <= len(self.profile.layers):
-            places = np.array(self.positions)
-            in_order: BoolArray = places[:, None] < places[None, :]
+            cuts = np.array(self.positions)
+            in_order: BoolArray = cuts[:, None] < cuts[None, :]
             return in_order
-        rows = bool_rows([self.downsets[place] for place in self.positions], len(self.profile.layers))
+        rows = bool_rows([self.downsets[cut] for cut in self.positions], len(self.profile.layers))
         inside = rows.astype(np.float32)
         sizes = inside.sum(axis=1)
         contained: BoolArray = (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
         return contained
 
     def update_s(
-        self, first: Place, last: Place, update_delay: int = 0, edges: tuple[Bytes, Bytes] | None = None
+        self, first: Cut, last: Cut, update_delay: int = 0, edges: tuple[Bytes, Bytes] | None = None
     ) -> Seconds:
         """Returns the seconds of one update of a stage: the fixed part of the optimizer's step, and its share
         of the rest, by bytes of trained parameters.
@@ -158,12 +158,12 @@ class SearchSpace(PlaceSums):
             added_s = added_s + self.runtime_s(first, last, update_s, edges)
         return update_s + added_s
 
-    def _step_s(self, first: Place, last: Place) -> Seconds:
+    def _step_s(self, first: Cut, last: Cut) -> Seconds:
         is_copied = self.choices.hosts_optimizers and self._on_gpus
         copies_s = hosted_copies_s(self.trained_bytes(first, last), self.cluster) if is_copied else 0.0
         return super()._step_s(first, last) + copies_s
 
-    def tied_s(self, first: Place, last: Place) -> Seconds:
+    def tied_s(self, first: Cut, last: Cut) -> Seconds:
         """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
         seconds: Seconds = 0.0
         for (count, _), tied in zip(self._tied, self.profile.tied, strict=True):
@@ -172,9 +172,7 @@ class SearchSpace(PlaceSums):
             seconds = seconds + (is_parted & tied.trained) * least_sum_s(self.cluster, tied.parameter_bytes)
         return seconds
 
-    def runtime_s(
-        self, first: Place, last: Place, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None
-    ) -> Seconds:
+    def runtime_s(self, first: Cut, last: Cut, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None) -> Seconds:
         runtime = self.choices.messages.add_costs(self.profile.runtime)
         device_s = sum(self.passes_s(first, last)) + update_s if self._on_gpus else 0.0
         launch_s = self.launch.between(first, last) if self._launches else 0.0
@@ -182,19 +180,19 @@ class SearchSpace(PlaceSums):
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
         return runtime.stage_s(device_s, received, sent, *ends, launch_s)
 
-    def _needs_copies(self, last: Place, update_delay: int) -> bool | BoolArray:
+    def _needs_copies(self, last: Cut, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
         copies: bool | BoolArray = (self.stage_occupancy(2).versions > 1) & (bool(update_delay) | ~is_output)
         return copies
 
-    def period_s(self, passes_s: tuple[Seconds, Seconds], first: Place, last: Place, site: Site) -> Seconds:
+    def period_s(self, passes_s: tuple[Seconds, Seconds], first: Cut, last: Cut, site: Site) -> Seconds:
         seconds: Seconds = site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
         return seconds
 
     def need_bytes(
         self,
-        first: Place,
-        last: Place,
+        first: Cut,
+        last: Cut,
         in_flight: int,
         update_delay: int = 0,
         recompute: bool = False,
@@ -208,7 +206,7 @@ class SearchSpace(PlaceSums):
         """
         occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
-        peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
+        peers = MessageBuffers(waiting=before.in_flight + 1, sums=replicas > 1)
         span, per_update = (first, last), -(-self.microbatches // replicas)
         sizes = sizes or self.sizes(*span)
 
@@ -225,7 +223,7 @@ class SearchSpace(PlaceSums):
         first: int,
         last: int,
         occupancy: StageOccupancy,
-        peers: Peers,
+        peers: MessageBuffers,
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
@@ -236,7 +234,7 @@ class SearchSpace(PlaceSums):
         terms = self._stage_bytes((first, last), occupancy, peers, sizes, recompute=recompute, offload=offload)
         return terms.peak(occupancy, -(-self.microbatches // replicas), update_delay)
 
-    def sizes(self, first: Place, last: Place) -> StageSizes:
+    def sizes(self, first: Cut, last: Cut) -> StageSizes:
         """Returns the sizes for the largest microbatch."""
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
@@ -247,17 +245,17 @@ class SearchSpace(PlaceSums):
             activation_bytes=part(self.peaks.activation_bytes(first, last)),
             input_bytes=part(self.crossing[first]),
             received_bytes=part(received),
-            loaded_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
+            prefetched_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
             sent_bytes=part(sent),
-            working_bytes=part(self.peaks.working_bytes(first, last) - gathered) + gathered,
-            relief_bytes=part(self.peaks.relief_bytes(first, last)),
+            temporary_bytes=part(self.peaks.temporary_bytes(first, last) - gathered) + gathered,
+            freed_before_peak_bytes=part(self.peaks.freed_before_peak_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
-            update_working_bytes=self.peaks.update_working_bytes(first, last, self.trained_bytes(first, last)),
+            update_temporary_bytes=self.peaks.update_temporary_bytes(first, last, self.trained_bytes(first, last)),
             frozen_bytes=self.parameter_bytes(first, last) - self.trained_bytes(first, last),
         )
 
     def _stage_bytes(
-        self, span: tuple[Place, Place], occupancy: StageOccupancy, peers: Peers, sizes: StageSizes, **moves: bool
+        self, span: Span, occupancy: StageOccupancy, peers: MessageBuffers, sizes: StageSizes, **moves: bool
     ) -> StageBytes:
         matrix_bytes, sum_tensors = self.matrix_bytes(occupancy.updates, *span), self.terms.sums.kept_tensors
         where = {"hosts_optimizers": self.choices.hosts_optimizers, "on_gpus": self._on_gpus, **moves}
@@ -336,10 +334,10 @@ class SearchSpace(PlaceSums):
         return (self,) * len(plan.stages)
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
-        places = {downset: place for place, downset in enumerate(self.downsets)}
+        cuts = {downset: cut for cut, downset in enumerate(self.downsets)}
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
-        return list(pairwise(places[downset] for downset in (0, *accumulate(stages))))
+        return list(pairwise(cuts[downset] for downset in (0, *accumulate(stages))))
 
 
 def with_positions(space: _Space, positions: tuple[int, ...]) -> _Space:
@@ -411,7 +409,7 @@ def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, *, of
     return replace(stage, offload=offload, forward_s=forward_s, backward_s=backward_s)
 
 
-def may_offload(space: SearchSpace, first: Place, last: Place, recompute: bool = False) -> BoolArray:
+def may_offload(space: SearchSpace, first: Cut, last: Cut, recompute: bool = False) -> BoolArray:
     """Returns whether stages may offload their activations: their passes then take hardly longer."""
     cluster = space.cluster
     may_at_all = bool(space.choices.activations) and not recompute

@@ -184,7 +184,7 @@ def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_tensors(
-    path: AnyPath, tensors: Mapping[str, torch.Tensor], places: Mapping[str, tuple[Box, Sequence[int]]]
+    path: AnyPath, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, tuple[Box, Sequence[int]]]
 ) -> list[tuple[Any, ...]]:
     """Writes pieces one after the other, each by `torch.save`.
 
@@ -195,7 +195,7 @@ def write_tensors(
     with path.open("wb") as file:
         for name, tensor in tensors.items():
             part = tensor.detach().cpu()
-            box, shape = places.get(name, (tuple(map(range, part.shape)), part.shape))
+            box, shape = slices.get(name, (tuple(map(range, part.shape)), part.shape))
             for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
                 values = part[slice_of(piece)]
                 if values.untyped_storage().nbytes() != values.nbytes:

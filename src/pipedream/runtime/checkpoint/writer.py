@@ -65,7 +65,7 @@ class _Save:
     path: AnyPath
     manifest: Checkpoint
     tensors: Mapping[str, torch.Tensor]
-    places: Mapping[str, tuple[Box, Sequence[int]]]
+    slices: Mapping[str, tuple[Box, Sequence[int]]]
     keep: int | None
     wait_for_tensors: Callable[[], None] | None
 
@@ -100,7 +100,7 @@ class Writer:
         manifest: Checkpoint,
         tensors: Mapping[str, torch.Tensor],
         keep: int | None,
-        places: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
+        slices: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
         wait_for_tensors: Callable[[], None] | None = None,
     ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
@@ -109,7 +109,7 @@ class Writer:
             manifest: only rank 0's is written.
             tensors: must not be modified until `finish`.
             keep: complete checkpoints to keep; None keeps all.
-            places: name -> (box, shape of the whole), for tensors that are parts.
+            slices: name -> (box, shape of the whole), for tensors that are parts.
             wait_for_tensors: called by the writing thread before it reads the tensors.
 
         Raises:
@@ -128,7 +128,7 @@ class Writer:
                 failure = str(error)
         if failure := next(filter(None, gather_texts(failure, self._group)), ""):
             raise ArtifactError(failure)
-        save = _Save(path, manifest, tensors, places or {}, keep, wait_for_tensors)
+        save = _Save(path, manifest, tensors, slices or {}, keep, wait_for_tensors)
         self._last_saved[folder.resolve()] = manifest.minibatches
         if folder not in self._separate_ranks:
             sees = find_ranks_that_see(folder, self._rank, self._group)
@@ -159,7 +159,7 @@ class Writer:
         try:
             if save.wait_for_tensors is not None:
                 save.wait_for_tensors()
-            rows_written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
+            rows_written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.slices)
         except Exception as error:
             failure = _describe_failure(error, path)
         try:

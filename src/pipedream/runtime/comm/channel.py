@@ -100,7 +100,7 @@ class Receiver(ABC):
         return
 
 
-class RemoteReceiver(Receiver, Pending[Message]):
+class PeerReceiver(Receiver, Pending[Message]):
     """A receiving end whose `result` waits for another process's next message."""
 
     def receive(self) -> Pending[Message]:
@@ -121,7 +121,7 @@ class ConnectionSender(Sender):
         self.send_on(message, 0)
 
 
-class ConnectionReceiver(RemoteReceiver):
+class ConnectionReceiver(PeerReceiver):
     """The receiving end of a connection, which several channels may share."""
 
     @abstractmethod

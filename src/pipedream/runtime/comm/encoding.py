@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.mesh import dense_strides
-from pipedream.core.plan.messages import BITS, BLOCK, MIN_ENCODED_BYTES, Messages
+from pipedream.core.plan.messages import BITS, BLOCK, MIN_ENCODED_BYTES, MessageEncoding
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dimension_order
@@ -33,7 +33,7 @@ _BLOCKS_AT_ONCE = 1 << 11
 """Few enough for their temporaries to stay in a CPU's cache."""
 
 
-class Original(NamedTuple):
+class TensorHeader(NamedTuple):
     """What a code lacks of its tensor; only block codes need shape and strides, those of a dense tensor."""
 
     dtype: str
@@ -48,12 +48,12 @@ def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
     return tensor.is_floating_point() and tensor.nbytes >= MIN_ENCODED_BYTES and is_smaller
 
 
-def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, Original]:
+def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, TensorHeader]:
     """Returns the code of a floating-point tensor: 16-bit numbers, or scales and codes of values as uint8."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if encoding in _HALF_DTYPES:
-        return tensor.detach().to(_HALF_DTYPES[encoding]), Original(dtype, encoding)
-    original = Original(dtype, encoding, shape, dense_strides(shape, dimension_order(tensor)))
+        return tensor.detach().to(_HALF_DTYPES[encoding]), TensorHeader(dtype, encoding)
+    original = TensorHeader(dtype, encoding, shape, dense_strides(shape, dimension_order(tensor)))
     values = tensor.detach().contiguous().view(-1)
     blocks = nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)  # zeros change no maximum
     scales = torch.empty(len(blocks), 1, dtype=torch.float32, device=tensor.device)
@@ -79,7 +79,7 @@ def _encode_blocks(blocks: torch.Tensor, scales: torch.Tensor, codes: torch.Tens
         codes.copy_(rounded)
 
 
-def decode(code: torch.Tensor, original: Original) -> torch.Tensor:
+def decode(code: torch.Tensor, original: TensorHeader) -> torch.Tensor:
     """Returns a dense tensor of the original's type and shape."""
     dtype = getattr(torch, original.dtype)
     if original.encoding in _HALF_DTYPES:
@@ -119,7 +119,7 @@ def encode_message(message: Message, encoding: str, *, only_wanted: bool) -> Mes
         only_wanted: tensors whose gradient is not sent back travel as they are.
     """
     tensors = list(message.tensors)
-    originals: list[Original | None] = [None] * len(tensors)
+    originals: list[TensorHeader | None] = [None] * len(tensors)
     for i, tensor in enumerate(tensors):
         if tensor is not None and (not only_wanted or message.wants[i]) and is_encoded(tensor, encoding):
             tensors[i], originals[i] = encode(tensor, encoding)
@@ -143,17 +143,17 @@ def decode_message(message: Message) -> Message:
 
 
 @lru_cache(maxsize=1024)
-def _mark(structure: str, originals: tuple[Original | None, ...]) -> str:
+def _mark(structure: str, originals: tuple[TensorHeader | None, ...]) -> str:
     return f"{_MARK}{json.dumps(originals)}{_MARK}{structure}"
 
 
 @lru_cache(maxsize=1024)
-def _read_mark(structure: str) -> tuple[tuple[Original | None, ...], str]:
+def _read_mark(structure: str) -> tuple[tuple[TensorHeader | None, ...], str]:
     if not structure.startswith(_MARK):
         return (), structure
     _, text, rest = structure.split(_MARK, 2)
     rows = json.loads(text)
-    return tuple(None if row is None else Original(*row[:2], *map(tuple, row[2:])) for row in rows), rest
+    return tuple(None if row is None else TensorHeader(*row[:2], *map(tuple, row[2:])) for row in rows), rest
 
 
 class EncodingSender(Sender):
@@ -201,7 +201,7 @@ class _Decoded(Pending[Message]):
         return decode_message(self._pending.result())
 
 
-def with_encoding(sender: Sender, messages: Messages, carries: Carries) -> Sender:
+def with_encoding(sender: Sender, messages: MessageEncoding, carries: Carries) -> Sender:
     """Returns a channel's sending end, which encodes if the user wants it."""
     encoding = messages.encoding(carries)
     if encoding == "full":
@@ -209,7 +209,7 @@ def with_encoding(sender: Sender, messages: Messages, carries: Carries) -> Sende
     return EncodingSender(sender, encoding, only_wanted=carries == Carries.ACTIVATION)
 
 
-def with_decoding(receiver: Receiver, messages: Messages, carries: Carries) -> Receiver:
+def with_decoding(receiver: Receiver, messages: MessageEncoding, carries: Carries) -> Receiver:
     """Returns the receiving end of such a channel."""
     return receiver if messages.encoding(carries) == "full" else DecodingReceiver(receiver)
 
@@ -221,7 +221,7 @@ class _EncodedCopy(torch.autograd.Function):
     """Copies a value as the next stage would receive it, and the gradient as this stage would."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, messages: MessageEncoding) -> torch.Tensor:
         ctx.encoding = messages.gradients
         return _apply_encoding(tensor, messages.activations)
 
@@ -230,7 +230,7 @@ class _EncodedCopy(torch.autograd.Function):
         return _apply_encoding(gradients[0], ctx.encoding), None
 
 
-def apply_messages(tensor: torch.Tensor, messages: Messages) -> torch.Tensor:
+def apply_messages(tensor: torch.Tensor, messages: MessageEncoding) -> torch.Tensor:
     """Returns a tensor as another worker would receive it; its gradient is as this worker would receive it."""
     return _EncodedCopy.apply(tensor, messages) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,7 @@ import torch
 
 from pipedream.core.plan.layout import Crossing, read_crossings
 from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, dense_strides, pieces, slice_within
-from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
+from pipedream.runtime.comm.channel import PeerReceiver, Receiver, Sender
 from pipedream.runtime.comm.message import Message
 
 _End = TypeVar("_End", bound=Sender | Receiver)
@@ -102,7 +102,7 @@ class MeshSender(_MeshEnd[Sender], Sender):
         return sum(peer.sent_bytes for peer in self._peers.values())
 
 
-class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
+class MeshReceiver(_MeshEnd[Receiver], PeerReceiver):
     """One rank's receiving end."""
 
     def result(self) -> Message:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, RemoteReceiver, Sender
+from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, PeerReceiver, Sender
 from pipedream.runtime.comm.message import Message, MessageFormat, flatten_in_memory_order
 
 
@@ -115,7 +115,7 @@ class LinkSender(Sender):
         self._link.drain()
 
 
-class LinkReceiver(RemoteReceiver):
+class LinkReceiver(PeerReceiver):
     """The receiving end of one of the channels of a link."""
 
     def __init__(self, link: ReceivingLink, number: int) -> None:

@@ -331,7 +331,7 @@ class DataSources:
         planned_samples: int = 1,
     ) -> None:
         self._input_ranks = programs[0].placement.readers
-        self._takes_turns = programs[0].placement.has_turns
+        self._takes_turns = programs[0].placement.rotates
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
         self._batch_dim, self._planned_samples = batch_dim, planned_samples
         self._training = _OpenLoader({program.microbatches > 1 for program in programs})

@@ -25,7 +25,7 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
-        place: what is done outside of the program ("the training loop"); None while it runs.
+        doing: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
         gpu_mark: returns the oldest mark in the GPU's queue that it has not reached; None while it is idle.
         interrupts: returns how often this rank was interrupted.
@@ -35,7 +35,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.place: str | None = "starting"
+        self.doing: str | None = "starting"
         self.task: tuple[str, int] | None = None
         self.durations: dict[str, TaskDurations] = {}
         self.describe_op: Callable[[], str] = lambda: "the start"
@@ -66,19 +66,19 @@ class Activity:
         self.task = None
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
+    def at(self, doing: str) -> Iterator[None]:
         """Context of an activity other than an op."""
-        old_place, self.place = self.place, place
+        old_doing, self.doing = self.doing, doing
         try:
             yield
         finally:
-            self.place = old_place
+            self.doing = old_doing
 
     @property
     def where(self) -> str:
         task = self.task
-        if self.place is not None and task is None:
-            return self.place
+        if self.doing is not None and task is None:
+            return self.doing
         words = self.describe_op()
         return f"{words} ({task[0]})" if task is not None and task[0] == "loading data" else words
 

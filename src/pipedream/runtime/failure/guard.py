@@ -38,8 +38,8 @@ from pipedream.runtime.failure.processes import (
     is_launched_here,
     is_torchruns_worker,
     watch_from_outside,
+    write_doing,
     write_error,
-    write_place,
 )
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
 
@@ -332,14 +332,14 @@ class Guard:
             time.sleep(_POLL_S)
 
     def _watch(self) -> None:
-        exchanges, place = 0, ""
+        exchanges, doing = 0, ""
         while not self._stopped.wait(_POLL_S):
             if self._heartbeat.exchanges != exchanges:
                 exchanges = self._heartbeat.exchanges
                 self._detector.receive(time.monotonic(), self._heartbeat.statuses)
-            if (new_place := self._activity.where) != place:
-                place = new_place
-                write_place(place)
+            if (new_doing := self._activity.where) != doing:
+                doing = new_doing
+                write_doing(doing)
             failure = self._heartbeat.report
             if failure is not None:
                 self._end_process(failure[1])

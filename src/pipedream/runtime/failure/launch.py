@@ -24,8 +24,8 @@ from pipedream.runtime.failure.agent import Agent, Worker, count_threads
 from pipedream.runtime.failure.processes import (
     LOST_CONNECTION,
     RankProcess,
+    read_doing,
     read_error,
-    read_place,
     read_verdict,
     write_lost,
 )
@@ -154,7 +154,7 @@ def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:
         for failure in [failure for failure in without_message if failure.status not in (1, -signal.SIGTERM)][:1]:
             first, text = failure, None
     lost = tuple(failure.rank for failure in failures if failure.was_lost) or (first.rank,)
-    return _Failure(text or _describe_silent_end(first, read_place(folder, first.rank)), status, lost)
+    return _Failure(text or _describe_silent_end(first, read_doing(folder, first.rank)), status, lost)
 
 
 def _make_folder_prefix(launcher: RankProcess) -> str:
@@ -171,16 +171,16 @@ def _remove_abandoned_folders() -> None:
 
 
 def _describe_stopped(ranks: Sequence[int], folder: Path) -> str:
-    places = "; ".join(f"rank {rank} {_describe_last(read_place(folder, rank))}" for rank in sorted(ranks))
+    places = "; ".join(f"rank {rank} {_describe_last(read_doing(folder, rank))}" for rank in sorted(ranks))
     return f"pipedream: a worker was stopped (SIGSTOP, Ctrl-Z, a frozen container) and was killed: {places}"
 
 
-def _describe_last(place: str | None) -> str:
-    return "had not built its pipeline" if place is None else f"was last in {place}"
+def _describe_last(doing: str | None) -> str:
+    return "had not built its pipeline" if doing is None else f"was last in {doing}"
 
 
-def _describe_silent_end(worker: Worker, place: str | None) -> str:
-    rank, last = worker.rank, f"it {_describe_last(place)}"
+def _describe_silent_end(worker: Worker, doing: str | None) -> str:
+    rank, last = worker.rank, f"it {_describe_last(doing)}"
     if worker.status >= 0:
         return f"pipedream: rank {rank} ended with exit status {worker.status} and left no message; {last}"
     number = signal.Signals(-worker.status)

@@ -45,7 +45,7 @@ RUN_ID_PREFIX = "pipedream-"
 """Prefix of the run ids of our own launcher."""
 MEMORY = Path("/dev/shm")
 """A folder in the memory of the machine."""
-_PLACE_FILE = "place.txt"
+_DOING_FILE = "doing.txt"
 _CHECKPOINT_FILE = "checkpoint.txt"
 _LOST_FILE = "lost.json"
 
@@ -310,9 +310,9 @@ def write_error(message: str, *, verdict: bool = False) -> bool:
     return False
 
 
-def write_place(where: str) -> None:
+def write_doing(where: str) -> None:
     """Writes what this worker is doing."""
-    _write_text(_PLACE_FILE, where)
+    _write_text(_DOING_FILE, where)
 
 
 def write_checkpoint(path: str) -> None:
@@ -346,9 +346,9 @@ def read_verdict(folder: Path) -> str | None:
     return next((message for file in files for message, verdict in _read_errors(file) if verdict), None)
 
 
-def read_place(folder: Path, rank: int) -> str | None:
+def read_doing(folder: Path, rank: int) -> str | None:
     """Returns what a worker was last doing, once it had built its pipeline."""
-    return next((_read_text(file) for file in folder.rglob(_PLACE_FILE) if file.parent.name == str(rank)), None)
+    return next((_read_text(file) for file in folder.rglob(_DOING_FILE) if file.parent.name == str(rank)), None)
 
 
 def write_lost(folder: Path, ranks: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class MinibatchSums:
+class MinibatchTotals:
     """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric.
 
     `unread`: scores of further microbatches (`read`).
@@ -93,7 +93,7 @@ class MinibatchSums:
         self.unread, self._copies = [], None
 
     @classmethod
-    def of(cls, message: Message) -> MinibatchSums:
+    def of(cls, message: Message) -> MinibatchTotals:
         return cls(message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers))
 
     def message(self) -> Message:
@@ -175,9 +175,9 @@ class Results:
         self._split = microbatches
         round_microbatches = len(self._last_stage_ranks) * self._placement.turn
         self.delay = max(1, -(-round_microbatches // microbatches)) if self._reads_late and microbatches else 0
-        self._open_sums: dict[int, MinibatchSums] = {}
-        self._unsent: tuple[int, MinibatchSums] | None = None
-        self._parts: dict[tuple[int, int], MinibatchSums] = {}
+        self._open_totals: dict[int, MinibatchTotals] = {}
+        self._unsent: tuple[int, MinibatchTotals] | None = None
+        self._parts: dict[tuple[int, int], MinibatchTotals] = {}
         self._carried: dict[int, Message] = {}
         self._outputs: dict[int, Message] = {}
 
@@ -193,28 +193,30 @@ class Results:
         Raises:
             WorkerError: the loss is nan.
         """
-        sums = self._open_sums.get(key)
-        if sums is None:
-            sums = self._open_sums[key] = MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH)
-        sums.samples += message.samples
+        totals = self._open_totals.get(key)
+        if totals is None:
+            totals = self._open_totals[key] = MinibatchTotals(
+                message.minibatch, message.epoch, message.flags & ENDS_EPOCH
+            )
+        totals.samples += message.samples
         if self.delay:
-            sums.unread.append(scores)
+            totals.unread.append(scores)
         elif self._reads_late:  # copied: a metric may write into its tensor until the evaluation's end
-            sums.unread.append([(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores])
+            totals.unread.append([(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores])
         else:
-            self._add(sums, [float(value) * factor for value, factor in scores])
+            self._add(totals, [float(value) * factor for value, factor in scores])
 
     def complete(self, key: int, index: int = 0) -> None:
         """Ends a minibatch after its last forward here, of microbatch `index`; with a delay, sends the previous one."""
-        sums = self._open_sums.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
+        totals = self._open_totals.pop(key, None) or MinibatchTotals(numbers=[0.0] * len(self.zeros))
         if self._reads_late:
-            sums.begin_reading()
+            totals.begin_reading()
         if not self.delay:
-            self._send(key, sums, index)
+            self._send(key, totals, index)
             return
         if self._unsent is not None:
             self._send(*self._unsent, index)
-        self._unsent = key, sums
+        self._unsent = key, totals
 
     def finish(self) -> None:
         """Sends the last sums, at a drain."""
@@ -222,11 +224,11 @@ class Results:
             self._send(*self._unsent, None)
             self._unsent = None
 
-    def _send(self, key: int, sums: MinibatchSums, index: int | None) -> None:
-        if sums.unread:
-            for numbers in sums.read():
-                self._add(sums, numbers)
-        message = sums.message()
+    def _send(self, key: int, totals: MinibatchTotals, index: int | None) -> None:
+        if totals.unread:
+            for numbers in totals.read():
+                self._add(totals, numbers)
+        message = totals.message()
         reached_ranks = frozenset() if index is None else self._find_reached(index)
         if reached_ranks:
             assert index is not None
@@ -234,14 +236,14 @@ class Results:
         for rank, sender in self.senders.items():
             if rank not in reached_ranks:
                 sender.send(message)
-        self._parts[self._last_stage_ranks.index(self._rank), key] = sums
+        self._parts[self._last_stage_ranks.index(self._rank), key] = totals
 
-    def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
+    def _add(self, totals: MinibatchTotals, numbers: Sequence[float]) -> None:
         if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
             raise WorkerError(
-                self._process, self.where(), f"the loss of minibatch {sums.minibatch} is nan", NOT_FINITE_ADVICE
+                self._process, self.where(), f"the loss of minibatch {totals.minibatch} is nan", NOT_FINITE_ADVICE
             )
-        sums.add(numbers)
+        totals.add(numbers)
 
     # -- on the way ---------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class Results:
         key = index // self._split
         if self.delay:
             key = (self._find_first(replica, key) - len(self._last_stage_ranks) * self._placement.turn) // self._split
-        self._parts[replica, key] = MinibatchSums.of(message)
+        self._parts[replica, key] = MinibatchTotals.of(message)
 
     def _find_reached(self, index: int) -> frozenset[int]:
         """Returns the ranks that get the gradients of a microbatch before they read its results."""
@@ -278,16 +280,16 @@ class Results:
     def _find_first(self, replica: int, key: int) -> int:
         """Returns the first microbatch of a rank of the last stage from the minibatch `key` on."""
         begin, turn = key * self._split, self._placement.turn
-        turns = (replica - begin // turn) % len(self._last_stage_ranks)
-        return (begin // turn + turns) * turn if turns else begin
+        rotations = (replica - begin // turn) % len(self._last_stage_ranks)
+        return (begin // turn + rotations) * turn if rotations else begin
 
     def _find_carrier(self, replica: int, key: int) -> int:
         """Returns the microbatch whose gradients carry a replica's part of a minibatch."""
         if self.delay:
             key = self._find_first(replica, key + 1) // self._split
         last, turn = (key + 1) * self._split - 1, self._placement.turn
-        turns = (last // turn - replica) % len(self._last_stage_ranks)
-        return (last // turn - turns + 1) * turn - 1 if turns else last
+        rotations = (last // turn - replica) % len(self._last_stage_ranks)
+        return (last // turn - rotations + 1) * turn - 1 if rotations else last
 
     # -- at every rank ------------------------------------------------------------------------------
 
@@ -304,28 +306,28 @@ class Results:
         Args:
             total: microbatches of the stream, once it has ended.
         """
-        sums: MinibatchSums | None = None
+        totals: MinibatchTotals | None = None
         for replica in self._list_replicas(key):
             part = self._parts.pop((replica, key), None)
             if part is None:
                 if self._split:
                     carrier = self._find_carrier(replica, key)
                     assert self._rank not in self._find_reached(carrier) or (total is not None and carrier >= total)
-                part = MinibatchSums.of((yield from self._receive(self._last_stage_ranks[replica])))
-            if sums is None:
-                sums = part
+                part = MinibatchTotals.of((yield from self._receive(self._last_stage_ranks[replica])))
+            if totals is None:
+                totals = part
             else:
-                sums.add(part.numbers)
-                sums.samples += part.samples
-        assert sums is not None
-        loss, weight, *rest = sums.numbers
+                totals.add(part.numbers)
+                totals.samples += part.samples
+        assert totals is not None
+        loss, weight, *rest = totals.numbers
         return Done(
-            number=sums.minibatch,
-            epoch=sums.epoch,
-            ends_epoch=bool(sums.flags & ENDS_EPOCH),
+            number=totals.minibatch,
+            epoch=totals.epoch,
+            ends_epoch=bool(totals.flags & ENDS_EPOCH),
             loss=loss / weight if weight else float("nan"),
             weight=weight,
-            samples=sums.samples,
+            samples=totals.samples,
             rate=rate,
             metrics={
                 name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else float("nan")

@@ -30,7 +30,7 @@ from pipedream.runtime.update.optimizer import Optimizer
 
 T = TypeVar("T")
 
-Place = tuple[Box, Sequence[int]]
+Slice = tuple[Box, Sequence[int]]
 """A part of a tensor, and the shape of the whole."""
 
 
@@ -41,28 +41,28 @@ class Checkpointer:
         writer: writes checkpoints, perhaps in the background, with a process group of its own.
     """
 
-    def __init__(self, local: LocalWorkers) -> None:
-        self._local = local
-        self._model = local.model
-        self._names = local.names
-        self._device = local.blueprint.device
-        self._weights_device = local.blueprint.weights_device
-        loss = local.blueprint.settings.loss.module
+    def __init__(self, workers_here: LocalWorkers) -> None:
+        self._workers_here = workers_here
+        self._model = workers_here.model
+        self._names = workers_here.names
+        self._device = workers_here.blueprint.device
+        self._weights_device = workers_here.blueprint.weights_device
+        loss = workers_here.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._file_owners: dict[str, int] = {}
         self._is_checked = False  # by `check_savable`
-        self.writer = writer.Writer(local.rank, local.distributed, self._device)
+        self.writer = writer.Writer(workers_here.rank, workers_here.distributed, self._device)
 
     def check_savable(self) -> None:
         """Raises a `PipelineError` if a local stage's optimizer or scheduler cannot be saved, now or after a step."""
-        self._is_checked, settings = True, self._local.blueprint.settings
+        self._is_checked, settings = True, self._workers_here.blueprint.settings
         make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
-        with self._local.reporting("checking what a checkpoint would hold"):
-            for stage, stage_state in self._local.stage_states:
+        with self._workers_here.reporting("checking what a checkpoint would hold"):
+            for stage, stage_state in self._workers_here.stage_states:
                 optimizer_state.collect_tensors(stage_state.optimizer)
                 optimizer_state.to_saved_stage(stage_state.optimizer)
-                if stage not in self._local.shardings:
+                if stage not in self._workers_here.shardings:
                     optimizer_state.check_after_step(stage_state.optimizer, make)
 
     def save(
@@ -87,20 +87,20 @@ class Checkpointer:
         """
         if not self._is_checked:
             self.check_savable()
-        with self._local.reporting("saving a checkpoint"):
+        with self._workers_here.reporting("saving a checkpoint"):
             self.writer.finish()
-            tensors, places, stages = self._collect()
+            tensors, slices, stages = self._collect()
             wait_for_copies = None
             if not wait:
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
             own_stages = [stages, save_rng(self._device), position.data] if self._is_first else None
-            rows = [row for row in gather_json(own_stages, self._local.group) if row is not None]
+            rows = [row for row in gather_json(own_stages, self._workers_here.group) if row is not None]
             states = {
                 (stage, replica): decode(SavedStage, state, "a stage")
                 for saved_stages, *_ in rows
                 for stage, replica, state in saved_stages
             }
-            reader = self._program.placement.readers[0] if self._local.distributed else 0
+            reader = self._program.placement.readers[0] if self._workers_here.distributed else 0
             manifest = Checkpoint(
                 **vars(request),
                 **vars(replace(position, data=rows[reader][2])),
@@ -112,7 +112,7 @@ class Checkpointer:
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            path = self.writer.begin(folder, manifest, tensors, keep, places, wait_for_copies)
+            path = self.writer.begin(folder, manifest, tensors, keep, slices, wait_for_copies)
             if wait:
                 self.writer.finish()
             return path
@@ -122,14 +122,14 @@ class Checkpointer:
 
         Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
         """
-        with self._local.activity.at("looking for a checkpoint"):
-            path = folders.find_newest_of_all(folders.find_newest_checkpoint(folder), self._local.group)
+        with self._workers_here.activity.at("looking for a checkpoint"):
+            path = folders.find_newest_of_all(folders.find_newest_checkpoint(folder), self._workers_here.group)
         if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        folders.warn_of_unfinished(path, folder, self._local.rank)
-        with self._local.activity.at("reading a checkpoint"):
-            manifest, self._file_owners = folders.read_shared_manifest(path, self._local.group)
-        if not manifest.has_checksums and self._local.rank == 0:
+        folders.warn_of_unfinished(path, folder, self._workers_here.rank)
+        with self._workers_here.activity.at("reading a checkpoint"):
+            manifest, self._file_owners = folders.read_shared_manifest(path, self._workers_here.group)
+        if not manifest.has_checksums and self._workers_here.rank == 0:
             text = f"the checkpoint {path} has no checksums, so damage may go unnoticed"
             warnings.warn(text, stacklevel=3)  # the user's call
         return path, manifest
@@ -139,19 +139,19 @@ class Checkpointer:
 
         Every rank raises the same `ArtifactError` if it is damaged or belongs to another model or optimizer.
         """
-        with self._local.activity.at("reading a checkpoint"):
+        with self._workers_here.activity.at("reading a checkpoint"):
             names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
-            self._run_on_every_rank(lambda: _check_shapes(self._local, manifest))
+            self._run_on_every_rank(lambda: _check_shapes(self._workers_here, manifest))
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
             tensors = self._fetch(path, manifest, boxes)
             self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
             self.writer.note_loaded(path, manifest.minibatches)
         same = _has_same_replicas(self._program, manifest)
-        replica_state.warn_of_other_replicas(manifest, same=same, rank=self._local.rank)
+        replica_state.warn_of_other_replicas(manifest, same=same, rank=self._workers_here.rank)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises the error of a checkpoint that was written in the background."""
-        with self._local.reporting("saving a checkpoint" if wait else None):
+        with self._workers_here.reporting("saving a checkpoint" if wait else None):
             if wait:
                 self.writer.finish()
             else:
@@ -164,40 +164,40 @@ class Checkpointer:
             result = action()
         except PipelineError as error:
             failure = str(error)
-        failures = [text for text in gather_texts(failure, self._local.group) if text]
+        failures = [text for text in gather_texts(failure, self._workers_here.group) if text]
         if failures:
             raise ArtifactError(failures[0])
         return cast(T, result)
 
     @property
     def _program(self) -> Program:
-        return self._local.program
+        return self._workers_here.program
 
     @property
     def _is_first(self) -> bool:
         """Whether this is the first rank of its worker."""
-        return all(sharding.is_first for sharding in self._local.shardings.values())
+        return all(sharding.is_first for sharding in self._workers_here.shardings.values())
 
-    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], list[tuple[int, int, Any]]]:
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Slice], list[tuple[int, int, Any]]]:
         """Returns what this rank saves: tensors, the boxes of those that are parts, and its stages."""
         state = named_state(self._model)
         tensors = {f"model/{name}": state[name].detach() for name in self._names.unused}
-        places: dict[str, Place] = {}
+        slices: dict[str, Slice] = {}
         stages: list[tuple[int, int, Any]] = []
-        extra_states = self._local.extra_states()
-        for stage, replica, stage_state in self._local.replicas:
+        extra_states = self._workers_here.extra_states()
+        for stage, replica, stage_state in self._workers_here.replicas:
             stage_tensors = replica_state.collect_tensors(stage_state.optimizer, replica)
             if not replica:
                 names = (name for name in self._names.by_stage[stage] if name in state)
                 stage_tensors |= {f"model/{name}": state[name].detach() for name in names}
                 stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
                 stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
-            if stage in self._local.shardings:
+            if stage in self._workers_here.shardings:
                 parts = {
-                    name: self._local.shardings[stage].locate_saved(self._list_weights(name), tensor)
+                    name: self._workers_here.shardings[stage].locate_saved(self._list_weights(name), tensor)
                     for name, tensor in stage_tensors.items()
                 }
-                places |= {name: place for name, place in parts.items() if place is not None}
+                slices |= {name: place for name, place in parts.items() if place is not None}
                 stage_tensors = {name: tensor for name, tensor in stage_tensors.items() if parts[name] is not None}
             tensors |= stage_tensors
             if replica and stage_state.optimizer.average is None:
@@ -205,14 +205,14 @@ class Checkpointer:
             own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(
                 replica_state.to_saved_stage(stage_state.optimizer),
-                norm_square=self._local.workers[0].update_barrier.norm_square,
+                norm_square=self._workers_here.workers[0].update_barrier.norm_square,
                 modules={} if replica else extra_states[stage],
                 generators={name: read_state(g) for name, g in self._generators.items() if id(g) in own_ids},
             )
             stages.append((stage, replica, encode(saved)))
             if not replica and stage == len(self._names.by_stage) - 1 and self._is_first:
                 tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
-        return tensors, places, stages
+        return tensors, slices, stages
 
     def _list_weights(self, name: str) -> list[str]:
         """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
@@ -223,7 +223,9 @@ class Checkpointer:
     def _find_box(self, name: str, shape: Sequence[int]) -> Box:
         """Returns the part of a tensor that this rank needs."""
         whole = tuple(map(range, shape))
-        boxes = [sharding.find_box(self._list_weights(name), shape) for sharding in self._local.shardings.values()]
+        boxes = [
+            sharding.find_box(self._list_weights(name), shape) for sharding in self._workers_here.shardings.values()
+        ]
         return next((box for box in boxes if box != whole), whole)
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
@@ -237,19 +239,19 @@ class Checkpointer:
         ]
         requests = [
             (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
-            for rank, rows in enumerate(gather_json(missing, self._local.group))
+            for rank, rows in enumerate(gather_json(missing, self._workers_here.group))
             for name, number, box in rows
         ]
-        requested = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
+        requested = {share for _, share in requests if self._find_owner(manifest, share) == self._workers_here.rank}
 
         parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*local_shares, *requested})))
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
-            if rank == self._local.rank:
+            if rank == self._workers_here.rank:
                 parts[share] = pieces.make_empty(manifest.tensors[share.name].dtype, share.box)
-                dist.recv(_view_bytes(parts[share]), group=self._local.group, group_src=owner)
-            elif owner == self._local.rank:
-                dist.send(_view_bytes(parts[share]), group=self._local.group, group_dst=rank)
+                dist.recv(_view_bytes(parts[share]), group=self._workers_here.group, group_src=owner)
+            elif owner == self._workers_here.rank:
+                dist.send(_view_bytes(parts[share]), group=self._workers_here.group, group_dst=rank)
         return pieces.assemble(manifest, boxes, ((share, parts.pop(share)) for share in shares))
 
     def _find_owner(self, manifest: Checkpoint, share: pieces.Share) -> int:
@@ -267,14 +269,14 @@ class Checkpointer:
             for name, tensor in self._loss.items():
                 if name in tensors:
                     tensor.copy_(tensors[name])
-        share_with_replicas(self._local.workers)
+        share_with_replicas(self._workers_here.workers)
         same_method = (self._program.name, self._program.microbatches) == (manifest.schedule, manifest.microbatches)
         same_stages = same_method and _have_same_stages(self._program.plan, manifest.plan)
         same_replicas = _has_same_replicas(self._program, manifest)
-        for stage, replica, stage_state in self._local.replicas:
+        for stage, replica, stage_state in self._workers_here.replicas:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
-            is_alone = len(self._local.workers) == 1 and not list_copies(stage_state)
+            is_alone = len(self._workers_here.workers) == 1 and not list_copies(stage_state)
             stage_tensors = tensors if is_alone else {name: tensor.clone() for name, tensor in tensors.items()}
             if stage_state.predictions is not None:
                 stage_state.predictions.restore(stage_tensors)
@@ -293,12 +295,12 @@ class Checkpointer:
                     f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
                     "resume with the same optimizer and scheduler"
                 ) from None
-        for worker in self._local.workers:
+        for worker in self._workers_here.workers:
             worker.done_minibatches = manifest.minibatches
             worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
             worker.input_updates = manifest.stages[0].updates if same_stages else 0
         if manifest.random:
-            restore_rng(manifest.random[self._local.worker_rank % len(manifest.random)], self._device)
+            restore_rng(manifest.random[self._workers_here.worker_rank % len(manifest.random)], self._device)
 
     def _list_tensors_to_load(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
         names = list(self._find_tensors_to_load(manifest))
@@ -312,13 +314,13 @@ class Checkpointer:
             # A buffer that is not part of state dicts may be missing; it keeps its value.
             if name in state and (name in saved or f"model/{name}" in manifest.tensors):
                 yield f"model/{name}"
-        trained = {name for _, stage_state in self._local.stage_states for name in stage_state.optimizer.named}
+        trained = {name for _, stage_state in self._workers_here.stage_states for name in stage_state.optimizer.named}
         # A shared weight is saved under its first name, perhaps of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - self._names.local if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
         same = _has_same_replicas(self._program, manifest)
-        for _, number, stage_state in self._local.replicas:
+        for _, number, stage_state in self._workers_here.replicas:
             replica = number if same else None
             yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
             if stage_state.predictions is not None:
@@ -329,10 +331,10 @@ def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:
     return _have_same_stages(program.plan, manifest.plan) and program.plan.choices.sums == manifest.plan.choices.sums
 
 
-def _check_shapes(local: LocalWorkers, manifest: Checkpoint) -> None:
+def _check_shapes(workers_here: LocalWorkers, manifest: Checkpoint) -> None:
     names = [name for name in manifest.tensors if name.startswith("model/")]
     shapes = {name.removeprefix("model/"): manifest.tensors[name].shape for name in names}
-    for sharding in local.shardings.values():
+    for sharding in workers_here.shardings.values():
         sharding.check_shapes(shapes)
 
 

@@ -50,25 +50,25 @@ class Comparison:
         free_bytes: returns the memory that this process may still take.
     """
 
-    local: LocalWorkers
+    workers_here: LocalWorkers
     user_model: UserModel
     whole_bytes: int
     free_bytes: Callable[[], int]
 
     def begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
         """Prepares the comparison of the first minibatch; returns the run that has its loss, if the model fits."""
-        local, program = self.local, self.local.program
+        workers_here, program = self.workers_here, self.workers_here.program
         if min(program.updates.per_update) < program.microbatches:
             return None
         reader = program.placement.readers[0]
-        if (local.distributed or self._has_weights_elsewhere) and not self._fits(reader):
+        if (workers_here.distributed or self._has_weights_elsewhere) and not self._fits(reader):
             self._check_each_stage()
             return None
-        weights: dict[str, Any] = {"values": named_state(local.model)} if self._has_weights_elsewhere else {}
-        if local.distributed:
+        weights: dict[str, Any] = {"values": named_state(workers_here.model)} if self._has_weights_elsewhere else {}
+        if workers_here.distributed:
             weights = self._collect_weights(reader)
-        run = ReferenceRun(self.user_model, local, **weights)
-        for worker in local.workers:
+        run = ReferenceRun(self.user_model, workers_here, **weights)
+        for worker in workers_here.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._check_stage(run, stage, replica, worker.stage_states[stage])
         source = sources.get(reader)
@@ -81,57 +81,57 @@ class Comparison:
     @property
     def _has_weights_elsewhere(self) -> bool:
         """Whether the weights are not on the workers' device, where the model runs for the comparison."""
-        return self.local.blueprint.weights_device != self.local.blueprint.device
+        return self.workers_here.blueprint.weights_device != self.workers_here.blueprint.device
 
     def _fits(self, reader: int) -> bool:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
-        fits = self.local.worker_rank != reader or 4 * self.whole_bytes <= self.free_bytes()
-        return not self.local.any_rank(not fits)
+        fits = self.workers_here.worker_rank != reader or 4 * self.whole_bytes <= self.free_bytes()
+        return not self.workers_here.any_rank(not fits)
 
     def _collect_weights(self, reader: int) -> dict[str, Any]:
         """Collects the weights at the reading rank; returns them and how the reference is published and received."""
-        local = self.local
+        workers_here = self.workers_here
         store = dist.distributed_c10d._get_default_store()
-        key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, local.group)
-        with local.activity.at("collecting the weights"):
-            values: dict[str, torch.Tensor] = local.collect_tensors(local.tensors(), reader)
-        first_names = {name: local.names.shared.get(name, (name,))[0] for name in values}
+        key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, workers_here.group)
+        with workers_here.activity.at("collecting the weights"):
+            values: dict[str, torch.Tensor] = workers_here.collect_tensors(workers_here.tensors(), reader)
+        first_names = {name: workers_here.names.shared.get(name, (name,))[0] for name in values}
         values |= {name: values[first] for name, first in first_names.items() if first in values}
         return {"values": values, "publish": partial(store.set, key), "receive": lambda: store.get(key).decode()}
 
     def _check_each_stage(self) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
-        local, placement = self.local, self.local.program.placement
-        if local.rank == 0:
-            is_compared = not (local.shardings or self._has_weights_elsewhere)
+        workers_here, placement = self.workers_here, self.workers_here.program.placement
+        if workers_here.rank == 0:
+            is_compared = not (workers_here.shardings or self._has_weights_elsewhere)
             outcome = "compared stage by stage" if is_compared else "not compared with the model's own"
             _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", outcome)
-        if local.shardings or self._has_weights_elsewhere:
+        if workers_here.shardings or self._has_weights_elsewhere:
             return
-        for stage, replica in placement.stage_replicas(local.worker_rank):
-            stage_state = local.lead.stage_states[stage]
-            if not replica and not placement.is_remote(stage) and not placement.has_turns:
-                run, names = ReferenceRun(self.user_model, local), list(stage_state.versions.handles)
+        for stage, replica in placement.stage_replicas(workers_here.worker_rank):
+            stage_state = workers_here.lead.stage_states[stage]
+            if not replica and not placement.runs_backward_elsewhere(stage) and not placement.rotates:
+                run, names = ReferenceRun(self.user_model, workers_here), list(stage_state.versions.handles)
                 stage_state.observer = LayersCheck(run, stage, names, module=stage_state.module)
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
-        local, placement = self.local, self.local.program.placement
-        microbatches = local.program.microbatches
-        whole_update = local.program.updates.per_update[stage] == microbatches
+        workers_here, placement = self.workers_here, self.workers_here.program.placement
+        microbatches = workers_here.program.microbatches
+        whole_update = workers_here.program.updates.per_update[stage] == microbatches
         buffers: list[str] = []
-        runs_here = not placement.is_remote(stage) and not placement.has_turns
+        runs_here = not placement.runs_backward_elsewhere(stage) and not placement.rotates
         if runs_here and (placement.replicas[stage] == 1 or (microbatches == 1 and not replica)):
-            buffers_here = dict(local.model.named_buffers(remove_duplicate=False))
-            buffers = [name for name in local.names.by_stage[stage] if name in buffers_here]
-        sharding = local.shardings.get(stage)
+            buffers_here = dict(workers_here.model.named_buffers(remove_duplicate=False))
+            buffers = [name for name in workers_here.names.by_stage[stage] if name in buffers_here]
+        sharding = workers_here.shardings.get(stage)
         if whole_update or (microbatches == 1 and not replica and sharding is None):
-            plan = local.program.plan
+            plan = workers_here.program.plan
             holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
             # Gradients that only approximate the sums would differ.
             is_summed = any(placement.replicas[holder] > 1 for holder in holders)
             comparable = not (whole_update and is_summed) or plan.choices.sums.is_exact
             names = list(stage_state.versions.handles) if comparable else []
-            if not comparable and local.rank == replica == 0:
+            if not comparable and workers_here.rank == replica == 0:
                 sums = plan.choices.sums
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
             stage_state.observer = StageCheck(run, stage, names, buffers, whole_update, sharding)

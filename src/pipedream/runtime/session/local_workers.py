@@ -115,8 +115,8 @@ class LocalWorkers:
             average.show_local()
         for _, stage_state in self.stage_states:
             if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.average is not None:
-                if stage_state.hosted is not None:
-                    stage_state.hosted.write()
+                if stage_state.cpu_optimizer is not None:
+                    stage_state.cpu_optimizer.write()
                 stage_state.versions.reload()
 
     @property
@@ -160,13 +160,13 @@ class LocalWorkers:
         return error if self.guard is None else self.guard.first_cause(error, self.lead.where)
 
     @contextmanager
-    def reporting(self, place: str | None = None) -> Iterator[None]:
-        """Context whose errors are reported; `place` names the activity."""
+    def reporting(self, doing: str | None = None) -> Iterator[None]:
+        """Context whose errors are reported; `doing` names the activity."""
         try:
-            if place is None:
+            if doing is None:
                 yield
             else:
-                with self.activity.at(place):
+                with self.activity.at(doing):
                     yield
         except PipelineError as error:
             raise self.report(error) from error.__cause__

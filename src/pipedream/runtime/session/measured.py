@@ -72,7 +72,7 @@ def _measure_offset_s(group: dist.ProcessGroup) -> float:
     return offset_s if abs(offset_s) > length_s / 2 else 0.0
 
 
-def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch: int) -> Timeline:
+def collect_timeline(workers_here: LocalWorkers, clock: ClockOffset, phase: int, batch: int) -> Timeline:
     """Returns a phase's timeline by rank 0's clock, from the run's first span.
 
     Args:
@@ -81,13 +81,13 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
     Raises:
         PipelineError: the run has no such phase.
     """
-    programs, workers = local.blueprint.programs, local.workers
+    programs, workers = workers_here.blueprint.programs, workers_here.workers
     if not 0 <= phase < len(programs):
         raise PipelineError(
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
         )
     program = programs[phase]
-    clock.measure(local.group)
+    clock.measure(workers_here.group)
     rows: list[Any] = []
     peak_bytes, reserved_bytes = _find_peaks(workers, phase)
     for worker in workers:
@@ -108,7 +108,7 @@ def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch:
                 "versions": versions,
             }
         )
-    gathered = [part for text in gather_texts(json.dumps(rows), local.group) for part in json.loads(text)]
+    gathered = [part for text in gather_texts(json.dumps(rows), workers_here.group) for part in json.loads(text)]
     part_by_rank = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
     parts = [part_by_rank[rank] for rank in sorted(part_by_rank)]
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
@@ -149,60 +149,60 @@ def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(size for size in rows if size is not None) if None not in rows else ()
 
 
-def status(local: LocalWorkers, reader: str = "") -> dict[int, dict[str, float]]:
+def status(workers_here: LocalWorkers, reader: str = "") -> dict[int, dict[str, float]]:
     """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
-    recorders = {worker.rank: worker.recorder for worker in local.workers}
+    recorders = {worker.rank: worker.recorder for worker in workers_here.workers}
     rows = {
         rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
         for rank, recorder in recorders.items()
     }
-    if not local.distributed:
+    if not workers_here.distributed:
         return rows
     store = dist.distributed_c10d._get_default_store()
-    if local.worker_rank != 0:
-        store.set(f"pipedream/status/{reader}/{local.worker_rank}", json.dumps(rows[local.worker_rank]))
+    if workers_here.worker_rank != 0:
+        store.set(f"pipedream/status/{reader}/{workers_here.worker_rank}", json.dumps(rows[workers_here.worker_rank]))
         return rows
-    for other in range(1, local.program.placement.workers):
+    for other in range(1, workers_here.program.placement.workers):
         if store.check([f"pipedream/status/{reader}/{other}"]):
             rows[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
     return rows
 
 
-def count_sent_bytes(local: LocalWorkers) -> dict[int, int]:
+def count_sent_bytes(workers_here: LocalWorkers) -> dict[int, int]:
     """Returns worker -> payload bytes that its first rank has sent."""
-    return local.gather_counts(
-        {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in local.workers}
+    return workers_here.gather_counts(
+        {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in workers_here.workers}
     )
 
 
-def count_skipped_updates(local: LocalWorkers) -> tuple[int, ...]:
+def count_skipped_updates(workers_here: LocalWorkers) -> tuple[int, ...]:
     """Returns the number of skipped updates of each stage."""
-    skipped = local.gather_counts({stage: state.optimizer.skipped for stage, state in local.stage_states})
+    skipped = workers_here.gather_counts({stage: state.optimizer.skipped for stage, state in workers_here.stage_states})
     return tuple(skipped[stage] for stage in sorted(skipped))
 
 
-def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, ...]:
+def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | None, ...]:
     """Returns each stage's collectives, after training; None for a stage on a single rank, or without an update."""
     local_stages: dict[int, Any] = {}
-    for worker in local.workers:
+    for worker in workers_here.workers:
         for stage, stage_state in worker.stage_states.items():
             sharding = stage_state.module.sharding
             if sharding is not None and sharding.is_first and sharding.collectives:
-                program = local.blueprint.programs[min(worker.trained)]
+                program = workers_here.blueprint.programs[min(worker.trained)]
                 needs_norms = worker.update_barrier.needs_norms
                 local_stages[stage] = encode(stage_state.collectives(program, stage, needs_norms))
     by_stage: dict[int, StageCollectives] = {}
-    for text in gather_texts(json.dumps(local_stages), local.group):
+    for text in gather_texts(json.dumps(local_stages), workers_here.group):
         for stage, data in json.loads(text).items():
             by_stage.setdefault(int(stage), decode(StageCollectives, data, "collectives"))
-    for stage, collectives in sorted(by_stage.items()) if local.rank == 0 else ():
+    for stage, collectives in sorted(by_stage.items()) if workers_here.rank == 0 else ():
         if collectives.predicted is None:
             _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem)
-    return tuple(by_stage.get(stage) for stage in range(local.program.placement.stages))
+    return tuple(by_stage.get(stage) for stage in range(workers_here.program.placement.stages))
 
 
-def compute_learning_rates(local: LocalWorkers, schedule: Schedule) -> tuple[float, ...]:
+def compute_learning_rates(workers_here: LocalWorkers, schedule: Schedule) -> tuple[float, ...]:
     """Returns each stage's learning rate."""
-    rate, rounds = local.rate
+    rate, rounds = workers_here.rate
     factor, staleness = schedule.updates.rate_factor, schedule.weights.mean_staleness
     return tuple(rate * factor(s, staleness(s), rounds) for s in range(len(schedule.plan.stages)))

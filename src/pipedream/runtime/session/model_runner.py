@@ -95,24 +95,24 @@ class ModelRunner:
         keeps_graph: also without a backward, as a forward that takes derivatives needs.
     """
 
-    def __init__(self, plain: UserModel, local: LocalWorkers, values: Mapping[str, torch.Tensor]) -> None:
-        settings, self._program = local.blueprint.settings, local.program
+    def __init__(self, plain: UserModel, workers_here: LocalWorkers, values: Mapping[str, torch.Tensor]) -> None:
+        settings, self._program = workers_here.blueprint.settings, workers_here.program
         self.plain, self.model, self.loss, self.values = plain, plain.model, settings.loss, values
-        self.device, self.microbatches = local.blueprint.device, self._program.microbatches
+        self.device, self.microbatches = workers_here.blueprint.device, self._program.microbatches
         self.modules_of_loss = _list_modules(self.loss.function)
         self._autocast, self.keeps_graph = settings.autocast, False
         self.shares_weights = self._program.placement.shares_weights
         self._scale = getattr(settings.scaling, "scale", 1.0)
         self._is_of_mean = self._program.updates.mean_of_rounds or not needs_weights(self._program)
         self._generators = LayerGenerators(settings.seed, self.device)
-        self._first_microbatch = local.lead.done_minibatches * self.microbatches
+        self._first_microbatch = workers_here.lead.done_minibatches * self.microbatches
         self._dtypes = set() if self._autocast is None else {self._autocast}
         replicated = [stage for stage, count in enumerate(self._program.placement.replicas) if count > 1]
         every, self.modules = self.model.named_modules(remove_duplicate=False), dict(self.model.named_modules())
         buffers = {f"{p}.{n}".lstrip(".") for p, m in every if not isinstance(m, _NormBase) for n in m._buffers}
-        self.replicated = [n for stage in replicated for n in local.names.by_stage[stage] if n in buffers]
+        self.replicated = [n for stage in replicated for n in workers_here.names.by_stage[stage] if n in buffers]
         self._reseeded = list_own_generators(self.modules.values()) if replicated else []
-        layers = (layer for stage in replicated for _, layer in local.blueprint.stages[stage])
+        layers = (layer for stage in replicated for _, layer in workers_here.blueprint.stages[stage])
         ids = {id(module) for layer in layers for module in layer.modules()}
         self.in_replicas = {path: module for path, module in self.modules.items() if id(module) in ids}
 

@@ -43,16 +43,16 @@ class ReferenceRun:
     def __init__(
         self,
         model: UserModel,
-        local: LocalWorkers,
+        workers_here: LocalWorkers,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
     ) -> None:
-        self.runner = ModelRunner(model, local, values)
-        self.comparer = Comparer(local.rank, model.fingerprint, receive)
-        self._model, self._settings = model, local.blueprint.settings
-        self._messages = local.program.plan.choices.messages
-        self._uses_meshes = any(mesh.dimensions for mesh in local.blueprint.meshes)
+        self.runner = ModelRunner(model, workers_here, values)
+        self.comparer = Comparer(workers_here.rank, model.fingerprint, receive)
+        self._model, self._settings = model, workers_here.blueprint.settings
+        self._messages = workers_here.program.plan.choices.messages
+        self._uses_meshes = any(mesh.dimensions for mesh in workers_here.blueprint.meshes)
         self._publish = publish
 
     def read(self, first: FirstMinibatch) -> None:

@@ -92,45 +92,45 @@ class Session:
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         whole_bytes = count_bytes(model)
-        local = self.local = _build_local_workers(
+        workers_here = self.workers_here = _build_local_workers(
             model, graph, blueprint, weights, stuck_after_s, free_bytes, free_host_bytes
         )
-        self.clock = ClockOffset(local.group)
-        self.checkpointer = Checkpointer(local)
-        comparison = None if user_model is None else Comparison(local, user_model, whole_bytes, free_bytes)
-        self.streams = Streams(local, comparison)
-        local.activity.describe_op = lambda: local.lead.where
-        local.activity.gpu_mark = lambda: local.lead.recorder.oldest_mark()
+        self.clock = ClockOffset(workers_here.group)
+        self.checkpointer = Checkpointer(workers_here)
+        comparison = None if user_model is None else Comparison(workers_here, user_model, whole_bytes, free_bytes)
+        self.streams = Streams(workers_here, comparison)
+        workers_here.activity.describe_op = lambda: workers_here.lead.where
+        workers_here.activity.gpu_mark = lambda: workers_here.lead.recorder.oldest_mark()
 
     def switch_to(self, phase: int) -> None:
-        for worker in self.local.workers:
-            worker.switch_to(self.local.blueprint.programs[phase], phase)
+        for worker in self.workers_here.workers:
+            worker.switch_to(self.workers_here.blueprint.programs[phase], phase)
 
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""
-        if self.local.guard is not None and not isinstance(error, PipelineError):
-            self.local.guard.report(WorkerError(self.local.rank, LOOP, with_place(error)))
+        if self.workers_here.guard is not None and not isinstance(error, PipelineError):
+            self.workers_here.guard.report(WorkerError(self.workers_here.rank, LOOP, with_place(error)))
 
     def close(self, failed: bool) -> None:
         """Waits for the other ranks, unless a failure ended them."""
-        local = self.local
-        local.activity.place = "closing the pipeline"
+        workers_here = self.workers_here
+        workers_here.activity.doing = "closing the pipeline"
         self.streams.close(failed)
-        for worker in local.workers:
+        for worker in workers_here.workers:
             worker.offload.close()
         if not failed:
             self.checkpointer.check_saved(wait=True)
-            if local.connections is not None:
+            if workers_here.connections is not None:
                 wait_for_all()
-                local.connections.close()
-        elif local.connections is not None:
-            local.connections.abort()
-        local.connections, local.group = None, world_group() if local.distributed else None
+                workers_here.connections.close()
+        elif workers_here.connections is not None:
+            workers_here.connections.abort()
+        workers_here.connections, workers_here.group = None, world_group() if workers_here.distributed else None
         self.checkpointer.writer.close(failed=failed)
-        if not (failed and local.distributed):  # the GPU may wait for another rank
-            local.store.close()
-        if local.guard is not None:
-            local.guard.end()
+        if not (failed and workers_here.distributed):  # the GPU may wait for another rank
+            workers_here.store.close()
+        if workers_here.guard is not None:
+            workers_here.guard.end()
 
 
 def _build_local_workers(
@@ -143,48 +143,48 @@ def _build_local_workers(
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
     rank, processes = join_group(blueprint.device, check_software=False)
-    local = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
+    workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if blueprint.device.type == "cpu":
-        ranks = range(blueprint.placement.workers) if processes == 1 else (local.worker_rank,)
+        ranks = range(blueprint.placement.workers) if processes == 1 else (workers_here.worker_rank,)
         stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
         share_bytes = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         peak_bytes = sum(blueprint.program.plan.stages[stage].peak_bytes for stage in stages)
         keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
     if processes == 1:
-        _check_host_memory(local, free_host_bytes, range(blueprint.placement.workers))
-        _build_all(local, weights)
-        _check_activations(local)
-        return local
-    local.guard = Guard.of_session(rank, processes, local.activity, stuck_after_s)
+        _check_host_memory(workers_here, free_host_bytes, range(blueprint.placement.workers))
+        _build_all(workers_here, weights)
+        _check_activations(workers_here)
+        return workers_here
+    workers_here.guard = Guard.of_session(rank, processes, workers_here.activity, stuck_after_s)
     try:
-        _join_others(local, graph, processes, weights, free_host_bytes)
-        _check_activations(local)
+        _join_others(workers_here, graph, processes, weights, free_host_bytes)
+        _check_activations(workers_here)
     except BaseException as error:
-        first = local.guard.first_cause(error, local.activity.where)
-        if local.connections is not None:
-            local.connections.abort()
-        local.guard.end()
+        first = workers_here.guard.first_cause(error, workers_here.activity.where)
+        if workers_here.connections is not None:
+            workers_here.connections.abort()
+        workers_here.guard.end()
         if isinstance(error, PipelineError) and not isinstance(first, PeerError):
             raise
         raise first from error
-    return local
+    return workers_here
 
 
-def _check_activations(local: LocalWorkers) -> None:
-    for program in local.blueprint.programs:
-        check_activations(program.plan.choices, local.blueprint.device.type, program.plan)
+def _check_activations(workers_here: LocalWorkers) -> None:
+    for program in workers_here.blueprint.programs:
+        check_activations(program.plan.choices, workers_here.blueprint.device.type, program.plan)
 
 
-def _build_all(local: LocalWorkers, weights: Weights) -> None:
-    blueprint, model, names = local.blueprint, local.model, local.names
+def _build_all(workers_here: LocalWorkers, weights: Weights) -> None:
+    blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
     names.local = {name for stage_names in names.by_stage for name in stage_names}
-    _read_weights(local, weights)
+    _read_weights(workers_here, weights)
     materialise(model, names.local, blueprint.weights_device, blueprint.settings.seed)
-    local.store = HostStore(None, blueprint.device, blueprint.placement.workers)
+    workers_here.store = HostStore(None, blueprint.device, blueprint.placement.workers)
     trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
-    local.workers = make_local_workers(blueprint, trained, local.store)
+    workers_here.workers = make_local_workers(blueprint, trained, workers_here.store)
     settings = blueprint.settings
-    local.data = DataSources(
+    workers_here.data = DataSources(
         blueprint.programs,
         range(blueprint.placement.workers),
         batch_dim=settings.batch_dim,
@@ -192,111 +192,116 @@ def _build_all(local: LocalWorkers, weights: Weights) -> None:
     )
 
 
-def _check_host_memory(local: LocalWorkers, free_bytes: Callable[[], int], ranks: Sequence[int]) -> None:
+def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int], ranks: Sequence[int]) -> None:
     """Raises a `PlanError` if this machine has too little memory for what a plan keeps there.
 
     `ranks`: workers of this process.
     """
-    blueprint, plan = local.blueprint, local.blueprint.program.plan
+    blueprint, plan = workers_here.blueprint, workers_here.blueprint.program.plan
     stages, versions = plan.stages, None
     if blueprint.placement.shares_weights:
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
     elif plan.choices.activations or plan.choices.hosts_optimizers:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        stages = tuple(stages[stage] for stage in _list_stages_here(local, local_stages))
+        stages = tuple(stages[stage] for stage in _list_stages_here(workers_here, local_stages))
     else:
         return
     plan.choices.check_machine(stages, free_bytes(), versions, blueprint.program.gradient_sets)
 
 
-def _list_stages_here(local: LocalWorkers, stages: Sequence[int]) -> list[int]:
+def _list_stages_here(workers_here: LocalWorkers, stages: Sequence[int]) -> list[int]:
     """Returns the given stages of all processes of this machine. Every rank calls it."""
-    rows = gather_json([read_machine(), list(stages)], local.group)
+    rows = gather_json([read_machine(), list(stages)], workers_here.group)
     return [stage for machine, stages_there in rows for stage in stages_there if machine == read_machine()]
 
 
 def _join_others(
-    local: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights, free_host_bytes: Callable[[], int]
+    workers_here: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights, free_host_bytes: Callable[[], int]
 ) -> None:
-    blueprint = local.blueprint
-    connections = _connect(local, processes)
-    _check_host_memory(local, free_host_bytes, [connections.worker_number])
-    local.worker_rank = connections.worker_number
-    local.workers = [_build_worker(local, graph, connections, weights)]
+    blueprint = workers_here.blueprint
+    connections = _connect(workers_here, processes)
+    _check_host_memory(workers_here, free_host_bytes, [connections.worker_number])
+    workers_here.worker_rank = connections.worker_number
+    workers_here.workers = [_build_worker(workers_here, graph, connections, weights)]
     optimizers = {
         f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
-        for stage, stage_state in local.stage_states
+        for stage, stage_state in workers_here.stage_states
     }
-    check_same_settings(optimizers, local.group)
+    check_same_settings(optimizers, workers_here.group)
     transport = Transport(connections, blueprint.programs, blueprint.device)
-    channels = DataChannels(local.worker_rank, connections.leaders, *transport.open_data_channels())
-    if local.worker_rank in blueprint.placement.readers:
+    channels = DataChannels(workers_here.worker_rank, connections.leaders, *transport.open_data_channels())
+    if workers_here.worker_rank in blueprint.placement.readers:
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
         channels = replace(channels, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
-    reads = [] if connections.leaders is None else [local.worker_rank]
+    reads = [] if connections.leaders is None else [workers_here.worker_rank]
     settings = blueprint.settings
-    local.data = DataSources(blueprint.programs, reads, channels, settings.batch_dim, settings.planned_samples)
+    workers_here.data = DataSources(blueprint.programs, reads, channels, settings.batch_dim, settings.planned_samples)
 
 
-def _connect(local: LocalWorkers, processes: int) -> Connections:
+def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
     """Connects to the other ranks; raises a `PlanError` if their plans or settings differ."""
     check_same_software()
-    blueprint = local.blueprint
+    blueprint = workers_here.blueprint
     program, ranks = blueprint.program, blueprint.program.plan.ranks
     if processes != ranks:
         raise PlanError(
             f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
             f"(--workers or --nproc-per-node), or plan for {processes}"
         )
-    connections = local.connections = connect(blueprint)
-    local.group = connections.everyone
-    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), local.group)
-    check_same_settings(blueprint.settings_to_agree(), local.group)
+    connections = workers_here.connections = connect(blueprint)
+    workers_here.group = connections.everyone
+    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), workers_here.group)
+    check_same_settings(blueprint.settings_to_agree(), workers_here.group)
     return connections
 
 
-def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights) -> Worker:
-    blueprint, model, by_stage = local.blueprint, local.model, local.names.by_stage
-    local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(local.worker_rank)]
-    local.names.local = {name for stage in local_stages for name in by_stage[stage]}
-    _fill_initial_values(local, connections, weights)
-    local.store = HostStore(connections.everyone if blueprint.placement.shares_weights else None, blueprint.device)
+def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights) -> Worker:
+    blueprint, model, by_stage = workers_here.blueprint, workers_here.model, workers_here.names.by_stage
+    local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(workers_here.worker_rank)]
+    workers_here.names.local = {name for stage in local_stages for name in by_stage[stage]}
+    _fill_initial_values(workers_here, connections, weights)
+    workers_here.store = HostStore(
+        connections.everyone if blueprint.placement.shares_weights else None, blueprint.device
+    )
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
     stateless = make_stateless_stages(
-        blueprint, local.worker_rank, lambda stage: parameters.select_trained(model, by_stage[stage]), local.store
+        blueprint,
+        workers_here.worker_rank,
+        lambda stage: parameters.select_trained(model, by_stage[stage]),
+        workers_here.store,
     )
-    parameters.drop_foreign(model, local.names.local | set(local.names.unused))
+    parameters.drop_foreign(model, workers_here.names.local | set(workers_here.names.unused))
     trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
     if connections.mesh is not None:
         for stage in trained:
-            _shard_stage(local, graph, connections, stage, trained[stage])
+            _shard_stage(workers_here, graph, connections, stage, trained[stage])
     return make_distributed_worker(
         blueprint,
-        local.worker_rank,
+        workers_here.worker_rank,
         trained,
         stateless,
         connections,
-        local.shardings,
-        local.store,
-        local.activity,
+        workers_here.shardings,
+        workers_here.store,
+        workers_here.activity,
     )
 
 
-def _fill_initial_values(local: LocalWorkers, connections: Connections, weights: Weights) -> None:
+def _fill_initial_values(workers_here: LocalWorkers, connections: Connections, weights: Weights) -> None:
     """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0."""
-    blueprint, model, names = local.blueprint, local.model, local.names
+    blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
     on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
     # Rank 0's model decides: each owner draws what rank 0 has on the meta device, and receives the rest from it.
     drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), connections.everyone)))
     loaded: set[str] = set()
     failure: PipelineError | None = None
     try:
-        loaded = _read_weights(local, weights)
+        loaded = _read_weights(workers_here, weights)
         if unmatched := sorted(drawn & names.local - on_meta - loaded):
             raise CaptureError(
-                f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every "
-                "rank the same model, or the values to rank 0; after a Pipeline, which leaves each rank its own "
+                f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {workers_here.rank}; give "
+                "every rank the same model, or the values to rank 0; after a Pipeline, which leaves each rank its own "
                 "stages' weights, build the model again and load them (state_dict, or a checkpoint)"
             )
         to_receive = on_meta - drawn - loaded
@@ -307,7 +312,7 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
     texts = gather_texts("" if failure is None else str(failure), connections.everyone)
     if any(texts):
         raise failure or CaptureError(next(filter(None, texts)))
-    placement, rank = blueprint.placement, local.worker_rank
+    placement, rank = blueprint.placement, workers_here.worker_rank
     with peers_may_end():
         if connections.leaders is None:  # the worker's first rank receives them, and shares them later
             parameters.allocate(model, to_receive & names.local, blueprint.weights_device)
@@ -318,31 +323,37 @@ def _fill_initial_values(local: LocalWorkers, connections: Connections, weights:
         broadcast_tied(model, blueprint.tied, connections.holders, placement, rank)
 
 
-def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:
+def _read_weights(workers_here: LocalWorkers, weights: Weights) -> set[str]:
     """Loads this rank's part of a file. Returns the names of all ranks' parts."""
     if weights is None:
         return set()
-    file, names = open_weights(weights), local.names
+    file, names = open_weights(weights), workers_here.names
     requested = [name for owned in names.by_stage for name in owned] + [name for name in names.unused if name in file]
-    state = fit_names(local.model, file, requested, names.shared, weights)
-    parameters.load(local.model, state, names.loaded_from(state), names.shared, local.blueprint.weights_device)
+    state = fit_names(workers_here.model, file, requested, names.shared, weights)
+    parameters.load(
+        workers_here.model, state, names.loaded_from(state), names.shared, workers_here.blueprint.weights_device
+    )
     return set(state)
 
 
 def _shard_stage(
-    local: LocalWorkers, graph: LayerGraph, connections: Connections, stage: int, trained: dict[str, nn.Parameter]
+    workers_here: LocalWorkers,
+    graph: LayerGraph,
+    connections: Connections,
+    stage: int,
+    trained: dict[str, nn.Parameter],
 ) -> None:
     """Divides a stage's tensors among the ranks of a mesh."""
-    settings, model = local.blueprint.settings, local.model
+    settings, model = workers_here.blueprint.settings, workers_here.model
     assert connections.mesh is not None
-    sharding = local.shardings[stage] = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
+    sharding = workers_here.shardings[stage] = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
     sharding.share_initial(
-        [tensor for name, tensor in named_state(model).items() if name in local.names.by_stage[stage]]
+        [tensor for name, tensor in named_state(model).items() if name in workers_here.names.by_stage[stage]]
     )
     if settings.parallelize is None:
         sharding.shard_parameters(trained, {})
         return
-    modules, span = dict(model.named_modules()), local.blueprint.program.plan.stages[stage]
+    modules, span = dict(model.named_modules()), workers_here.blueprint.program.plan.stages[stage]
     names = [layer.name for layer in graph.layers[span.first : span.last]]
     layers = [(name, modules[name]) for name in names if name in modules]
     sharding.shard_parameters(trained, parallelize_layers(settings.parallelize, layers, connections.mesh))

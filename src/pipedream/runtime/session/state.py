@@ -16,12 +16,14 @@ from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 
 
-def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
+def collect_state_dict(
+    workers_here: LocalWorkers, ema: bool = False, predicted: bool = True
+) -> dict[str, torch.Tensor]:
     """Returns the whole model's state dict, under the user's names, at rank 0; elsewhere an empty one."""
-    with local.activity.at("collecting the weights"):
-        state, local_tensors = named_state(local.model), local.tensors()
+    with workers_here.activity.at("collecting the weights"):
+        state, local_tensors = named_state(workers_here.model), workers_here.tensors()
         if ema or not predicted:
-            optimizers = [stage_state.optimizer for _, stage_state in local.stage_states]
+            optimizers = [stage_state.optimizer for _, stage_state in workers_here.stage_states]
             replacements = {
                 name: tensor
                 for optimizer in optimizers
@@ -30,51 +32,52 @@ def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool =
             # A shared weight is trained under one name; all its names get the replacement.
             by_id = {id(tensor): replacements[name] for name, tensor in state.items() if name in replacements}
             local_tensors = {name: by_id.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
-        state_dict: dict[str, Any] = local.collect_tensors(local_tensors)
-        state_dict |= {name: state[name].detach().cpu().clone() for name in local.names.unused}
-        for row in gather_json(local.extra_states(), local.group):
-            for states in row.values() if local.rank == 0 else ():
+        state_dict: dict[str, Any] = workers_here.collect_tensors(local_tensors)
+        state_dict |= {name: state[name].detach().cpu().clone() for name in workers_here.names.unused}
+        for row in gather_json(workers_here.extra_states(), workers_here.group):
+            for states in row.values() if workers_here.rank == 0 else ():
                 state_dict |= key_extra_states(states)
-        if local.rank:
+        if workers_here.rank:
             return {}
         names_by_id = {id(tensor): name for name, tensor in state.items()}  # a hook may have changed names
-        saved = local.model.state_dict(keep_vars=True)
+        saved = workers_here.model.state_dict(keep_vars=True)
         saved_names = {name: names_by_id.get(id(value), name) for name, value in saved.items()}
         # A stage has a tied weight only under the names of those modules that it calls.
         aliases = {
-            name: (name, *local.names.shared.get(saved_name, (saved_name,))) for name, saved_name in saved_names.items()
+            name: (name, *workers_here.names.shared.get(saved_name, (saved_name,)))
+            for name, saved_name in saved_names.items()
         }
         sources = {name: next((alias for alias in names if alias in state_dict), "") for name, names in aliases.items()}
         return {name: state_dict[source] for name, source in sources.items() if source}
 
 
-def save_pretrained(local: LocalWorkers, folder: Path, ema: bool, predicted: bool) -> None:
+def save_pretrained(workers_here: LocalWorkers, folder: Path, ema: bool, predicted: bool) -> None:
     """Writes the whole model in its own format, at rank 0."""
-    write = getattr(local.model, "save_pretrained", None)
+    write = getattr(workers_here.model, "save_pretrained", None)
     if write is None:
         raise CaptureError(
-            f"{type(local.model).__name__} has no save_pretrained; take the weights from state_dict(), and save "
+            f"{type(workers_here.model).__name__} has no save_pretrained; take the weights from state_dict(), and save "
             "them with torch.save"
         )
-    state = collect_state_dict(local, ema, predicted)
-    if local.rank == 0:
-        first = {name: names[0] for name, names in local.names.shared.items()}
+    state = collect_state_dict(workers_here, ema, predicted)
+    if workers_here.rank == 0:
+        first = {name: names[0] for name, names in workers_here.names.shared.items()}
         write(folder, state_dict={name: state.get(first.get(name, name), tensor) for name, tensor in state.items()})
 
 
-def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(workers_here: LocalWorkers, state: Mapping[str, torch.Tensor]) -> None:
     """Loads this process's part of the whole state."""
-    names, loaded = local.names.shared, local.names.loaded_from(state)
-    for sharding in local.shardings.values():
+    names, loaded = workers_here.names.shared, workers_here.names.loaded_from(state)
+    for sharding in workers_here.shardings.values():
         tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
         sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
         state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
-    parameters.load(local.model, state, loaded, names, local.blueprint.weights_device)
-    for key, module in find_modules_by_key(local.model).items():
+    parameters.load(workers_here.model, state, loaded, names, workers_here.blueprint.weights_device)
+    for key, module in find_modules_by_key(workers_here.model).items():
         if key in state:
             module.set_extra_state(state[key])
-    share_with_replicas(local.workers)
-    for _, stage_state in local.stage_states:
+    share_with_replicas(workers_here.workers)
+    for _, stage_state in workers_here.stage_states:
         stage_state.versions.reload()
         if stage_state.optimizer.average is not None:
             stage_state.optimizer.average.adopt()

@@ -29,21 +29,21 @@ class Streams:
     Every rank makes the same calls.
     """
 
-    def __init__(self, local: LocalWorkers, comparison: Comparison | None) -> None:
-        self.interrupts = Interrupts(patient=local.distributed)
-        self._local = local
+    def __init__(self, workers_here: LocalWorkers, comparison: Comparison | None) -> None:
+        self.interrupts = Interrupts(patient=workers_here.distributed)
+        self._workers_here = workers_here
         self._comparison = comparison
         self._sources: dict[int, Source] = {}
         self._raised_interrupts = 0
-        for worker in local.workers:
+        for worker in workers_here.workers:
             worker.stop_requested = self._is_stop_requested
-        local.activity.interrupts = lambda: self.interrupts.count
-        local.activity.place = LOOP
+        workers_here.activity.interrupts = lambda: self.interrupts.count
+        workers_here.activity.doing = LOOP
 
     @property
     def stop_reason(self) -> StopReason:
         """Why the last stream ended."""
-        return self._local.lead.stop_reason
+        return self._workers_here.lead.stop_reason
 
     def skip_comparison(self) -> None:
         """Skips the comparison with the model, because a checkpoint was loaded."""
@@ -70,20 +70,20 @@ class Streams:
             skip: finished minibatches of the first epoch.
             state: from `data_state` for this position; None keeps the data's order.
         """
-        local = self._local
+        workers_here = self._workers_here
         settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
-        if local.data.uses_loader:
+        if workers_here.data.uses_loader:
             settings["the training data"] = describe_data(loader)
-        local.await_same_call(settings)
+        workers_here.await_same_call(settings)
         try:
-            self._sources = local.data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
+            self._sources = workers_here.data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:
-            raise local.report(error) from error.__cause__
+            raise workers_here.report(error) from error.__cause__
         except Exception as error:
             if state is None:
                 raise
             text = f"the data cannot continue from the saved position: {type(error).__name__}: {error}"
-            raise local.report(
+            raise workers_here.report(
                 ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")
             ) from error
 
@@ -92,21 +92,21 @@ class Streams:
 
         Called at a drain; the result of the input stage's first rank counts.
         """
-        with self._local.reporting():
-            return self._local.data.state(epoch, batches)
+        with self._workers_here.reporting():
+            return self._workers_here.data.state(epoch, batches)
 
     def train(self, until: int | None = None) -> Iterator[Done]:
         """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
-        local = self._local
-        local.switch_optimizers("train")
+        workers_here = self._workers_here
+        workers_here.switch_optimizers("train")
         comparison, self._comparison = self._comparison, None
         reference = None if comparison is None else comparison.begin(self._sources)
-        for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in local.workers]):
+        for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in workers_here.workers]):
             if reference is not None:
                 try:
                     reference.comparer.compare_loss(done.loss)
                 except PipelineError as error:
-                    raise local.report(error) from error
+                    raise workers_here.report(error) from error
                 reference = None
             yield done
 
@@ -121,79 +121,81 @@ class Streams:
 
     def close(self, failed: bool) -> None:
         self.interrupts.stop()
-        self._local.data.close()
+        self._workers_here.data.close()
         self._sources = {}
-        for worker in self._local.workers if failed else ():
-            abandon(worker, wait=not self._local.distributed)  # elsewhere a GPU may wait for another rank
+        for worker in self._workers_here.workers if failed else ():
+            abandon(worker, wait=not self._workers_here.distributed)  # elsewhere a GPU may wait for another rank
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Returns the means over a loader, equal on every rank."""
         with self._evaluate(loader, adapt) as sources:
-            streams = [worker.evaluate(sources.get(worker.rank), ema) for worker in self._local.workers]
+            streams = [worker.evaluate(sources.get(worker.rank), ema) for worker in self._workers_here.workers]
             return [event for event in self._run(streams) if isinstance(event, Done)][-1]
 
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Yields the outputs, at rank 0 only."""
         with self._evaluate(loader, adapt) as sources:
-            streams = [worker.predict(sources.get(worker.rank), ema) for worker in self._local.workers]
+            streams = [worker.predict(sources.get(worker.rank), ema) for worker in self._workers_here.workers]
             for output in self._run(streams, lead=0):
-                if self._local.rank == 0:
+                if self._workers_here.rank == 0:
                     yield output
 
     @contextmanager
     def _evaluate(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Source]]:
         """Context in evaluation mode, with an open loader."""
-        local = self._local
+        workers_here = self._workers_here
         try:
-            with local.reporting():
-                sources = local.data.open_evaluation(loader, adapt)
-            with evaluating(stage_state.module for _, stage_state in local.stage_states):
+            with workers_here.reporting():
+                sources = workers_here.data.open_evaluation(loader, adapt)
+            with evaluating(stage_state.module for _, stage_state in workers_here.stage_states):
                 yield sources
         finally:
-            local.data.close_evaluation()
+            workers_here.data.close_evaluation()
             for end in self._list_channel_ends():
                 if isinstance(end, LocalChannel):  # messages may be left after an error or an early end
                     end.clear()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]], lead: int | None = None) -> Iterator[Any]:
         """Yields the results of the worker `lead`, by default of the first one that reads data."""
-        local = self._local
+        workers_here = self._workers_here
         events: Iterator[Any] = streams[0]
         if len(streams) > 1:
-            events = run_in_process(streams, local.program.placement.readers if lead is None else (lead,))
-        local.activity.place = None
+            events = run_in_process(streams, workers_here.program.placement.readers if lead is None else (lead,))
+        workers_here.activity.doing = None
         try:
             for event in events:
-                local.activity.place = LOOP
+                workers_here.activity.doing = LOOP
                 yield event
-                local.activity.place = None
+                workers_here.activity.doing = None
             drain(self._list_channel_ends())  # leaves no message and no posted receive
         except PipelineError as error:
-            raise local.report(error) from error.__cause__
+            raise workers_here.report(error) from error.__cause__
         except GeneratorExit:
             raise
         except BaseException as error:  # e.g. of the user's loader
-            if isinstance(error, KeyboardInterrupt) and local.guard is None and self.interrupts.may_raise:
+            if isinstance(error, KeyboardInterrupt) and workers_here.guard is None and self.interrupts.may_raise:
                 raise
-            raise local.report(WorkerError(local.rank, local.lead.where, with_place(error))) from error
+            raise workers_here.report(
+                WorkerError(workers_here.rank, workers_here.lead.where, with_place(error))
+            ) from error
         finally:
-            local.activity.place = LOOP
+            workers_here.activity.doing = LOOP
 
     def _list_channel_ends(self) -> list[Sender | Receiver]:
-        ends: list[Sender | Receiver] = list(self._local.data.channels.all)
-        for worker in self._local.workers:
+        ends: list[Sender | Receiver] = list(self._workers_here.data.channels.all)
+        for worker in self._workers_here.workers:
             ends += [*worker.senders.values(), *worker.results.senders.values()]
             ends += [*worker.receivers.values(), *worker.results.receivers.values()]
         return ends
 
     def _is_stop_requested(self) -> bool:
         # A signal may have been sent to one worker only, perhaps one that does not read the data.
-        guard = self._local.guard
+        guard = self._workers_here.guard
         return self.interrupts.is_interrupted or (guard is not None and guard.interrupts > self._raised_interrupts)
 
     def clear_interrupt(self) -> None:
         """Clears an interrupt that was raised, as the caller may still want to evaluate or save."""
-        guard = self._local.guard
+        guard = self._workers_here.guard
         self.interrupts.is_interrupted = False
         self._raised_interrupts = 0 if guard is None else guard.interrupts
 

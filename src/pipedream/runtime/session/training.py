@@ -65,7 +65,7 @@ class Training:
         is_resumed, self._is_resumed = self._is_resumed, False
         if until is not None:
             return max(until - self.epoch, 0)
-        if is_resumed and self.number and self._session.local.rank == 0:
+        if is_resumed and self.number and self._session.workers_here.rank == 0:
             print(
                 f"pipedream: resumed after minibatch {self.number}, in epoch {self.epoch + 1}: epochs={epochs} trains "
                 f"{epochs} more, {self.epoch + epochs} in all; train(until_epoch={epochs}) trains {epochs} in all",
@@ -76,14 +76,14 @@ class Training:
 
     def begin(self) -> None:
         """Begins a `run`; warns of a stop that came too late for the last one."""
-        if self.should_stop and not self.has_stopped and self._session.local.rank == 0:
+        if self.should_stop and not self.has_stopped and self._session.workers_here.rank == 0:
             text = "should_stop was set after the last minibatch of a train(), as by early stopping, and is ignored now"
             warnings.warn(f"{text}; before each train(), write: if pipeline.should_stop: break", stacklevel=3)
         self.is_running, self.should_stop = True, False
 
     def _warn_of_evaluation_mode(self) -> None:
-        local = self._session.local
-        if local.rank == 0 and not any(module.training for module in local.model.modules()):
+        workers_here = self._session.workers_here
+        if workers_here.rank == 0 and not any(module.training for module in workers_here.model.modules()):
             warnings.warn(
                 "the whole model is in evaluation mode, as from_pretrained() leaves it, so that it trains without "
                 "dropout and on the stored batch statistics; call model.train() before, unless that is meant",
@@ -92,7 +92,7 @@ class Training:
 
     def _refuse_frozen(self, adapt: AdaptBatch) -> AdaptBatch:
         """Returns what adapts batches, and if nothing is trained refuses them, as the backward of a plain loop does."""
-        if any(parameter.requires_grad for parameter in self._session.local.model.parameters()):
+        if any(parameter.requires_grad for parameter in self._session.workers_here.model.parameters()):
             return adapt
 
         def adapt_trained(batch: Any) -> tuple[Any, Any]:
@@ -132,7 +132,7 @@ class Training:
             self._segment = self._streams.train(self._phases[self.phase].until)
             while self.ready or self._advance():
                 done = self.ready.popleft()
-                self._session.local.activity.loop_minibatches = done.number + 1
+                self._session.workers_here.activity.loop_minibatches = done.number + 1
                 yield done
                 if self.should_stop:
                     self._streams.stop(StopReason.STOP)
@@ -140,7 +140,7 @@ class Training:
             is_last = self.stop_reason is StopReason.DATA and end == until
             if is_stopped or is_last or self.stop_reason is StopReason.INTERRUPT:
                 break
-            is_stopped = self._session.local.any_rank(self.should_stop)  # set in the phase's last minibatch
+            is_stopped = self._session.workers_here.any_rank(self.should_stop)  # set in the phase's last minibatch
             if is_stopped:
                 break
             if self.stop_reason is StopReason.DRAIN:
@@ -189,7 +189,7 @@ class Training:
     def drain(self) -> None:
         """Finishes the minibatches in flight, and switches to the weights that are evaluated."""
         self._end_stream()
-        self._session.local.switch_optimizers("eval")
+        self._session.workers_here.switch_optimizers("eval")
 
     def _end_stream(self) -> None:
         if self._segment is not None:

@@ -38,7 +38,7 @@ from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.update.cpu_optimizer import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.optimizer import Gradients
 
 _HEADER_ITEMS = 10
@@ -50,7 +50,7 @@ _LONGEST_SLEEP_S = 1e-3
 _Slots = list[tuple[dict[str, Any], str]]
 
 
-class StageLayout:
+class StoreFormat:
     """Where the tensors of a stage are in its part of the store; the same on all ranks.
 
     Args:
@@ -59,7 +59,7 @@ class StageLayout:
         ema: there is room for averaged weights.
         gradients: there is room for gradients, which a GPU copies there.
         trained_only: leaves out frozen weights and buffers.
-        turns: places for what ranks that take turns at backwards leave.
+        rotations: places for what ranks that take turns at backwards leave.
 
     Attributes:
         names: of the trained weights.
@@ -74,7 +74,7 @@ class StageLayout:
         ema: bool,
         gradients: bool = False,
         trained_only: bool = False,
-        turns: int = 0,
+        rotations: int = 0,
     ) -> None:
         self.names = tuple(module.handles)
         layers = [layer for _, layer in module.layers]  # modules whose forwards no stage calls belong to several stages
@@ -102,10 +102,16 @@ class StageLayout:
         buffers_like = untrained[self.frozen :]
         present = torch.empty(len(handles_like) + len(buffers_like), dtype=torch.bool, device="meta")
         numbers = torch.empty(2, dtype=torch.float64, device="meta")
-        self._turn = _make_format([numbers, present, *handles_like, *buffers_like] if turns else [])
-        self.turns = turns
+        self._rotation = _make_format([numbers, present, *handles_like, *buffers_like] if rotations else [])
+        self.rotations = rotations
         self.offsets = [8 * _HEADER_ITEMS]
-        for message_format in (self._frozen, self._ema, self._gradients, *[self._turn] * turns, *[self._set] * sets):
+        for message_format in (
+            self._frozen,
+            self._ema,
+            self._gradients,
+            *[self._rotation] * rotations,
+            *[self._set] * sets,
+        ):
             self.offsets.append(align(self.offsets[-1] + message_format.payload_bytes))
 
     @property
@@ -126,11 +132,11 @@ class StageLayout:
     def view_gradients(self, memory: torch.Tensor) -> list[torch.Tensor]:
         return _view(self._gradients, memory)
 
-    def view_turn(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def view_rotation(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Returns the loss weight and the microbatches of a turn, which tensors are present, and the tensors: summed
         gradients, then buffers.
         """
-        numbers, present, *tensors = _view(self._turn, memory)
+        numbers, present, *tensors = _view(self._rotation, memory)
         return numbers, present, tensors
 
     def view_set(self, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -192,7 +198,7 @@ class DeviceCopies:
             self._dropped.append(torch.cuda.current_stream(self.device).record_event())
 
     def copy_to_store(
-        self, tensors: list[torch.Tensor | None], places: list[torch.Tensor]
+        self, tensors: list[torch.Tensor | None], slots: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
         """Copies tensors to places in the store. Returns these, and the event to wait for before they are read."""
         if not self._streams:
@@ -205,35 +211,35 @@ class DeviceCopies:
                 if tensor is None or not tensor.is_cuda:
                     continue
                 if tensor.layout is torch.strided:
-                    copied[number] = places[number].copy_(tensor, non_blocking=True)
+                    copied[number] = slots[number].copy_(tensor, non_blocking=True)
                     tensor.record_stream(stream)
                 else:
                     copied[number] = tensor.cpu()
             return copied, stream.record_event()
 
 
-class StoredStage:
+class SharedWeights:
     """A stage in the store.
 
     Args:
-        memory: uint8[n], of `StageLayout.stored_bytes`.
+        memory: uint8[n], of `StoreFormat.stored_bytes`.
         shared: between processes.
     """
 
-    def __init__(self, layout: StageLayout, memory: torch.Tensor, shared: bool, copies: DeviceCopies) -> None:
-        self.layout = layout
+    def __init__(self, store_format: StoreFormat, memory: torch.Tensor, shared: bool, copies: DeviceCopies) -> None:
+        self.store_format = store_format
         self.copies = copies
         self._shared = shared
         self._numbers = memory[: 8 * _HEADER_ITEMS].view(torch.int64)
         self.frozen, self.ema, self.gradients, *further = (
-            memory[begin:end] for begin, end in zip(layout.offsets, layout.offsets[1:], strict=False)
+            memory[begin:end] for begin, end in zip(store_format.offsets, store_format.offsets[1:], strict=False)
         )
-        self._turns, self.sets = further[: layout.turns], further[layout.turns :]
+        self._rotations, self.sets = further[: store_format.rotations], further[store_format.rotations :]
 
     def adopt_averages(self, ema: dict[str, torch.Tensor]) -> None:
         """Moves averaged weights into the store, and the dict's values with them."""
-        for name, place in self.layout.view_ema(self.ema).items():
-            ema[name] = place.copy_(ema[name])
+        for name, slot in self.store_format.view_ema(self.ema).items():
+            ema[name] = slot.copy_(ema[name])
 
     def publish(self, version: int, number: int) -> None:
         """Lets all ranks read a version, which is in set `number`."""
@@ -255,40 +261,40 @@ class StoredStage:
             lambda: int(upcoming) >= version and int(turn) >= gradients_of,
         )
 
-    def leave_turn(self, update: int, gradients: Gradients, buffers: Sequence[torch.Tensor | None]) -> None:
+    def leave_rotation(self, update: int, gradients: Gradients, buffers: Sequence[torch.Tensor | None]) -> None:
         """Leaves an update's summed gradients, and the buffers that have changed, for its home and the next rank.
 
         Raises:
             PlanError: a gradient is sparse.
         """
         sums, loss_weight, count = gradients.take()
-        for name, gradient in zip(self.layout.names, sums, strict=True):
+        for name, gradient in zip(self.store_format.names, sums, strict=True):
             if gradient is not None and gradient.is_sparse:
                 raise PlanError(
                     f"the gradient of {name!r} is sparse, and workers take turns at its stage, for which they leave "
                     "dense gradients; make it dense (sparse=False), or choose a method without a delay"
                 )
-        numbers, present, places = self.layout.view_turn(self._turns[update % len(self._turns)])
+        numbers, present, slots = self.store_format.view_rotation(self._rotations[update % len(self._rotations)])
         numbers[0], numbers[1] = loss_weight, count
-        for number, (tensor, place) in enumerate(zip((*sums, *buffers), places, strict=True)):
+        for number, (tensor, slot) in enumerate(zip((*sums, *buffers), slots, strict=True)):
             present[number] = tensor is not None
             if tensor is not None:
-                place.copy_(tensor)  # waits for a GPU
+                slot.copy_(tensor)  # waits for a GPU
         self._numbers[2] = update
 
-    def read_turn(self, update: int) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], float, int]:
+    def read_rotation(self, update: int) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], float, int]:
         """Returns an update's summed gradients and changed buffers, which are in the store, its loss weight and its
         microbatches.
         """
-        numbers, present, tensors = self.layout.view_turn(self._turns[update % len(self._turns)])
+        numbers, present, tensors = self.store_format.view_rotation(self._rotations[update % len(self._rotations)])
         left = [tensor if is_present else None for tensor, is_present in zip(tensors, present.tolist(), strict=True)]
-        count, (loss_weight, microbatches) = len(self.layout.names), numbers.tolist()
+        count, (loss_weight, microbatches) = len(self.store_format.names), numbers.tolist()
         return left[:count], left[count:], loss_weight, int(microbatches)
 
     def copy(self, version: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights of a version, as leaves by name, and its buffers, on the device."""
         number = int(self._numbers[_FIRST_SET + version % (_HEADER_ITEMS - _FIRST_SET)])
-        leaves, buffers = self.layout.view_set(self.copies.copy_to_device(self.sets[number]))
+        leaves, buffers = self.store_format.view_set(self.copies.copy_to_device(self.sets[number]))
         return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, buffers
 
 
@@ -342,19 +348,23 @@ class HostStore:
     def _copies(self) -> DeviceCopies:
         return DeviceCopies(self._device, self._workers)
 
-    def host(self, stage: int, replica: int, handles: Mapping[str, nn.Parameter], layout: StageLayout) -> HostedWeights:
+    def host(
+        self, stage: int, replica: int, handles: Mapping[str, nn.Parameter], store_format: StoreFormat
+    ) -> CpuOptimizerWeights:
         """Returns copies of a stage replica's weights, in memory of this process."""
-        memory = self._memory[stage, replica] = self._make(stage, layout.stored_bytes)
-        stored = StoredStage(layout, memory, False, self._copies)
-        places, _ = layout.view_set(stored.sets[0])
-        copy_gradients = partial(stored.copies.copy_to_store, places=layout.view_gradients(stored.gradients))
-        return HostedWeights(handles, places, copy_gradients)
+        memory = self._memory[stage, replica] = self._make(stage, store_format.stored_bytes)
+        shared_weights = SharedWeights(store_format, memory, False, self._copies)
+        slots, _ = store_format.view_set(shared_weights.sets[0])
+        copy_gradients = partial(
+            shared_weights.copies.copy_to_store, slots=store_format.view_gradients(shared_weights.gradients)
+        )
+        return CpuOptimizerWeights(handles, slots, copy_gradients)
 
-    def open(self, stage: int, layout: StageLayout) -> StoredStage:
+    def open(self, stage: int, store_format: StoreFormat) -> SharedWeights:
         """Opens a stage's part; makes it first if no process has."""
         if stage not in self._memory:
-            self._memory[stage] = self._make(stage, layout.stored_bytes)
-        return StoredStage(layout, self._memory[stage], self.is_shared, self._copies)
+            self._memory[stage] = self._make(stage, store_format.stored_bytes)
+        return SharedWeights(store_format, self._memory[stage], self.is_shared, self._copies)
 
     def close(self) -> None:
         """Unpins the memory, which the user's model continues to use."""
@@ -426,17 +436,19 @@ class HostVersions(Versions):
     into these when the copy is dropped.
     """
 
-    def __init__(self, handles: Mapping[str, nn.Parameter], stored: StoredStage) -> None:
-        self._stored = stored
-        self._layout = stored.layout
+    def __init__(self, handles: Mapping[str, nn.Parameter], shared_weights: SharedWeights) -> None:
+        self._shared_weights = shared_weights
+        self._store_format = shared_weights.store_format
         self._copies: dict[int, WeightSet] = {}
         self._untrained: list[torch.Tensor] | None = None
         self._copied_buffers: list[tuple[torch.Tensor, int]] = []  # buffers as they were copied
-        leaves, _ = self._layout.view_set(stored.sets[0])
+        leaves, _ = self._store_format.view_set(shared_weights.sets[0])
         for name, handle in handles.items():
             handle.data = leaves[name].copy_(handle.data)
-        frozen = self._layout.view_frozen(stored.frozen)
-        for slots, tensor, stored_tensor in zip(self._layout.slots, self._layout.untrained, frozen, strict=False):
+        frozen = self._store_format.view_frozen(shared_weights.frozen)
+        for slots, tensor, stored_tensor in zip(
+            self._store_format.slots, self._store_format.untrained, frozen, strict=False
+        ):
             for holder, name in slots:
                 holder[name].data = stored_tensor.copy_(tensor)
         super().__init__(handles)
@@ -445,42 +457,44 @@ class HostVersions(Versions):
 
     def make_storage(self) -> WeightSet:
         used_numbers = {self._numbers[id(weights)] for weights in self._all_sets}
-        number = next(number for number in range(len(self._stored.sets)) if number not in used_numbers)
-        leaves, _ = self._layout.view_set(self._stored.sets[number])
+        number = next(number for number in range(len(self._shared_weights.sets)) if number not in used_numbers)
+        leaves, _ = self._store_format.view_set(self._shared_weights.sets[number])
         weights = self._make_set(-1, {name: leaf.requires_grad_() for name, leaf in leaves.items()})
         self._numbers[id(weights)] = number
         return weights
 
     def publish(self) -> None:
         number = self._numbers[id(self.peek())]
-        _, buffers = self._layout.view_set(self._stored.sets[number])
+        _, buffers = self._store_format.view_set(self._shared_weights.sets[number])
         # Nothing else writes these buffers while a thread publishes: home's passes end after the update.
-        write(self._buffers or self._layout.untrained[self._layout.frozen :], buffers)
+        write(self._buffers or self._store_format.untrained[self._store_format.frozen :], buffers)
         self._buffers = []
-        self._stored.publish(self.newest, number)
+        self._shared_weights.publish(self.newest, number)
 
     def announce(self) -> None:
-        self._buffers = self._layout.untrained[self._layout.frozen :]  # a pass may put others into the modules
-        self._stored.announce(self.newest + 1)
+        self._buffers = self._store_format.untrained[
+            self._store_format.frozen :
+        ]  # a pass may put others into the modules
+        self._shared_weights.announce(self.newest + 1)
 
     def withdraw(self) -> None:
-        self._stored.announce(self.newest)
+        self._shared_weights.announce(self.newest)
 
-    def end_update(self) -> None:
-        super().end_update()
+    def after_step(self) -> None:
+        super().after_step()
         self.publish()
 
     def take_turn(self, update: int, gradients: Gradients) -> Waiting[None]:
         """Waits for an update's gradients, puts them into `gradients`, and the changed buffers into the modules."""
-        yield from wait_for(self._stored.wait(gradients_of=update))
-        sums, buffers, loss_weight, count = self._stored.read_turn(update)
+        yield from wait_for(self._shared_weights.wait(gradients_of=update))
+        sums, buffers, loss_weight, count = self._shared_weights.read_rotation(update)
         gradients.fill(sums, loss_weight, count)
-        for place, buffer in zip(self._layout.untrained[self._layout.frozen :], buffers, strict=True):
+        for slot, buffer in zip(self._store_format.untrained[self._store_format.frozen :], buffers, strict=True):
             if buffer is not None:
-                place.copy_(buffer)
+                slot.copy_(buffer)
 
-    def read(self, version: int) -> WeightSet:
-        super().read(version)
+    def acquire(self, version: int) -> WeightSet:
+        super().acquire(version)
         weights = self._copies.setdefault(version, WeightSet(version, {}))
         weights.readers += 1
         self._load(weights)
@@ -493,46 +507,50 @@ class HostVersions(Versions):
     def _load(self, weights: WeightSet) -> list[torch.Tensor]:
         if self._untrained is None:
             self._untrained = self._copy_untrained()
-            self._copied_buffers = [(buffer, buffer._version) for buffer in self._untrained[self._layout.frozen :]]
+            self._copied_buffers = [
+                (buffer, buffer._version) for buffer in self._untrained[self._store_format.frozen :]
+            ]
         if not weights.leaves:
-            leaves, _ = self._stored.copy(weights.version)
+            leaves, _ = self._shared_weights.copy(weights.version)
             weights.leaves.update(leaves)
         return self._untrained
 
     def _copy_untrained(self) -> list[torch.Tensor]:
-        return [tensor.to(self._stored.copies.device, copy=True) for tensor in self._layout.untrained]
+        return [tensor.to(self._shared_weights.copies.device, copy=True) for tensor in self._store_format.untrained]
 
     def reading(
         self, averages: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        leaves, _ = self._stored.copy(self.newest)
+        leaves, _ = self._shared_weights.copy(self.newest)
         if averages:
-            leaves = self._layout.view_ema(self._stored.copies.copy_to_device(self._stored.ema))
-        return leaves, self._layout.installed(self._copy_untrained())
+            leaves = self._store_format.view_ema(self._shared_weights.copies.copy_to_device(self._shared_weights.ema))
+        return leaves, self._store_format.installed(self._copy_untrained())
 
     def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
         if weights is None:
             return super().installed(weights)
-        return self._layout.installed(self._load(weights))
+        return self._store_format.installed(self._load(weights))
 
     def drop_copies(self) -> None:
         for weights in self._copies.values():
             weights.leaves.clear()
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
         if self._untrained is not None:
-            buffers, self._untrained = self._untrained[self._layout.frozen :], None
-            places = self._layout.untrained[self._layout.frozen :]
+            buffers, self._untrained = self._untrained[self._store_format.frozen :], None
+            slots = self._store_format.untrained[self._store_format.frozen :]
             for number, (buffer, (copied, version)) in enumerate(zip(buffers, self._copied_buffers, strict=True)):
-                is_written = number in self._layout.statistics or buffer._version != version
+                is_written = number in self._store_format.statistics or buffer._version != version
                 if is_written or buffer is not copied:
-                    places[number].copy_(buffer)  # the host waits for its GPU
+                    slots[number].copy_(buffer)  # the host waits for its GPU
             self._copied_buffers = []
-        self._stored.copies.note_dropped()
+        self._shared_weights.copies.note_dropped()
 
     def copy_gradients_to_handles(
         self, gradients: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        return self._stored.copies.copy_to_store(gradients, self._layout.view_gradients(self._stored.gradients))
+        return self._shared_weights.copies.copy_to_store(
+            gradients, self._store_format.view_gradients(self._shared_weights.gradients)
+        )
 
 
 def _make_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,12 +52,12 @@ class SavedTensor:
 
 
 class _MovedTensor(SavedTensor):
-    __slots__ = ("_block", "_layout", "_mover")
+    __slots__ = ("_block", "_mover", "_strided_view")
 
     def __init__(self, tensor: torch.Tensor, block: Block, mover: BlockMover) -> None:
         counter = tensor.detach()
         super().__init__(counter)
-        self._layout = tensor.storage_offset(), self._shape, tensor.stride()
+        self._strided_view = tensor.storage_offset(), self._shape, tensor.stride()
         counter.data = tensor.new_empty(0)  # keeps the counter, not the memory
         self._block = block
         self._mover = mover
@@ -65,7 +65,7 @@ class _MovedTensor(SavedTensor):
         block.unpacks_left += 1
 
     def unpack(self) -> torch.Tensor:
-        return super().unpack().new_empty(0).set_(self._mover.load(self._block), *self._layout)
+        return super().unpack().new_empty(0).set_(self._mover.load(self._block), *self._strided_view)
 
     def free(self) -> None:
         if self._tensor is not None:
@@ -144,7 +144,7 @@ class Offload:
             yield
             return
         mover = self._mover = self._mover or BlockMover(self._device, self._choose_to_load)
-        forward = _Forward(
+        forward = _SavedTensorPacker(
             mover,
             {tensor.untyped_storage()._cdata for tensor in resident() if tensor.layout is torch.strided},
             self._device,
@@ -207,7 +207,7 @@ class Offload:
         self._blocks.clear()
 
 
-class _Forward:
+class _SavedTensorPacker:
     """Packs what one forward saves.
 
     Args:

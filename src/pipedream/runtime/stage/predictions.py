@@ -55,13 +55,13 @@ class WeightPredictions:
     def begin(self) -> None:
         self._shared_for = None
 
-    def read(self, version: int) -> tuple[WeightSet, int]:
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
         if self._kept_until is Kind.BACKWARD:
             weights = self._versions.read_prediction(version, self._fill)
             return weights, weights.version
         if self._kept_until is None:
-            weights = self._versions.read(version)
+            weights = self._versions.acquire(version)
             return weights, weights.version
         if version != self._shared_for:
             self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
@@ -70,7 +70,7 @@ class WeightPredictions:
             self._advance(self._forward, self._shared)
             self._shared_for = version
             self._shared_from = self._versions.newest
-        return self._versions.read(self._versions.newest), self._shared_from
+        return self._versions.acquire(self._versions.newest), self._shared_from
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -90,13 +90,13 @@ class WeightPredictions:
             with self._write_in_place(self._backward):
                 yield
 
-    def begin_update(self) -> None:
+    def before_step(self) -> None:
         if DIFFERENCE in self._update_steps:
             _copy(self._update_steps[DIFFERENCE], self._weights)
         if AVERAGE in self._update_steps:
             self._save_weights()
 
-    def end_update(self) -> None:
+    def after_step(self) -> None:
         if DIFFERENCE in self._update_steps and self._handles:
             difference = self._update_steps[DIFFERENCE]
             torch._foreach_neg_(difference)

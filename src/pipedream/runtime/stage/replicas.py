@@ -91,25 +91,29 @@ class CopiedAttributes:
     to a counter, are not.
 
     Args:
-        moving: (index of a module, name) of attributes that forwards change; shared by the replicas of a stage.
+        changed_by_forward: (index of a module, name) of attributes; the replicas of a stage share it.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], copies: Sequence[nn.Module], moving: set[tuple[int, str]]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], copies: Sequence[nn.Module], changed_by_forward: set[tuple[int, str]]
+    ) -> None:
         self._pairs = [(module, copied, _read_plain(module)) for module, copied in zip(modules, copies, strict=True)]
-        self._moving = moving
+        self._changed_by_forward = changed_by_forward
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Context of a forward."""
         for number, (module, copied, copied_values) in enumerate(self._pairs):
             for name, value in _read_plain(module).items():
-                if copied_values.get(name, _ABSENT) != value and (number, name) not in self._moving:
+                if copied_values.get(name, _ABSENT) != value and (number, name) not in self._changed_by_forward:
                     copied.__dict__[name] = copied_values[name] = value
         old = [_read_plain(copied) for _, copied, _ in self._pairs]
         yield
         for number, (_, copied, _) in enumerate(self._pairs):
             new = _read_plain(copied)
-            self._moving.update((number, name) for name in new if new[name] != old[number].get(name, _ABSENT))
+            self._changed_by_forward.update(
+                (number, name) for name in new if new[name] != old[number].get(name, _ABSENT)
+            )
 
 
 _ABSENT = object()

@@ -110,7 +110,7 @@ class Versions:
     def _all_sets(self) -> list[WeightSet]:
         return [*self._sets.values(), *self._predictions.values(), *self._free]
 
-    def read(self, version: int) -> WeightSet:
+    def acquire(self, version: int) -> WeightSet:
         """Returns a version for a forward, which must `release` it after its backward."""
         weights = self._sets[version]
         weights.readers += 1
@@ -213,7 +213,7 @@ class Versions:
         for handle, target in zip(self.handles.values(), targets, strict=True):
             handle.data = target
 
-    def end_update(self) -> None:
+    def after_step(self) -> None:
         self.newest += 1
         leaves = self._sets[self.newest].leaves
         for name, handle in self.handles.items():
@@ -350,9 +350,9 @@ class WeightChoice:
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
 
-    def read(self, version: int) -> WeightSet:
+    def acquire(self, version: int) -> WeightSet:
         """Returns the weights for a forward; `release` follows its backward."""
-        return self._versions.read(version)
+        return self._versions.acquire(version)
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:
         return weights
@@ -383,7 +383,7 @@ class _PassingChoice(_NewerChoice):
 
     reads_predictions = False
 
-    def read(self, version: int) -> WeightSet:
+    def acquire(self, version: int) -> WeightSet:
         return self._versions.peek(version)
 
     def release(self, weights: WeightSet) -> None:

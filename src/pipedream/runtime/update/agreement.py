@@ -14,7 +14,7 @@ from pipedream.runtime.update.average import OuterOptimizer, WeightAverage
 from pipedream.runtime.update.low_rank import LowRankSum
 
 
-class Agreement(NamedTuple):
+class Reducer(NamedTuple):
     """An `all_reduce`, with `low_rank` for some gradients or without, or an `average`; neither for a single replica."""
 
     all_reduce: GradientAllReduce | None = None
@@ -30,7 +30,7 @@ class Agreement(NamedTuple):
         group: Group | None,
         replicas: int,
         tied: Collection[str] = (),
-    ) -> Agreement:
+    ) -> Reducer:
         """Returns the agreement of a replica; `tied` weights are not compressed."""
         if group is None:
             return cls()

@@ -74,8 +74,8 @@ class GradientAllReduce:
         self._group = group
         self._sent_dtype = sent_dtype
         summed = [index for index in range(len(self._handles)) if index not in excluded]
-        layout = fill_buckets([self._handles[index] for index in summed], first_bytes, bucket_bytes)
-        self._members = [[summed[place] for place in bucket] for bucket in layout]
+        buckets = fill_buckets([self._handles[index] for index in summed], first_bytes, bucket_bytes)
+        self._members = [[summed[place] for place in bucket] for bucket in buckets]
         self._excluded = frozenset(excluded)
         self._bucket_of = {index: number for number, bucket in enumerate(self._members) for index in bucket}
         self._begin()
@@ -132,11 +132,13 @@ class GradientAllReduce:
         low = self._sent_dtype
         return flat.to(low) if low is not None and flat.is_floating_point() and flat.itemsize > low.itemsize else flat
 
-    def close(self, sums: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float) -> None:
+    def close(
+        self, gradients: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float
+    ) -> None:
         """Contributes the rest of this replica's part in the next update.
 
         Args:
-            sums: ignored for handles that were `put` before.
+            gradients: ignored for handles that were `put` before.
             loss_weight, count: of the microbatches.
             stop_request: not 0 stops all replicas.
         """
@@ -144,9 +146,9 @@ class GradientAllReduce:
         for bucket in self._buckets:
             for index in bucket.members:
                 if index not in bucket.parts:
-                    self.put(index, sums[index])
+                    self.put(index, gradients[index])
         for index in self._excluded - self._unsummed.keys():
-            self.put(index, sums[index])
+            self.put(index, gradients[index])
         parts = self._unsummed | {i: part for bucket in self._buckets for i, part in bucket.parts.items()}
         present = [parts[i] is not None for i in range(len(self._handles))]
         # Small numbers, after the buckets, on the CPU, so that reading them does not wait for a GPU. `present`: a
@@ -163,17 +165,17 @@ class GradientAllReduce:
         for pending in (*self._pending_sums, self._amounts):
             amounts = yield from wait_for(pending)
         loss_weight, count, stop_request, *present = amounts.tolist()
-        sums: list[torch.Tensor | None] = [None] * len(self._handles)
+        gradients: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
             flat = bucket.flat.to(self._handles[bucket.members[0]].dtype)
             pieces = torch.split(flat, [self._handles[i].numel() for i in bucket.members])
             for i, piece in zip(bucket.members, pieces, strict=True):
-                sums[i] = piece.view_as(self._handles[i]) if present[i] else None
+                gradients[i] = piece.view_as(self._handles[i]) if present[i] else None
         for i, gradient in self._unsummed.items():
-            sums[i] = torch.zeros_like(self._handles[i]) if gradient is None and present[i] else gradient
+            gradients[i] = torch.zeros_like(self._handles[i]) if gradient is None and present[i] else gradient
         self._begin()
-        return sums, loss_weight, int(count), stop_request
+        return gradients, loss_weight, int(count), stop_request
 
 
 _REDUCED = torch.empty(0)
@@ -182,12 +184,12 @@ _REDUCED = torch.empty(0)
 
 def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Waiting[list[torch.Tensor]]:
     """Returns the sums of tensors over a group, with one message per dtype and device."""
-    sums = list(tensors)
+    gradients = list(tensors)
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
     for kind in dict.fromkeys(kinds):
         members = [i for i, other in enumerate(kinds) if other == kind]
         total = yield from wait_for(group.all_reduce(torch.cat([tensors[i].detach().reshape(-1) for i in members])))
         pieces = torch.split(total, [tensors[i].numel() for i in members])
         for i, piece in zip(members, pieces, strict=True):
-            sums[i] = piece.view_as(tensors[i])
-    return sums
+            gradients[i] = piece.view_as(tensors[i])
+    return gradients

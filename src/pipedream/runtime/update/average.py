@@ -22,7 +22,7 @@ NamedTensors = dict[str, torch.Tensor]
 class WeightAverage:
     """One replica's part in the averages of its stage; all make the same calls.
 
-    Lifecycle: `end_update` after each update. At a drain `show_common` writes what all replicas have in common over
+    Lifecycle: `after_step` after each update. At a drain `show_common` writes what all replicas have in common over
     this replica's own weights, and `show_local` restores these.
 
     Args:
@@ -60,7 +60,7 @@ class WeightAverage:
         (total,) = yield from all_reduce_many(self._group, [torch.tensor([count, stop_request], dtype=torch.float64)])
         return int(total[0]), float(total[1])
 
-    def end_update(self) -> Waiting[bool]:
+    def after_step(self) -> Waiting[bool]:
         """Returns whether the weights were averaged, because a period has ended; yields where it would wait."""
         self.updates += 1
         if self.updates < self.method.period:

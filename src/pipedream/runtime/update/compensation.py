@@ -17,7 +17,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
-from pipedream.runtime.update.cpu_optimizer import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, undo_rotation
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights
@@ -43,7 +43,7 @@ class Compensator:
         compensations: checked by `core.schedule.compensation.check_compensations`.
         staleness: D.
         handles: what the optimizer steps.
-        hosted: holds these handles, if they are copies of the weights.
+        cpu_optimizer: holds these handles, if they are copies of the weights.
 
     Raises:
         ScheduleError: one is not defined for this optimizer.
@@ -56,10 +56,10 @@ class Compensator:
         optimizer: torch.optim.Optimizer,
         handles: Mapping[str, torch.nn.Parameter],
         sharding: StageSharding | None = None,
-        hosted: HostedWeights | None = None,
+        cpu_optimizer: CpuOptimizerWeights | None = None,
     ) -> None:
         self._staleness = staleness
-        self._hosted = hosted
+        self._cpu_optimizer = cpu_optimizer
         self._sharding = sharding
         self._optimizer = optimizer
         self._handles = dict(handles)
@@ -124,11 +124,11 @@ class Compensator:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
-        if self._hosted is not None:
-            self._hosted.take_gradients()
+        if self._cpu_optimizer is not None:
+            self._cpu_optimizer.take_gradients()
         self._step()
-        if self._hosted is not None:
-            self._hosted.write()
+        if self._cpu_optimizer is not None:
+            self._cpu_optimizer.write()
 
     def _step(self) -> None:
         if self._velocity is not None:

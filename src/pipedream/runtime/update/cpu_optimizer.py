@@ -14,7 +14,7 @@ from pipedream.core.errors import ScheduleError
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
 
 
-class HostedWeights:
+class CpuOptimizerWeights:
     """Copies of a stage's trained weights, which an optimizer steps.
 
     Args:
@@ -31,9 +31,9 @@ class HostedWeights:
         self._handles = dict(handles)
         self._copy_gradients = copy_gradients
         self.copies = {name: _make_like(handle, places[name]) for name, handle in handles.items()}
-        self.read()
+        self.refresh()
 
-    def read(self) -> None:
+    def refresh(self) -> None:
         """Copies the weights from the handles."""
         for name, copy in self.copies.items():
             copy.data.copy_(self._handles[name].data)

@@ -19,9 +19,9 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.update.agreement import Agreement
+from pipedream.runtime.update.agreement import Reducer
 from pipedream.runtime.update.compensation import Compensator
-from pipedream.runtime.update.cpu_optimizer import HostedWeights
+from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 
@@ -34,18 +34,18 @@ class Gradients:
     """
 
     def __init__(self, handles: int) -> None:
-        self._sums: list[torch.Tensor | None] = [None] * handles
+        self._gradients: list[torch.Tensor | None] = [None] * handles
         self.loss_weight = 0.0
         self.count = 0
         self._ready: torch.cuda.Event | None = None
 
     def make_next(self) -> Gradients:
         """Returns the empty gradients of the update after this one."""
-        return Gradients(len(self._sums))
+        return Gradients(len(self._gradients))
 
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
-        return list(self._sums)
+        return list(self._gradients)
 
     def add(self, gradients: list[torch.Tensor | None], loss_weight: float) -> None:
         """Adds one microbatch's gradients (see `UpdateRule`) and loss weight, and takes over their storage.
@@ -55,9 +55,11 @@ class Gradients:
         self.loss_weight += loss_weight
         self.count += 1
         for i, gradient in enumerate(gradients):
-            total = self._sums[i]
+            total = self._gradients[i]
             if total is None:
-                self._sums[i] = gradient if gradient is None else gradient.resolve_conj()  # some kernels refuse others
+                self._gradients[i] = (
+                    gradient if gradient is None else gradient.resolve_conj()
+                )  # some kernels refuse others
             elif gradient is not None and gradient is not total:
                 total.add_(gradient)
 
@@ -66,26 +68,26 @@ class Gradients:
 
         If `gradient` is the accumulator itself, autograd has already added to it.
         """
-        total, self._sums[index] = self._sums[index], None
+        total, self._gradients[index] = self._gradients[index], None
         if total is None or gradient is total:
             return gradient.resolve_conj()
         return total.add_(gradient)
 
-    def fill(self, sums: list[torch.Tensor | None], loss_weight: float, count: int) -> None:
+    def fill(self, gradients: list[torch.Tensor | None], loss_weight: float, count: int) -> None:
         """Takes over all gradients of an update, as `take` returns them."""
-        self._sums, self.loss_weight, self.count = sums, loss_weight, count
+        self._gradients, self.loss_weight, self.count = gradients, loss_weight, count
 
-    def replace(self, sums: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
+    def replace(self, gradients: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
         """Replaces the sums by copies, which may be read after the event `ready`."""
-        self._sums, self._ready = sums, ready
+        self._gradients, self._ready = gradients, ready
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
         if self._ready is not None:
             self._ready.synchronize()
             self._ready = None
-        result = (self._sums, self.loss_weight, self.count)
-        self._sums = [None] * len(self._sums)
+        result = (self._gradients, self.loss_weight, self.count)
+        self._gradients = [None] * len(self._gradients)
         self.loss_weight = 0.0
         self.count = 0
         return result
@@ -98,7 +100,7 @@ class ReducedGradients(NamedTuple):
     microbatches are this replica's own, and `present` counts the microbatches of all.
     """
 
-    sums: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
     loss_weight: float
     microbatches: int
     stop_request: float
@@ -125,7 +127,7 @@ class Optimizer:
         tied: names of weights that other stages hold too; their gradients are summed over all holders.
         loss_scale: None if the loss is not scaled.
         sharding: None on a single rank.
-        hosted: copies of the handles, which the optimizer steps (`stepped`); None if it steps the handles.
+        cpu_optimizer: copies of the handles, which the optimizer steps (`stepped`); None if it steps the handles.
 
     Attributes:
         finite: False skips the next update.
@@ -151,10 +153,10 @@ class Optimizer:
         tied: Collection[str] = (),
         loss_scale: LossScale | None = None,
         sharding: StageSharding | None = None,
-        hosted: HostedWeights | None = None,
+        cpu_optimizer: CpuOptimizerWeights | None = None,
     ) -> None:
         self.named = dict(handles)
-        self.stepped = self.named if hosted is None else hosted.copies
+        self.stepped = self.named if cpu_optimizer is None else cpu_optimizer.copies
         self._handles = list(handles.values())
         self._names = list(handles)
         # A stage without weights still has the common clock and learning rate.
@@ -170,7 +172,7 @@ class Optimizer:
                 "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
             ) from error
         _check_steps_by_gradients(self.optimizer)
-        stepped = self.optimizer, self.stepped, sharding, hosted
+        stepped = self.optimizer, self.stepped, sharding, cpu_optimizer
         self._make_compensator: Callable[[Any, int], Compensator] = lambda rules, d: Compensator(rules, d, *stepped)
         self.compensator = self._make_compensator((), 0)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
@@ -187,7 +189,7 @@ class Optimizer:
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        agreement = Agreement.make(choices.sums, handles, self.ema, replica_group, replicas, tied)
+        agreement = Reducer.make(choices.sums, handles, self.ema, replica_group, replicas, tied)
         self.all_reduce, self.low_rank, self.average = agreement
         self.scheduled = self.updates = self.rounds_before = 0
 
@@ -270,10 +272,10 @@ class Optimizer:
             self.start_remaining_sums(gradients, stop_request)
             reduced = ReducedGradients(*(yield from self.all_reduce.take()))
             if self.low_rank is not None:
-                yield from self.low_rank.sum_up(reduced.sums, reduced.divisor(self._mean_of_rounds) * self.scale)
+                yield from self.low_rank.sum_up(reduced.gradients, reduced.divisor(self._mean_of_rounds) * self.scale)
         if self._sharding is None:
             return reduced
-        self._sharding.sum_gradients(self._names, reduced.sums)
+        self._sharding.sum_gradients(self._names, reduced.gradients)
         return reduced
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
@@ -282,11 +284,11 @@ class Optimizer:
         Returns the share of the round's replicas that took part, which scales the learning rate, and whether to stop.
         """
         divisor = gathered.divisor(self._mean_of_rounds) * self.scale
-        sums = [total for total in gathered.sums if total is not None]
-        if sums and divisor != 1.0 and divisor > 0.0:
-            torch._foreach_div_(sums, divisor)
-        summed = iter(sums)
-        for handle, total in zip(self._handles, gathered.sums, strict=True):
+        gradients = [total for total in gathered.gradients if total is not None]
+        if gradients and divisor != 1.0 and divisor > 0.0:
+            torch._foreach_div_(gradients, divisor)
+        summed = iter(gradients)
+        for handle, total in zip(self._handles, gathered.gradients, strict=True):
             handle.grad = None if total is None else next(summed)
         count = gathered.microbatches if gathered.present is None else gathered.present
         return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0

@@ -104,7 +104,7 @@ class TiedGradientSum:
         self._replicas = replicas
         self._group = group
 
-    def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Waiting[None]:
+    def all_reduce(self, gradients: Mapping[int, list[torch.Tensor | None]]) -> Waiting[None]:
         """Replaces this rank's sums, by stage, with those over all holders; yields where it would wait.
 
         A weight for which no holder has a gradient gets None, as in one process.
@@ -114,10 +114,10 @@ class TiedGradientSum:
         for stage, indices in self._indices.items():
             share = self._replicas[stage]
             for n, index in enumerate(indices):
-                if (gradient := sums[stage][index]) is not None:
+                if (gradient := gradients[stage][index]) is not None:
                     local_sums[n] += gradient / share if share > 1 else gradient
                     holder_counts[n] += 1
         *totals, counts = yield from all_reduce_many(self._group, [*local_sums, holder_counts])
         for stage, indices in self._indices.items():
             for index, total, count in zip(indices, totals, counts.tolist(), strict=True):
-                sums[stage][index] = total.clone() if count else None  # each is divided and clipped in place
+                gradients[stage][index] = total.clone() if count else None  # each is divided and clipped in place

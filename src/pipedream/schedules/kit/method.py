@@ -101,7 +101,7 @@ class Method:
     name: str = ""
     since: int = 0
     aliases: tuple[str, ...] = ()
-    layout: StageOrder | None = None
+    stage_order: StageOrder | None = None
     compensates: bool = False
     properties: MethodProperties | None = None
     picture: Picture | None = None

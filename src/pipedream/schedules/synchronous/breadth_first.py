@@ -36,7 +36,7 @@ METHODS = (
         breadth_first,
         since=2022,
         aliases=("looped_bfs",),
-        layout=kit.looped,
+        stage_order=kit.looped,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
         choose="When messages are slow compared with a microbatch's compute and memory is plentiful: the bubble of "

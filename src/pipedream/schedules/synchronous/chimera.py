@@ -78,7 +78,7 @@ METHODS = (
     kit.Method(
         chimera,
         since=2021,
-        layout=kit.mirrored,
+        stage_order=kit.mirrored,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
         choose="When a minibatch has few microbatches, about as many as workers, and weights are small compared with "

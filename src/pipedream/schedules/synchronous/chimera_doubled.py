@@ -81,7 +81,7 @@ METHODS = (
         chimera_doubled,
         since=2021,
         aliases=("chimera_forward_doubling", "chimera_backward_halving"),
-        layout=kit.mirrored,
+        stage_order=kit.mirrored,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
         choose="Like chimera, with many microbatches, and backwards that take twice as long as forwards, as usual; "

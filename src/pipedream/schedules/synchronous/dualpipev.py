@@ -73,7 +73,7 @@ METHODS = (
     kit.Method(
         dualpipev,
         since=2025,
-        layout=kit.wave,
+        stage_order=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
         choose="When messages can overlap with the other direction's compute, as with experts on many devices: each "

@@ -50,7 +50,7 @@ METHODS = (
         interleaved_1f1b,
         since=2021,
         aliases=("interleaved",),
-        layout=kit.looped,
+        stage_order=kit.looped,
         properties=kit.MethodProperties(replicates_stages=False),
         picture=kit.Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
         choose="When 1f1b's bubble is too large and the minibatch cannot be split further: v stages per worker make it "

@@ -37,7 +37,7 @@ METHODS = (
     kit.Method(
         v_half,
         since=2024,
-        layout=kit.wave,
+        stage_order=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("V-Half: two stages (s) a worker, m = 8", 8, 8),
         choose="When 1f1b's activations do not fit: half of them, with a little more than half of its bubble. Needs "

@@ -37,7 +37,7 @@ METHODS = (
     kit.Method(
         v_min,
         since=2024,
-        layout=kit.wave,
+        stage_order=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("V-Min: two stages (s) a worker, m = 8", 8, 8),
         choose="When activations do not fit otherwise: about a third of 1f1b's, with two thirds of its bubble. Needs "

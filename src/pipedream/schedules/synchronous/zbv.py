@@ -51,7 +51,7 @@ METHODS = (
     kit.Method(
         zbv,
         since=2024,
-        layout=kit.wave,
+        stage_order=kit.wave,
         properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
         picture=kit.Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
         choose="When two stages per worker and their additional messages are cheap: no bubble over many minibatches, "
