@@ -368,7 +368,7 @@ def _predict_rate(plan: Plan, speed: float) -> float:
 
 
 _DRAWN = (
-    "torch DDP", "torch DDP, accumulating", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating",
+    "torch DDP", "torch DDP, accumulating", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating", "torch 1F1B",
     "PipeDream, full", "2BW, full", "1F1B, full", "1F1B, full, int8",
 )  # fmt: skip
 
@@ -383,7 +383,7 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
             variants.append(Variant(ONE_WORKER, link, samples_per_s=point["solo"]["samples_per_s"]))
             for name in (name for name in _DRAWN if name in ran):
                 row = point.get(name, {})
-                title = name.removeprefix("torch ")
+                title = name.removeprefix("torch ") if "DDP" in name else name
                 if title.endswith("accumulating") and row:
                     title += f" {row['microbatches_per_update'] // 2}"  # as in `pipedream compare`
                 variants.append(Variant(title, link, samples_per_s=row.get("samples_per_s")))

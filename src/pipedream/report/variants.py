@@ -18,13 +18,14 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
     for variant in comparison.variants:
         if variant.link and (speed_up := comparison.compare_with(ONE_WORKER, variant)):
             curves[variant.name].append((places[variant.link], speed_up))
+    ranked = sorted(curves.items(), key=lambda curve: -curve[1][-1][1] if curve[1] else 0.0)
     return curve_svg(
-        curves,
+        {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in ranked},
         title=comparison.heading,
         width_px=860,
         height_px=max(360, 80 + 18 * len(curves)),
         x_label="link rate, on a logarithmic axis",
-        y_label=f"samples per second over those of {ONE_WORKER} alone",
+        y_label=f"samples per second over those of {ONE_WORKER} alone; left of a name: over the slowest link",
         x_ticks={place: format_link(link) for link, place in places.items()},
         standalone=standalone,
     )
