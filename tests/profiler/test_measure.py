@@ -48,26 +48,6 @@ def attention(width: int) -> nn.Module:
     return Built(forward, inner=nn.Linear(width, width))
 
 
-@pytest.mark.parametrize("length", [8, 24, 32, 48])
-def test_bytes_of_shorter_sequences_are_estimated(length: int) -> None:
-    modules = nn.Embedding(20, 6), attention(6), attention(6), nn.Linear(6, 20)
-    profile = profile_of(*modules, sample=(torch.randint(20, (4, 64)),))
-    estimate, shorter = profile.of_length(length), profile_of(*modules, sample=(torch.randint(20, (4, length)),))
-    assert (profile.length, estimate.length) == (64, length)
-    assert estimate.input_shapes == shorter.input_shapes
-    for guess, layer in zip(estimate.layers, shorter.layers, strict=True):
-        assert (guess.output_bytes, guess.activation_bytes) == (layer.output_bytes, layer.activation_bytes)
-        assert guess.temporary_bytes >= 0.95 * layer.temporary_bytes
-
-
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [(nn.Linear(8, 8), (4, 8)), (nn.Conv2d(4, 2, 1), (4, 4, 8, 8)), (nn.Identity(), (4,)), (nn.Identity(), (4, 1))],
-)
-def test_what_is_no_sequence_has_no_length(module: nn.Module, shape: tuple[int, ...]) -> None:
-    assert profile_of(module, sample=(torch.randn(shape),)).length == 0
-
-
 def test_frozen_weights_are_told_apart() -> None:
     modules = nn.Linear(3, 5).requires_grad_(False), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     modules[1][0].weight.requires_grad_(False)

@@ -5,7 +5,6 @@ With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is alloca
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +23,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
-from pipedream.profiler.sizes import Sizes, measure_half_length, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import Sizes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import OptimizerFactory, UpdateCost, all_parameters, estimate_update, named_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -66,7 +65,7 @@ def estimate(
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
     with preserve_state(layers, [], 0), costs:
         choose_mode(layers)
-        laps, arguments, hidden, kinds = _time_layers(layers, passes, costs, fresh)
+        laps, arguments, hidden = _time_layers(layers, passes, costs, fresh)
         if loss is not None:
             passes.time_loss(arguments)
         loss_s = sum(costs.laps_s())
@@ -74,18 +73,13 @@ def estimate(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
         parameters = named_parameters(layers, graph)
-        # Of layers alike in a row, the first two stand for all: the first may keep what the layer before it keeps, too.
-        kept = [i for i, kind in enumerate(kinds) if [kind] * 2 != kinds[max(i - 2, 0) : i]]
-        some = [layers[i] for i in kept]
-        rows = measure_half_length(some, fresh, samples, lambda i, arguments: passes.run_layer(kept[i], arguments))
-        halves = [rows[bisect_right(kept, i) - 1] for i in range(len(layers))]
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = estimate_update(optimizer, parameters, costs)
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_build_layer_profiles(layers, laps, sizes, hidden, halves),
+        layers=_build_layer_profiles(layers, laps, sizes, hidden),
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
@@ -108,7 +102,6 @@ def _build_layer_profiles(
     laps: Sequence[tuple[Lap, Lap]],
     sizes: Sequence[Sizes],
     hidden: Sequence[int],
-    halves: Sequence[tuple[int, ...]],
 ) -> tuple[LayerProfile, ...]:
     entering = (0, *(size.output_bytes for size in sizes[:-1]))
     # Temporaries inside operations are not visible.
@@ -127,16 +120,15 @@ def _build_layer_profiles(
         needs,
         {"flops": [lap.flops for both in laps for lap in both]},
         moved_bytes=[forward.moved_bytes + backward.moved_bytes for forward, backward in laps],
-        half_length_sizes=[half and (half[0], half[1] + more // 2) for half, more in zip(halves, hidden, strict=True)],
     )
 
 
 def _time_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: Sample
-) -> tuple[list[tuple[Lap, Lap]], Sample, list[int], list[Any]]:
-    """Forward and backward laps, the last output, the bytes that stand-ins do not show, and a key of layers alike."""
+) -> tuple[list[tuple[Lap, Lap]], Sample, list[int]]:
+    """Forward and backward laps, the last output, and the bytes that stand-ins do not show."""
     timed: dict[Any, tuple[Lap, Lap, Any]] = {}
-    laps, hidden, kinds = [], [], []
+    laps, hidden = [], []
     arguments: Sample = sample
     for index, layer in enumerate(layers):
         leaves, spec = tree_flatten(arguments)
@@ -148,10 +140,9 @@ def _time_layers(
             timed[key] = forward, backward, value
         forward, backward, value = timed[key]
         laps.append((forward, backward))
-        kinds.append(key)
         hidden.append(_count_opaque_bytes(layer, arguments) if forward.opaque else 0)
         arguments = (value,)
-    return laps, arguments, hidden, kinds
+    return laps, arguments, hidden
 
 
 def _write_notes(

@@ -20,7 +20,6 @@ from pipedream.profiler.sizes import (
     Sizes,
     largest_parameter_bytes,
     list_matrices,
-    measure_half_length,
     measure_sizes,
     parameter_bytes,
     tied_parameters,
@@ -111,7 +110,6 @@ def measure(
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
-        halves = measure_half_length(layers, sample, None if call else samples, passes.run_layer)
         steps, parameters = None, named_parameters(layers, graph)
         if optimizer is not None and parameters:
             steps = partial(measure_update, optimizer, parameters, Stopwatch(device), scheduler=scheduler)
@@ -131,7 +129,7 @@ def measure(
     return Profile(
         model=model_name,
         graph=graph,
-        layers=build_layer_profiles(layers, laps, sizes, needs, of_passes, half_length_sizes=halves),
+        layers=build_layer_profiles(layers, laps, sizes, needs, of_passes),
         batch=samples,
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),

@@ -9,9 +9,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.matrices import Matrices, join_matrices
 from pipedream.core.model.profile import TiedParameters
@@ -143,36 +142,6 @@ def measure_sizes(
             again[later] += size
     rows = zip(outputs, first, again, leaving, strict=False)
     return tuple(Sizes(*row) for row in rows), first[-1]
-
-
-def measure_half_length(
-    layers: Sequence[nn.Module], sample: Any, samples: int | None, run_layer: Callable[[int, Any], Any]
-) -> tuple[tuple[int, ...], ...]:
-    """Returns what `measure_sizes` finds of outputs and of what is kept for half of dimension 1 of the sample.
-
-    () for each layer, if no length is known (the sample is neither tokens[batch, length] nor
-    float[batch, length, width]), or if a layer does not run with half of it.
-
-    Args:
-        sample: its tensors of as many samples and the same length as the first are halved.
-        samples: None: the layers are those of a rank of a mesh, whose parts have fixed sizes.
-    """
-    unknown = ((),) * len(layers)
-    first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)), torch.empty(0))
-    shape = first.shape
-    if len(shape) != (3 if first.is_floating_point() else 2) or shape[0] != samples or shape[1] < 2:
-        return unknown
-
-    def halve(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return (leaf[:, : shape[1] // 2] if leaf.shape[:2] == shape[:2] else leaf).clone()
-
-    try:
-        sizes, _ = measure_sizes(layers, tree_map(halve, sample), run_layer)
-    except (ProfileError, CaptureError):
-        return unknown
-    return tuple((size.output_bytes, size.activation_bytes) for size in sizes)
 
 
 @dataclass(frozen=True)

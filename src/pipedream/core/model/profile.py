@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular, align, fold
@@ -52,9 +51,9 @@ class LayerProfile:
         matrices: its trained weights of two or more dimensions; () if unknown.
         forward_flops, backward_flops: 0 if not counted.
         moved_bytes: bytes read and written by both passes; 0 if not counted.
-        half_length_sizes: bytes of its output, and of what autograd keeps, for sequences of half the length; () if it
-            cannot run them.
     """
+
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"half_length_sizes"})
 
     forward_s: float
     backward_s: float
@@ -77,7 +76,6 @@ class LayerProfile:
     backward_launch_s: float = 0.0
     gathered_bytes: int = 0
     matrices: tuple[Matrices, ...] = ()
-    half_length_sizes: tuple[int, ...] = ()
     frozen_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -93,26 +91,6 @@ class LayerProfile:
     @property
     def trained_bytes(self) -> int:
         return self.parameter_bytes - self.frozen_bytes
-
-    def of_length(self, share: float) -> LayerProfile:
-        """Returns the costs for a share of the sequences' length (`Profile.of_length`)."""
-        output_bytes, kept_bytes = (
-            _scale_bytes(full, half, share)
-            for full, half in zip((self.output_bytes, self.activation_bytes), self.half_length_sizes, strict=True)
-        )
-        factor = max(output_bytes / max(self.output_bytes, 1), kept_bytes / max(self.activation_bytes, 1))
-        scaled_names = ("arriving_bytes", "leaving_bytes", "temporary_bytes")
-        scaled_bytes = {name: ceil(factor * getattr(self, name)) for name in scaled_names}
-        gradient_bytes = min(self.backward_bytes, self.trained_bytes)
-        scaled_bytes["backward_bytes"] = gradient_bytes + ceil(factor * (self.backward_bytes - gradient_bytes))
-        return replace(self, output_bytes=output_bytes, activation_bytes=kept_bytes, **scaled_bytes)
-
-
-def _scale_bytes(whole: int, half: int, share: float) -> int:
-    """Returns the bytes for a share of a length, from those for the whole and for half of it."""
-    if 2 * half > whole:
-        return ceil(2 * half - whole + 2 * (whole - half) * share)
-    return max(0, ceil((4 * half - whole) * share + 2 * (whole - 2 * half) * share**2))
 
 
 @dataclass(frozen=True)
@@ -285,29 +263,6 @@ class Profile(Tabular, Artifact):
                 )
             )
         return replace(self, layers=tuple(layers))
-
-    @property
-    def length(self) -> int:
-        """Length of the sequences, dimension 1 of the input; 0 if the layers cannot run with half of it."""
-        shape = self.input_shapes[0] if self.input_shapes else ()
-        return shape[1] if len(shape) > 1 and all(layer.half_length_sizes for layer in self.layers) else 0
-
-    def of_length(self, length: int) -> Profile:
-        """Returns the profile for shorter sequences, with estimated bytes and unchanged seconds.
-
-        Bytes are a n + b n^2 for the length n if half the length needs less than half of them, as in attention that
-        keeps its scores, else a + b n. Temporaries shrink like the bytes that a layer keeps, or like its output if that
-        shrinks less.
-        """
-        share = length / self.length
-        layers = tuple(layer.of_length(share) for layer in self.layers)
-        last_bytes = _scale_bytes(self.layers[-1].output_bytes, self.layers[-1].half_length_sizes[0], share)
-        output_factor = last_bytes / max(self.layers[-1].output_bytes, 1)
-        shapes = tuple(
-            (shape[0], length, *shape[2:]) if shape[1:2] == (self.length,) else shape for shape in self.input_shapes
-        )
-        loss = {name: ceil(output_factor * getattr(self, name)) for name in ("loss_bytes", "loss_temporary_bytes")}
-        return replace(self, layers=layers, input_shapes=shapes, **loss)
 
     @property
     def forward_s(self) -> float:
