@@ -459,7 +459,7 @@ def test_ranks_with_other_settings_are_refused() -> None:
             assert f"{name} (" in text, text
             assert "on rank 0; " in text
             assert "on rank 1)" in text
-        assert "lr: 0.1 on rank 0; lr: 0.2 on rank 1" in messages["optimizer"]
+        assert "lr: 0.05 on rank 0; lr: 0.2 on rank 1" in messages["optimizer"]
         assert "epochs (0 to 1 on rank 0; 0 to 2 on rank 1)" in messages["epochs"]
 
 

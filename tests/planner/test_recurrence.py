@@ -127,7 +127,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
         assert min(pipelines.periods.values()) == best.slowest_stage_s
     assert planned > 18
     assert refused > 6
-    assert several > 1
+    assert several > 0
 
 
 @pytest.mark.slow
