@@ -96,8 +96,8 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
-        chosen = Choices.resolve(command=options, plan=Plan.check_is(plan).choices)
-        plan = follow_moves(with_choices(plan, chosen), plan, phases)
+        choices = Choices.resolve(command=options, plan=Plan.check_is(plan).choices)
+        plan = follow_moves(with_choices(plan, choices), plan, phases)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)

@@ -20,10 +20,10 @@ def test_the_first_that_chooses_counts(first: int) -> None:
 
 
 def test_defaults_count_where_they_are_written() -> None:
-    kept = Choices(messages="int8", activations="host", optimizer_state="host")
-    assert Choices.resolve(command=Choices(), plan=kept, recipe={"messages": "int4"}) == kept
+    in_plan = Choices(messages="int8", activations="host", optimizer_state="host")
+    assert Choices.resolve(command=Choices(), plan=in_plan, recipe={"messages": "int4"}) == in_plan
     command = SimpleNamespace(messages="full", activations="none", optimizer_state="device", sums=None)
-    assert Choices.resolve(command=command, plan=kept) == Choices()
+    assert Choices.resolve(command=command, plan=in_plan) == Choices()
 
 
 def test_stages_that_recompute_have_no_activations_to_move() -> None:

@@ -25,9 +25,9 @@ class Keeps(nn.Module):
         if isinstance(initial, nn.Module):
             self.inner = initial
         elif isinstance(initial, str):
-            self.register_buffer("kept", None)
+            self.register_buffer("carried", None)
         elif initial is not None:
-            self.kept = initial
+            self.carried = initial
         self.do = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,14 +35,14 @@ class Keeps(nn.Module):
 
 
 def of_each_sample(module: Any, x: Tensor) -> Tensor:
-    old = getattr(module, "kept", None)
-    module.kept = x.detach()
+    old = getattr(module, "carried", None)
+    module.carried = x.detach()
     return x if old is None else x + old
 
 
 def if_it_fits(module: Any, x: Tensor) -> Tensor:
-    old = getattr(module, "kept", x)
-    module.kept = x.detach()
+    old = getattr(module, "carried", x)
+    module.carried = x.detach()
     return x + old if len(old) == len(x) else x
 
 
@@ -55,36 +55,36 @@ def with_dropout(module: Any, x: Tensor) -> Tensor:
 
 
 def in_list(module: Any, x: Tensor) -> Tensor:
-    module.kept.append(x.detach().mean(0))
-    return x + module.kept[0]
+    module.carried.append(x.detach().mean(0))
+    return x + module.carried[0]
 
 
 def in_dict(module: Any, x: Tensor) -> Tensor:
-    old = module.kept.get("last", 0.0)
-    module.kept["last"] = x.detach().mean(0)
+    old = module.carried.get("last", 0.0)
+    module.carried["last"] = x.detach().mean(0)
     return x + old
 
 
 def in_object(module: Any, x: Tensor) -> Tensor:
-    module.kept.calls = getattr(module.kept, "calls", 0) + 1
-    return x * module.kept.calls
+    module.carried.calls = getattr(module.carried, "calls", 0) + 1
+    return x * module.carried.calls
 
 
 def in_place(module: Any, x: Tensor) -> Tensor:
-    old = module.kept.clone()
-    module.kept.copy_(x.detach().mean(0))
+    old = module.carried.clone()
+    module.carried.copy_(x.detach().mean(0))
     return x + old
 
 
 def running(module: Any, x: Tensor) -> Tensor:
     if module.training:
-        module.kept = 0.9 * module.kept + 0.1 * x.detach().mean(0)
-    return x - module.kept
+        module.carried = 0.9 * module.carried + 0.1 * x.detach().mean(0)
+    return x - module.carried
 
 
 def counted(module: Any, x: Tensor) -> Tensor:
-    module.kept += 1
-    return x * (1 - 0.5**module.kept)
+    module.carried += 1
+    return x * (1 - 0.5**module.carried)
 
 
 def of_inner(module: Any, x: Tensor) -> Tensor:
@@ -116,28 +116,28 @@ DRAWS = ("with dropout",)
 
 
 def inspected(module: Any, x: Tensor) -> Tensor:
-    module.kept = x.detach()
+    module.carried = x.detach()
     return x
 
 
 def logged(module: Any, x: Tensor) -> Tensor:
-    module.kept.append(float(x.detach().mean()))
+    module.carried.append(float(x.detach().mean()))
     return x
 
 
 def tabled(module: Any, x: Tensor) -> Tensor:
-    if not hasattr(module, "kept") or len(module.kept) < x.shape[1]:
-        module.kept = torch.arange(x.shape[1], dtype=x.dtype)
-    return x + module.kept[: x.shape[1]]
+    if not hasattr(module, "carried") or len(module.carried) < x.shape[1]:
+        module.carried = torch.arange(x.shape[1], dtype=x.dtype)
+    return x + module.carried[: x.shape[1]]
 
 
 def counts_only(module: Any, x: Tensor) -> Tensor:
-    module.kept += 1
+    module.carried += 1
     return module.dropout(x)
 
 
 def drawn(module: Any, x: Tensor) -> Tensor:
-    return x * torch.rand(1, generator=module.kept, dtype=x.dtype)
+    return x * torch.rand(1, generator=module.carried, dtype=x.dtype)
 
 
 ACCEPTED: dict[str, tuple[Callable[[], Any], Forward]] = {
@@ -180,7 +180,7 @@ def test_parts_that_would_read_each_other_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw", "zb_h1"])
 def test_other_schedules_with_parts_refuse_too(schedule: str) -> None:
-    with pytest.raises(pd.PipelineError, match=r"left in '1.kept', and a minibatch has 2 microbatches"):
+    with pytest.raises(pd.PipelineError, match=r"left in '1.carried', and a minibatch has 2 microbatches"):
         train(make(CARRIED["in training"]), schedule, 2)
 
 
@@ -203,7 +203,7 @@ def test_what_no_output_depends_on_is_accepted(kind: str) -> None:
 
 def test_replicas_refuse_what_each_would_have_for_itself() -> None:
     model = make(CARRIED["of each sample"])
-    with pytest.raises(pd.PipelineError, match=r"left in '1.kept', which each replica .*; plan one replica"):
+    with pytest.raises(pd.PipelineError, match=r"left in '1.carried', which each replica .*; plan one replica"):
         train(deepcopy(model), "pipedream", None, shape=(2, 1))
     train(model, "pipedream", None, shape=(1, 2))  # it is in the stage with one replica
     for kind in ("inspected", "counter"):

@@ -254,7 +254,7 @@ def run(
     """Trains, perhaps from a checkpoint, and checks the tags; saves `how` at some minibatches, which drains."""
     batches, outcome = zoo.make(case.animal, case.dtype).batches, Outcome()
     if resume is not None:
-        torch.manual_seed(99)  # it is the checkpoint's state that goes on
+        torch.manual_seed(99)  # overwritten: the run continues from the checkpoint's state
     with pipeline_of(case) as pipeline:
         if resume is not None:
             assert pipeline.load(resume) == divmod(pipeline.drain(), len(batches))

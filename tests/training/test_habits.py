@@ -242,7 +242,7 @@ LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # a loader,
 }
 
 
-class Tells(pd.callbacks.Callback):
+class CallAfterEpochs(pd.callbacks.Callback):
     def __init__(self, tell: Callable[[int], object]) -> None:
         self.tell = tell
 
@@ -265,7 +265,7 @@ def test_an_epoch_that_is_set_within_a_train_is_followed_or_refused(kind: str, s
         find(loader).set_epoch(10 * epoch)
 
     tell(0)
-    options: dict[str, Any] = {"callbacks": [Tells(tell)]} if when == "callback" else {}
+    options: dict[str, Any] = {"callbacks": [CallAfterEpochs(tell)]} if when == "callback" else {}
     epoch, refused, microbatches = 0, "", None if schedule == "pipedream" else 2
     with suppress(PipelineError), pipeline_of(net(), schedule, microbatches, **options) as pipeline:
         try:

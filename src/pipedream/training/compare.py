@@ -158,8 +158,8 @@ class _Comparer:
         splits = plan.microbatches > 1 or properties_of(plan.schedule or "pipedream").splits_minibatch
         minibatches = accumulated * (1 if splits else max(plan.replicas))  # of an update
         variant = replace(variant, folder=re.sub(r"[\W_]+", "_", label), samples_per_update=minibatches * plan.batch)
-        chosen = self._choose_length(plan, minibatches) | dict(way.options)
-        variant = self.runs.train(variant, plan, way.kind, is_here=self.comparison.delayed, **chosen)
+        settings = self._choose_length(plan, minibatches) | dict(way.options)
+        variant = self.runs.train(variant, plan, way.kind, is_here=self.comparison.delayed, **settings)
         rate = f"{variant.samples_per_s:.4g} samples/s" if variant.samples_per_s else f"{len(variant.losses)} updates"
         self.progress(f"{label}: {variant.why or rate}")
         return variant

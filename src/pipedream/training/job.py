@@ -228,9 +228,9 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     # The runtime's costs are not measured again if a plan has them, given or from before a restart.
     timed_plan = survivors.last_plan or plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
-    chosen, is_given = _resolve_choices(job, plan, saved), plan is not None
+    choices, is_given = _resolve_choices(job, plan, saved), plan is not None
     if plan is None:
-        check_activations(chosen, process.device.type, saved if options.activations is None else None)
+        check_activations(choices, process.device.type, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
@@ -259,7 +259,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             chunks=options.chunks,
             allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
-            **chosen.words,
+            **choices.words,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
         options.choices.check(plan.replicas)
@@ -267,7 +267,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
     if is_given:
-        moved = with_choices(plan, chosen)
+        moved = with_choices(plan, choices)
         plan = prepare.follow_moves(moved, plan, _list_phases(job, moved))
     return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
 

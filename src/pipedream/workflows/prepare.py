@@ -144,6 +144,6 @@ def build_phase(plan: Plan, phase: Phase) -> Schedule:
         name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     else:
-        chosen = replace(built.plan, tied_weights=plan.tied_weights, choices=plan.choices)
-        built = built if chosen == built.plan else replace(built, plan=chosen)
+        of_plan = replace(built.plan, tied_weights=plan.tied_weights, choices=plan.choices)
+        built = built if of_plan == built.plan else replace(built, plan=of_plan)
     return built if phase.compensation is None else built.with_compensation(phase.compensation)

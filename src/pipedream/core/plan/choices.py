@@ -85,13 +85,13 @@ class Choices:
         Each of them has attributes or items of these names. What is missing, empty, or the default in `Choices`
         chooses nothing.
         """
-        chosen: dict[str, Any] = {}
+        texts: dict[str, Any] = {}
         for source in (recipe, plan, checkpoint, command):
-            more = _list_chosen(source)
-            if cls(**more).recompute == ALWAYS:
-                chosen.pop("activations", None)  # only inputs would be left to move
-            chosen |= more
-        return cls(**chosen)
+            of_source = _list_texts(source)
+            if cls(**of_source).recompute == ALWAYS:
+                texts.pop("activations", None)  # only inputs would be left to move
+            texts |= of_source
+        return cls(**texts)
 
     @property
     def hosts_optimizers(self) -> bool:
@@ -105,7 +105,7 @@ class Choices:
     @property
     def words(self) -> dict[str, Any]:
         """The texts of those that are not the default."""
-        return {name: str(value) for name, value in _list_chosen(self).items()}
+        return {name: str(value) for name, value in _list_texts(self).items()}
 
     @property
     def approximations(self) -> str:
@@ -160,7 +160,7 @@ class Choices:
         return self if max(replicas) > 1 else replace(self, sums=SumMethod())
 
 
-def _list_chosen(source: Any) -> dict[str, Any]:
+def _list_texts(source: Any) -> dict[str, Any]:
     values = {
         choice.name: source.get(choice.name) if isinstance(source, Mapping) else getattr(source, choice.name, None)
         for choice in fields(Choices)

@@ -94,19 +94,25 @@ class StageBytes:
                 the step.
         """
         trained, kept_tensors = sizes.trained_bytes, usage.kept_tensors + sum_tensors
-        weights_on_host, hosted = usage.weights_on_host and on_gpus, hosts_optimizers and not usage.weights_on_host
-        state = sizes.optimizer_bytes + (kept_tensors + hosted) * trained + matrix_bytes[0]
+        weights_on_host = usage.weights_on_host and on_gpus
+        cpu_optimizer = hosts_optimizers and not usage.weights_on_host
+        state = sizes.optimizer_bytes + (kept_tensors + cpu_optimizer) * trained + matrix_bytes[0]
         weights: dict[str, Numbers] = {"weight_bytes": sizes.parameter_bytes, "optimizer_bytes": state}
-        if weights_on_host or (hosted and on_gpus):  # with a place for the gradients
+        if weights_on_host or (cpu_optimizer and on_gpus):  # with a place for the gradients
             weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
             weights |= {} if weights_on_host else {"weight_bytes": sizes.parameter_bytes}
         fixed = _memory(message_bytes=message_bytes(sizes, usage.in_flight, recompute, peers), **weights)
         step = np.maximum(
             sizes.update_temporary_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1]
         )
-        update = _memory(gradient_bytes=trained, temporary_bytes=0 if hosted and on_gpus else step)
+        update = _memory(gradient_bytes=trained, temporary_bytes=0 if cpu_optimizer and on_gpus else step)
         # A thread makes each update during the passes of the next minibatch; replicas agree on an update first.
-        if usage.double_buffered and (hosted or usage.weights_on_host) and not weights_on_host and not peers.sums:
+        if (
+            usage.double_buffered
+            and (cpu_optimizer or usage.weights_on_host)
+            and not weights_on_host
+            and not peers.sums
+        ):
             fixed, update = _add([(1, fixed), (1, update)]), StageMemory()
         moved = sizes.activation_bytes if offload else 0
         waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved

@@ -85,7 +85,7 @@ def watching_epochs(
 
 
 class _SetEpoch:
-    """Stands for a part's method."""
+    """Replaces the ``set_epoch`` of a sampler or data set while a train runs."""
 
     def __init__(self, part: Any, loader: Any, position: Any, begun: Any, report: Any) -> None:
         self._part, self._loader, self._position, self._begun, self._report = part, loader, position, begun, report
