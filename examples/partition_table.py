@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream
-from pipedream.core.errors import PlanError
 from pipedream.layouts import METHODS, Exchanges, Partition
 
 FLOAT_BYTES = 4
@@ -48,7 +47,7 @@ def show(model: nn.Module, sample: Tensor, choices: argparse.Namespace) -> None:
             began = time.perf_counter()
             try:
                 partition = pipedream.partition(step, ranks, method, batch="x0")
-            except PlanError:
+            except pipedream.errors.PlanError:
                 print(f"| {ranks} | {method} | too large to search | | | |")
                 continue
             search_s, sent = time.perf_counter() - began, Exchanges(step, partition)

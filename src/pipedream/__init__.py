@@ -25,13 +25,18 @@ if TYPE_CHECKING:
         metrics as metrics,
         schedules as schedules,
     )
+    from pipedream.core import errors as errors
     from pipedream.core.errors import PipelineError as PipelineError
-    from pipedream.core.hardware.cluster import Cluster as Cluster
-    from pipedream.core.model.profile import Profile as Profile
+    from pipedream.core.hardware.cluster import Cluster as Cluster, Level as Level
+    from pipedream.core.model.graph import Layer as Layer, LayerGraph as LayerGraph
+    from pipedream.core.model.profile import LayerProfile as LayerProfile, Profile as Profile
     from pipedream.core.plan.layout import Layout as Layout
     from pipedream.core.plan.mesh import Mesh as Mesh
     from pipedream.core.plan.plan import Plan as Plan
+    from pipedream.core.plan.stage import Stage as Stage
+    from pipedream.core.schedule.lowering import lower as lower
     from pipedream.core.schedule.phase import Phase as Phase
+    from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule as Schedule
     from pipedream.core.schedule.timeline import Timeline as Timeline
     from pipedream.layouts import (
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     )
     from pipedream.training.emulate import emulate as emulate
     from pipedream.training.train import run as run
+    from pipedream.verifier import verify as verify
     from pipedream.workflows.plan import plan as plan
     from pipedream.workflows.profile import profile as profile
     from pipedream.workflows.simulate import simulate as simulate
@@ -57,7 +63,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "Cluster": "core.hardware.cluster",
     "Done": "runtime.results.results",
+    "Layer": "core.model.graph",
+    "LayerGraph": "core.model.graph",
+    "LayerProfile": "core.model.profile",
     "Layout": "core.plan.layout",
+    "Level": "core.hardware.cluster",
     "Mesh": "core.plan.mesh",
     "Operators": "layouts",
     "Phase": "core.schedule.phase",
@@ -65,13 +75,17 @@ _HOMES = {
     "PipelineError": "core.errors",
     "Plan": "core.plan.plan",
     "Profile": "core.model.profile",
+    "Program": "core.schedule.program",
     "Recipe": "recipe",
     "Schedule": "core.schedule.schedule",
+    "Stage": "core.plan.stage",
     "Timeline": "core.schedule.timeline",
     "add_auxiliary_loss": "runtime.stage.auxiliary",
     "auxiliary_loss_scale": "runtime.stage.auxiliary",
     "emulate": "training.emulate",
+    "errors": "core",
     "lay_out": "layouts",
+    "lower": "core.schedule.lowering",
     "operators": "layouts",
     "partition": "layouts",
     "plan": "workflows.plan",
@@ -79,6 +93,7 @@ _HOMES = {
     "register_operator": "layouts",
     "run": "training.train",
     "simulate": "workflows.simulate",
+    "verify": "verifier",
 }
 """Name -> the module that defines it."""
 
