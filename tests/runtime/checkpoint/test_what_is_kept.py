@@ -285,7 +285,8 @@ def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp
     numbers: list[int] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(4)]
-    plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), pd.Cluster.flat(2), schedule="pipedream")
+    profile = pd.profile(model, data[0][0], warmup=0, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", shape="straight")
     options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
     with pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options) as trained:
         next(iter(trained.train(data)))
