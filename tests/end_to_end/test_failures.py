@@ -24,9 +24,11 @@ pytestmark = pytest.mark.processes
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def start_training(folder: Path, launcher: tuple[str, ...] = (), **how: Any) -> Started:
+def start_training(
+    folder: Path, launcher: tuple[str, ...] = (), loader: str = "slow=True, count=100_000", **how: Any
+) -> Started:
     """Starts a training of many minibatches, and returns when it is under way."""
-    arguments = written(folder, loader="slow=True, count=100_000")
+    arguments = written(folder, loader=loader)
     started = commands.start(*launcher, *arguments, folder=folder, **how)
     started.wait_for_file("going")
     return started
@@ -112,8 +114,7 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
 
 @pytest.mark.slow
 def test_worker_is_killed(tmp_path: Path) -> None:
-    started = start_training(tmp_path)
-    time.sleep(1)  # the launcher looks where its workers are twice a second
+    started = start_training(tmp_path, loader="stuck='told'")
     started.kill(pid(tmp_path, 0))
     check(started.end(), 1, "rank 0 was ended by SIGKILL; it was last in", "stage 0, ")
 
@@ -139,8 +140,7 @@ def test_a_worker_is_killed_while_messages_never_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_worker_is_stopped(tmp_path: Path) -> None:
-    started = start_training(tmp_path)
-    time.sleep(1.5)  # longer than from beat to beat, so that the last one is of the training
+    started = start_training(tmp_path, loader="stuck='told'")
     started.kill(pid(tmp_path, 0), signal.SIGSTOP)
     # The other worker misses it, or the launcher sees a stopped process first.
     check(started.end(), 1, "rank 0", "stage 0, ", "stopped")

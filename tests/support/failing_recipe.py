@@ -17,6 +17,7 @@ RECIPE = '''
 import atexit
 import ctypes
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,16 @@ def slow(moment):
 
 
 atexit.register(slow, "end")
+
+
+def wait_until_told():
+    """Waits until the launcher and the other worker can know that this worker loads data."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == "pipedream-heartbeat")
+    heartbeat = thread._target.__self__
+    enough = heartbeat.exchanges + 2  # the first may have been under way before
+    doing = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("doing.txt")
+    while heartbeat.exchanges < enough or "loading data" not in doing.read_text():
+        time.sleep(0.02)
 
 
 def leave(*_):
@@ -116,7 +127,9 @@ class Loader:
 
     def __iter__(self):
         for number, (x, y) in enumerate(batches(**{k: v for k, v in self.what.items() if k in ("count", "slow")})):
-            if number == 5 and self.what.get("stuck"):
+            if number == 5 and self.what.get("stuck") and RANK == "0":
+                if self.what["stuck"] == "told":
+                    wait_until_told()
                 Path("going").touch()
                 time.sleep(1000)
             if number == 5 and self.what.get("raises"):
