@@ -1,14 +1,13 @@
 """A little pipeline that saves."""
 
-from pathlib import Path
-
 import torch
 import zoo
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders
-from pipedream.runtime.checkpoint.object_store import AnyPath, any_path
+from pipedream.runtime.checkpoint import folders, object_store
+
+Folder = str | object_store.AnyPath
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
@@ -17,32 +16,43 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
 
 
 def save(
-    folder: str | Path, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
-) -> list[AnyPath]:
+    folder: Folder, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
+) -> list[object_store.AnyPath]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
-    return folders.list_checkpoints(any_path(folder))
+    return folders.list_checkpoints(object_store.any_path(folder))
 
 
 def run(
-    folder: str | Path,
+    folder: Folder,
     counts: tuple[int, ...] = (1, 1),
     epochs: int = 4,
     keep: int | None = None,
-    resume: str | Path | None = None,
+    resume: Folder | None = None,
 ) -> dict[str, torch.Tensor]:
     """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
     animal = zoo.make("mlp")
     with pipeline(animal, counts) as trained:
         if resume is not None:
-            trained.load(resume)
+            trained.load(str(resume))
         for done in trained.train(animal.batches, epochs=epochs - trained.position[0]):
             if done.ends_epoch:
-                trained.save(folder, keep=keep, wait=done.epoch % 2 == 0)
+                trained.save(str(folder), keep=keep, wait=done.epoch % 2 == 0)
         return trained.state_dict()
 
 
-def load(folder: str | Path) -> tuple[int, int]:
+def load(folder: Folder) -> tuple[int, int]:
     """Loads the newest checkpoint into a new pipeline; returns the position."""
     with pipeline(zoo.make("mlp")) as loaded:
-        return loaded.load(folder)
+        return loaded.load(str(folder))
+
+
+def names(folder: Folder) -> list[str]:
+    """Returns the names of all that is in a folder."""
+    return sorted(path.name for path in object_store.any_path(folder).glob("*"))
+
+
+def read(file: object_store.AnyPath) -> bytes:
+    """Returns what is in a file."""
+    with file.open("rb") as opened:
+        return bytes(opened.read())

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.training.run_folder import CHECKPOINTS
 from tests.runtime.checkpoint import saving
 
 
@@ -34,9 +33,9 @@ def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
     first, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
     assert [path.name for path in folders.list_checkpoints(first)] == ["minibatch-00000010", "minibatch-00000015"]
     newest = folders.name_folder(15)
-    assert sorted(os.listdir(first / newest)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
-    assert os.listdir(two / newest) == ["__2_0.distcp"]
-    assert sorted(os.listdir(two)) == [folders.name_folder(number) for number in (5, 10, 15)], "one more than asked for"
+    assert saving.names(first / newest) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
+    assert saving.names(two / newest) == ["__2_0.distcp"]
+    assert saving.names(two) == [folders.name_folder(number) for number in (5, 10, 15)], "one more than asked for"
     # The machines come back in another order: rank 0 has no manifest, and other stages than before.
     losses = processes.results(train, 3, tmp_path, {0: "two", 1: "one", 2: "one"}, (2, 1), 4, True)[0]
     assert all(torch.equal(losses[name], whole[name]) for name in whole)
@@ -53,19 +52,17 @@ def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
     assert str(lost[0].error) == str(lost[1].error)
 
 
-def test_parts_that_do_not_fit_are_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    (path,) = saving.save(tmp_path / "one" / CHECKPOINTS, (1,), epochs=1)
-    two = tmp_path / "two" / CHECKPOINTS / path.name
-    two.mkdir(parents=True)
-    (path / "__0_0.distcp").rename(two / "__0_0.distcp")
-    gather = ("checkpoint", "gather", str(tmp_path / "one"))
-    status, _, error = run_command(*gather, "-o", str(tmp_path / "out"))
-    assert status == 2
-    assert "has a whole __0_0.distcp" in error
-    status, out, _ = run_command(*gather, str(tmp_path / "two"), "-o", str(tmp_path / "out"))
-    assert (status, "intact" in out) == (0, True)
-    status, _, error = run_command(*gather, str(tmp_path / "two"), "-o", str(tmp_path / "out"))
-    assert (status, "exists already" in error) == (2, True)
-    status, _, error = run_command("checkpoint", "gather", str(tmp_path / "two"), "-o", str(tmp_path / "other"))
-    assert (status, "has a manifest" in error) == (2, True)
-    assert run_command(*gather)[0] == 2
+def test_parts_that_do_not_fit_are_refused(
+    run_command: Callable[..., tuple[int, str, str]], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    first, second, out = (tmp_path / name for name in ("first", "second", "out"))
+    (path,) = saving.save(first / "checkpoints", (1,), epochs=1)
+    part = second / "checkpoints" / path.name
+    part.mkdir(parents=True)
+    Path(str(path), "__0_0.distcp").rename(part / "__0_0.distcp")
+    assert "has a whole __0_0.distcp" in refused("checkpoint", "gather", first, "-o", out)
+    assert "has a manifest" in refused("checkpoint", "gather", second, "-o", out)
+    status, words, _ = run_command("checkpoint", "gather", first, second, "-o", out)
+    assert (status, "intact" in words) == (0, True)
+    assert "exists already" in refused("checkpoint", "gather", first, second, "-o", out)
+    assert refused("checkpoint", "gather", first)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cases import make_pipeline
 
-from pipedream.core.errors import ArtifactError
+import pipedream as pd
 from pipedream.runtime.checkpoint.writer import FolderLock
 
 HOLD = """
@@ -27,7 +27,9 @@ time.sleep(60)
 def test_the_second_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "for it"
     first = FolderLock(folder)
-    with pytest.raises(ArtifactError, match=rf"another run writes into .* \(process {os.getpid()} on .*another folder"):
+    with pytest.raises(
+        pd.PipelineError, match=rf"another run writes into .* \(process {os.getpid()} on .*another folder"
+    ):
         FolderLock(folder)
     first.release()
     first.release()
@@ -41,7 +43,7 @@ def test_the_second_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ArtifactError, match=r"cannot write into the folder .*file"):
+    with pytest.raises(pd.PipelineError, match=r"cannot write into the folder .*file"):
         FolderLock(tmp_path / "file")
 
 
@@ -54,7 +56,7 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(ArtifactError, match=rf"another run .*process {process.pid} on"):
+        with pytest.raises(pd.PipelineError, match=rf"another run .*process {process.pid} on"):
             FolderLock(tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -63,14 +65,10 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_second_run_is_refused_before_it_writes(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_second_run_is_refused_before_it_writes(refused: Callable[..., str], tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     recipe = Path(__file__).parents[2] / "training" / "files_of_0_1" / "recipe.py"
-    arguments = ("train", str(recipe), "--workers", "1", "--checkpoint-every", "0", "--out", str(tmp_path))
-    status, _, error = run_command(*arguments)
-    assert status == 2
+    error = refused("train", recipe, "--workers", "1", "--checkpoint-every", "0", "--out", tmp_path)
     assert "another run writes into the folder" in error
     assert os.listdir(tmp_path) == [".lock"]
     lock.release()
@@ -79,7 +77,7 @@ def test_a_second_run_is_refused_before_it_writes(
 def test_two_pipelines_do_not_save_into_one_folder(tmp_path: Path) -> None:
     with make_pipeline("mlp") as first, make_pipeline("mlp") as other:
         first.save(tmp_path)
-        with pytest.raises(ArtifactError, match="another run writes into the folder"):
+        with pytest.raises(pd.PipelineError, match="another run writes into the folder"):
             other.save(tmp_path)
         other.save(tmp_path / "other")
     with make_pipeline("mlp") as later:

@@ -4,20 +4,28 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from first_minibatches import plan_of
 from torch import nn
 from torch.nn import functional as F
 from training import loop
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError, PipelineError
 
 Named = list[tuple[str, nn.Parameter]]
-ADAMW = {"lr": 0.02, "eps": 1e-4}
+Factory = Callable[[Named], torch.optim.Optimizer]
+How = tuple[Factory, Any]
+"""Factories of an optimizer and of a scheduler."""
+
+
+def of(kind: Callable[..., torch.optim.Optimizer], *args: Any, **options: Any) -> Factory:
+    """Returns the factory of an optimizer of all parameters."""
+    return lambda named: kind([p for _, p in named], *args, **options)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -90,36 +98,55 @@ class Decays(torch.optim.lr_scheduler.LRScheduler):
         return [base * (0.1 + part) for base in self.base_lrs]
 
 
-def biases_apart(named: Named) -> torch.optim.Optimizer:
-    """Two groups; a stage may have only one of them."""
-    bias, other = [p for n, p in named if n.endswith("bias")], [p for n, p in named if not n.endswith("bias")]
-    groups = [{"params": other, "weight_decay": 0.3, "lr": 0.05}] if other else []
-    return torch.optim.SGD(
-        [*groups, *([{"params": bias, "weight_decay": 0.1, "lr": 0.1}] if bias else [])], momentum=0.9
-    )
-
-
-def two_in_one(named: Named) -> Wrapper:
-    bias, other = [p for n, p in named if n.endswith("bias")], [p for n, p in named if not n.endswith("bias")]
-    parts = [torch.optim.SGD(other, lr=0.05, momentum=0.9)] if other else []
-    return Wrapper(*parts, *([torch.optim.AdamW(bias, **ADAMW)] if bias else []), form="list")
-
-
 def milestones(optimizer: torch.optim.Optimizer) -> Any:
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
     return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, Decays(optimizer)], milestones=[3])
 
 
-CASES: dict[str, tuple[Callable[[Named], torch.optim.Optimizer], Any]] = {
-    "wraps one": (lambda named: Wrapper(torch.optim.AdamW([p for _, p in named], **ADAMW)), None),
-    "wraps one, in a list": (
-        lambda named: Wrapper(torch.optim.AdamW([p for _, p in named], **ADAMW), form="list"),
-        None,
-    ),
-    "late options": (lambda named: Late([p for _, p in named]), None),
+class Opaque(torch.optim.SGD):
+    """Adds to its state dict what is in none of its parameters' states."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"history": torch.arange(3.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state.pop("history"), torch.arange(3.0))
+        super().load_state_dict(state)
+
+
+ADAMW = of(torch.optim.AdamW, lr=0.02, eps=1e-4)
+
+
+def parted(named: Named) -> list[Named]:
+    """Returns biases and others; a stage may have only one of them."""
+    parts = [[pair for pair in named if pair[0].endswith("bias") is is_bias] for is_bias in (False, True)]
+    return [part for part in parts if part]
+
+
+def biases_apart(named: Named) -> torch.optim.Optimizer:
+    groups = []
+    for part in parted(named):
+        options = {"weight_decay": 0.1, "lr": 0.1} if part[0][0].endswith("bias") else {"weight_decay": 0.3, "lr": 0.05}
+        groups.append({"params": [p for _, p in part], **options})
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def two_in_one(named: Named, order: int = 1) -> Wrapper:
+    """The first stage has one of the two, so that its number is that of the other one elsewhere."""
+    sgd = of(torch.optim.SGD, lr=0.05, momentum=0.9)
+    bases = [(ADAMW if part[0][0].endswith("bias") else sgd)(part) for part in parted(named)]
+    return Wrapper(*bases[::order], form="list")
+
+
+CASES: dict[str, How] = {
+    "wraps one": (lambda named: Wrapper(ADAMW(named)), None),
+    "wraps one, in a list": (lambda named: Wrapper(ADAMW(named), form="list"), None),
+    "late options": (of(Late), None),
     "decays by group": (biases_apart, Decays),
     "schedulers in turn": (biases_apart, milestones),
+    "two in one": (two_in_one, None),
 }
+OPAQUE = of(Opaque, lr=0.1)
 
 
 def model() -> nn.Module:
@@ -136,183 +163,43 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def profile() -> pd.Profile:
-    return pd.profile(model(), batches()[0][0], warmup=0, runs=1)
+@cache
+def plan(cut: int = 2) -> pd.Plan:
+    return plan_of(model(), batches()[0][0], (cut,))
 
 
-def plan_of(profile: pd.Profile, *cuts: int) -> pd.Plan:
-    shape = (1,) * (len(cuts) + 1)
-    return pd.plan(profile, pd.Cluster.flat(len(shape)), schedule="1f1b", microbatches=2, shape=shape, cuts=cuts)
+def pipeline_of(optimizer: Any, scheduler: Any = None, cut: int = 2) -> pd.Pipeline:
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "check": False}
+    return pd.Pipeline(model(), plan(cut), optimizer=optimizer, scheduler=scheduler, **options)
 
 
-def pipeline_of(profile: pd.Profile, optimizer: Any, scheduler: Any = None, cut: int = 2) -> pd.Pipeline:
-    plan = plan_of(profile, cut)
-    return pd.Pipeline(model(), plan, optimizer=optimizer, scheduler=scheduler, loss=F.cross_entropy, check=False)
-
-
-def train_plainly(optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any) -> dict[str, torch.Tensor]:
-    return loop(model(), batches(), optimizer=optimizer, scheduler=scheduler).state
-
-
-def train_in_two_parts(
-    folder: Path, profile: pd.Profile, cut: int, optimizer: Callable[[Named], torch.optim.Optimizer], scheduler: Any
-) -> dict[str, torch.Tensor]:
+def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = None) -> dict[str, torch.Tensor]:
     """Trains with the cut before layer 2, and from there on with another."""
-    with pipeline_of(profile, optimizer, scheduler) as pipeline:
+    with pipeline_of(*how) as pipeline:
         list(pipeline.train(batches()[:4]))
         pipeline.save(folder)
-    with pipeline_of(profile, optimizer, scheduler, cut) as pipeline:
+    with pipeline_of(*(how_then or how), cut) as pipeline:
         pipeline.load(folder)
         list(pipeline.train(batches()[4:]))
         return pipeline.state_dict()
 
 
-@pytest.mark.parametrize(("case", "cut"), [("wraps one", 2), *((case, 4) for case in CASES)])
-def test_a_resumed_run_is_a_plain_loop(case: str, cut: int, profile: pd.Profile, tmp_path: Path) -> None:
-    expected = train_plainly(*CASES[case])
-    weights = train_in_two_parts(tmp_path, profile, cut, *CASES[case])
-    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_several_optimizers_in_one(profile: pd.Profile, tmp_path: Path) -> None:
-    """The first stage has one of the two, so that its number is that of the other one elsewhere."""
-    expected = train_plainly(two_in_one, None)
-    for cut in (2, 4):
-        weights = train_in_two_parts(tmp_path / str(cut), profile, cut, two_in_one, None)
-        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
-
-    def adamw_first(named: Named) -> Wrapper:
-        return Wrapper(*reversed(two_in_one(named).bases), form="list")
-
-    with pytest.raises(ArtifactError, match=r"has state of the parameter '.*' under 'optimizers\.\d"):
-        train_in_two_parts(tmp_path / "moved", profile, 4, adamw_first, None)
-
-
-class Opaque(torch.optim.SGD):
-    """Adds to its state dict what is in none of its parameters' states."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"history": torch.arange(3.0)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert torch.equal(state.pop("history"), torch.arange(3.0))
-        super().load_state_dict(state)
-
-
-def test_state_that_cannot_be_divided_needs_the_same_plan(profile: pd.Profile, tmp_path: Path) -> None:
-    def opaque(named: Named) -> torch.optim.Optimizer:
-        return Opaque([p for _, p in named], lr=0.1)
-
-    weights = train_in_two_parts(tmp_path / "same", profile, 2, opaque, None)
-    torch.testing.assert_close(weights, train_plainly(opaque, None), rtol=1e-10, atol=1e-12)
-    with pytest.raises(ArtifactError, match=r"state dict of Opaque holds state of its stage .* resume with the plan"):
-        train_in_two_parts(tmp_path / "other", profile, 4, opaque, None)
+@pytest.mark.parametrize(
+    ("how", "cut"),
+    [
+        *(pytest.param(CASES[name], 2, id=f"{name}, same cut") for name in ("wraps one", "two in one")),
+        *(pytest.param(how, 4, id=name) for name, how in CASES.items()),
+        pytest.param((OPAQUE, None), 2, id="opaque, same cut"),
+    ],
+)
+def test_a_resumed_run_is_a_plain_loop(how: How, cut: int, tmp_path: Path) -> None:
+    expected = loop(model(), batches(), optimizer=how[0], scheduler=how[1]).state
+    torch.testing.assert_close(train_in_two_parts(tmp_path, how, cut), expected, rtol=1e-10, atol=1e-12)
 
 
 class Strange(torch.optim.SGD):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"object": object()}
-
-
-def test_what_cannot_be_saved_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
-    def strange(named: Named) -> torch.optim.Optimizer:
-        return Strange([p for _, p in named], lr=0.1)
-
-    with pytest.raises(PipelineError, match=r"the state dict of Strange\['object'\] is a object, which JSON cannot"):
-        train_in_two_parts(tmp_path, profile, 2, strange, None)
-
-
-class Odd(torch.optim.SGD):
-    """Cannot be saved once it has stepped, or not be loaded."""
-
-    def __init__(self, params: Any, how: str) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.how = how
-
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        for state in self.state.values() if self.how == "state" else ():
-            state["when"] = object()
-        if self.how == "group":
-            self.param_groups[0]["on"] = print
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.how == "load":
-            raise KeyError("history")
-        super().load_state_dict(state)
-
-
-class Keeps(torch.optim.lr_scheduler.LRScheduler):
-    def get_lr(self) -> list[float]:
-        self.state = object()
-        return self.base_lrs
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("state", r"the state of Odd, 'when', is a object, which JSON cannot hold"),
-        ("group", r"the option 'on' of Odd is a builtin_function_or_method"),
-        ("load", r"the state of Odd can be saved, but not loaded again: KeyError: 'history'"),
-        ("schedule", r"state of Keeps cannot be kept in a checkpoint"),
-        ("", ""),
-    ],
-)
-def test_what_cannot_be_saved_later_is_refused_before_training(
-    profile: pd.Profile, how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state is made by the first step: it is tried on small parameters."""
-
-    def recipe() -> pd.Recipe:
-        return pd.Recipe(
-            model(),
-            F.cross_entropy,
-            lambda named: Odd([p for _, p in named], how),
-            batches(),
-            scheduler=Keeps if how == "schedule" else None,
-            epochs=1,
-        )
-
-    plan = plan_of(profile, 2)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(PipelineError, match=words) if how else nullcontext():
-        pd.run(recipe, out="run", plan=plan, quiet=True)
-    assert (tmp_path / "run" / "checkpoints" / "minibatch-00000008").exists() != bool(how)
-    if how == "load":
-        pd.run(recipe, out="without", plan=plan, quiet=True, checkpoint_every=0)
-        script = recipe()
-        options: dict[str, Any] = {"loss": F.cross_entropy, "check": False, "optimizer": script.optimizer}
-        with pd.Pipeline(script.model, plan, **options) as pipeline, pytest.raises(PipelineError, match=words):
-            pipeline.save(tmp_path / "of a loop of one's own")
-
-
-def test_a_state_that_small_parameters_cannot_make_is_not_judged(profile: pd.Profile) -> None:
-    def large(named: Named) -> torch.optim.Optimizer:
-        assert max(p.numel() for _, p in named) > 4
-        return torch.optim.SGD([p for _, p in named], lr=0.1)
-
-    with pipeline_of(profile, large) as pipeline:
-        pipeline.check_savable()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_can_be_saved_is_not_refused(profile: pd.Profile, name: str) -> None:
-    with pipeline_of(profile, *CASES[name]) as pipeline:
-        before = torch.get_rng_state()
-        pipeline.check_savable()
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_another_optimizer_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
-    with pipeline_of(profile, biases_apart, Decays) as pipeline:
-        pipeline.save(tmp_path)
-    for optimizer, scheduler, words in (
-        (torch.optim.AdamW, Decays, "was saved with the optimizer SGD, this run has AdamW; resume with SGD"),
-        (biases_apart, milestones, "with the scheduler Decays, this run has SequentialLR; resume with Decays"),
-    ):
-        with pipeline_of(profile, optimizer, scheduler) as pipeline, pytest.raises(ArtifactError, match=words):
-            pipeline.load(tmp_path)
 
 
 class Grows(torch.optim.SGD):
@@ -330,12 +217,96 @@ class Grows(torch.optim.SGD):
         super().step(closure)
 
 
-def test_a_group_that_the_new_optimizer_does_not_have_yet_is_refused(profile: pd.Profile, tmp_path: Path) -> None:
-    with pipeline_of(profile, Grows) as pipeline:
-        list(pipeline.train(batches()))
-        pipeline.save(tmp_path)
-    with (
-        pipeline_of(profile, Grows) as pipeline,
-        pytest.raises(ArtifactError, match=r"Grows has the parameter '.*bias' in a group, this run's has it in none"),
-    ):
-        pipeline.load(tmp_path)
+@pytest.mark.parametrize(
+    ("how", "how_then", "cut", "words"),
+    [
+        (
+            (two_in_one, None),
+            (lambda named: two_in_one(named, -1), None),
+            4,
+            r"has state .* '.*' under 'optimizers\.\d",
+        ),
+        ((OPAQUE, None), None, 4, "state dict of Opaque holds state of its stage .* resume with the plan"),
+        ((of(Strange, lr=0.1), None), None, 2, r"state dict of Strange\['object'\] is a object, which JSON cannot"),
+        ((biases_apart, Decays), (ADAMW, Decays), 2, "with the optimizer SGD, this run has AdamW; resume with SGD"),
+        (
+            (biases_apart, Decays),
+            (biases_apart, milestones),
+            2,
+            "with the scheduler Decays, this run has SequentialLR; resume with Decays",
+        ),
+        ((Grows, None), None, 2, "Grows has the parameter '.*bias' in a group, this run's has it in none"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(how: How, how_then: How, cut: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        train_in_two_parts(tmp_path, how, cut, how_then)
+
+
+class Odd(torch.optim.SGD):
+    """Cannot be saved once it has stepped, or not be loaded."""
+
+    def __init__(self, params: Any, fault: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.fault = fault
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values() if self.fault == "state" else ():
+            state["when"] = object()
+        if self.fault == "group":
+            self.param_groups[0]["on"] = print
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fault == "load":
+            raise KeyError("history")
+        super().load_state_dict(state)
+
+
+class Keeps(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float]:
+        self.state = object()
+        return self.base_lrs
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("state", r"the state of Odd, 'when', is a object, which JSON cannot hold"),
+        ("group", r"the option 'on' of Odd is a builtin_function_or_method"),
+        ("load", r"the state of Odd can be saved, but not loaded again: KeyError: 'history'"),
+        ("schedule", r"state of Keeps cannot be kept in a checkpoint"),
+        ("", ""),
+    ],
+)
+def test_what_cannot_be_saved_later_is_refused_before_training(
+    fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is made by the first step: it is tried on small parameters."""
+
+    def recipe() -> pd.Recipe:
+        scheduler = Keeps if fault == "schedule" else None
+        return pd.Recipe(model(), F.cross_entropy, of(Odd, fault), batches(), scheduler=scheduler, epochs=1)
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pd.PipelineError, match=words) if fault else nullcontext():
+        pd.run(recipe, out="run", plan=plan(), quiet=True)
+    assert (tmp_path / "run" / "checkpoints" / "minibatch-00000008").exists() != bool(fault)
+    if fault == "load":
+        pd.run(recipe, out="without", plan=plan(), quiet=True, checkpoint_every=0)
+        with pipeline_of(of(Odd, fault)) as pipeline, pytest.raises(pd.PipelineError, match=words):
+            pipeline.save(tmp_path / "of a loop of one's own")
+
+
+def large(named: Named) -> torch.optim.Optimizer:
+    """Cannot be made of small parameters, so that nothing is known."""
+    assert max(p.numel() for _, p in named) > 4
+    return of(torch.optim.SGD, lr=0.1)(named)
+
+
+@pytest.mark.parametrize("how", [*CASES.values(), (large, None)], ids=[*CASES, "large"])
+def test_what_can_be_saved_is_not_refused(how: How) -> None:
+    with pipeline_of(*how) as pipeline:
+        before = torch.get_rng_state()
+        pipeline.check_savable()
+        assert torch.equal(torch.get_rng_state(), before)
