@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.core.errors import DeadlockError
+import pipedream as pd
 from pipedream.runtime.comm.channel import LocalChannel, LocalGroup, Pending
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.session.streams import run_in_process
@@ -68,5 +68,5 @@ def test_workers_that_wait_for_each_other_are_named() -> None:
     def waits() -> Generator[Any, None, None]:
         yield LocalChannel().receive()
 
-    with pytest.raises(DeadlockError, match=r"workers \[0, 1\] wait for each other"):
+    with pytest.raises(pd.PipelineError, match=r"workers \[0, 1\] wait for each other"):
         list(run_in_process([waits(), waits()], [0]))

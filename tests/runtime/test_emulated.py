@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.core.plan.stage import Stage
+import pipedream as pd
 from pipedream.runtime.stage import emulated
 from pipedream.runtime.stage.emulated import (
     EmulatedOptimizer,
@@ -36,8 +36,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def stage(replicas: int = 1, parameter_bytes: int = 3 * MIB) -> Stage:
-    return Stage(
+def stage(replicas: int = 1, parameter_bytes: int = 3 * MIB) -> pd.Stage:
+    return pd.Stage(
         0,
         1,
         replicas,

@@ -10,7 +10,6 @@ from marks import thinned
 from training import train
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm import encoding
 from pipedream.runtime.comm.message import Message
 
@@ -59,7 +58,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         return encode_message(message, "int4", only_wanted=only_wanted)
 
     monkeypatch.setattr(encoding, "encode_message", encode_too_much)
-    with pytest.raises(WorkerError, match="first minibatch"):
+    with pytest.raises(pd.PipelineError, match="first minibatch"):
         run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))
 
 
@@ -84,7 +83,7 @@ def test_a_cut_without_floating_point_numbers_is_refused() -> None:
     plan = pd.plan(profile, cluster=pd.Cluster.flat(2), cuts=(1,))
     batches = [(torch.randint(9, (8, 4)), torch.randint(2, (8,)))]
     words = r"messages=int8 .*stage 0 sends no .*only int64\[\d, 4\]; choose other cuts"
-    with pytest.raises(WorkerError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         train(model, plan, batches, schedule="1f1b", messages="int8")
 
 
@@ -116,7 +115,9 @@ def test_gradients_of_many_samples_are_rounded_as_in_the_comparison(schedule: st
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_gradients_too_small_for_float16_are_refused(schedule: str) -> None:
-    with pytest.raises(WorkerError, match=r"float16 rounds most of the gradient of '0.weight' to 0; .*grad_scaler="):
+    with pytest.raises(
+        pd.PipelineError, match=r"float16 rounds most of the gradient of '0.weight' to 0; .*grad_scaler="
+    ):
         _train_on_many_samples(schedule, 1e-5, messages=("bfloat16", "float16"))
     _train_on_many_samples(schedule, 1e-5, messages="bfloat16")
     _train_on_many_samples(schedule, 1e-5, messages="float16", grad_scaler=2.0**12)

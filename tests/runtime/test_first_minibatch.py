@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from first_minibatches import SGD, assert_equal, batches, piped, plain, plan_of
 from torch import Tensor, nn
 
+import pipedream as pd
 import pipedream.pipeline
 from pipedream import Pipeline
 from pipedream.capture.compare import fingerprint
-from pipedream.core.errors import WorkerError
 from pipedream.runtime.data.splitter import FirstMinibatch
 from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.comparison import LayersCheck
@@ -50,7 +50,7 @@ class Centred(nn.Module):
 
 def test_a_module_may_say_that_it_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 4)).double()
-    with pytest.raises(WorkerError, match="it computes with several samples at once"):
+    with pytest.raises(pd.PipelineError, match="it computes with several samples at once"):
         piped(model, mse, DATA, microbatches=2)
     model[1].mixes_samples = True
     warnings: list[str] = []
@@ -83,7 +83,7 @@ def test_a_loss_that_reads_the_model_is_refused() -> None:
         return mse(output, batch) + sum(parameter.square().sum() for parameter in model.parameters())
 
     with (
-        pytest.raises(WorkerError, match=r"another gradient of '2\.weight'"),
+        pytest.raises(pd.PipelineError, match=r"another gradient of '2\.weight'"),
         Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD, check=True) as pipeline,
     ):
         list(pipeline.train(DATA))
@@ -217,7 +217,7 @@ def train_with_own_loss(
 
 @pytest.mark.parametrize("name", SCALED)
 def test_a_detached_scale_in_the_models_own_loss_is_refused(name: str) -> None:
-    with pytest.raises(WorkerError, match=r"its gradient is not, .* train with microbatches=1"):
+    with pytest.raises(pd.PipelineError, match=r"its gradient is not, .* train with microbatches=1"):
         train_with_own_loss(SCALED[name], 4, torch.float64)
     if name != "with dropout":  # masks are the pipeline's own
         assert_equal(*train_with_own_loss(SCALED[name], 1, torch.float64))

@@ -12,8 +12,8 @@ from first_minibatches import plan_of
 from torch import nn
 from torch.utils.data import DataLoader
 
+import pipedream as pd
 from pipedream import Pipeline
-from pipedream.core.errors import WorkerError
 
 SIZE = 8
 BEFORE = r"comparison of the first minibatch.*a microbatch has one sample.*drop_last=True.*fewer microbatches"
@@ -79,7 +79,7 @@ def test_one_sample_is_refused_before_the_epoch(name: str, loader: Any, parts: i
     plan = plan_of(model, torch.randn(SIZE, 4), (1,))
     sgd = partial(torch.optim.SGD, lr=0.1)
     with (
-        pytest.raises(WorkerError, match="(?s)" + reason) if reason else nullcontext(),
+        pytest.raises(pd.PipelineError, match="(?s)" + reason) if reason else nullcontext(),
         Pipeline(model, plan, schedule="gpipe", microbatches=parts, loss=F.cross_entropy, optimizer=sgd) as pipeline,
     ):
         for done in pipeline.train(loader):

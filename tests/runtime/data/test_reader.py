@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import WorkerError
+import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, Reader, tee
 from pipedream.runtime.data.rng import DataOrder, RngStates
@@ -105,7 +105,7 @@ def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkey
 
 
 def test_a_loader_without_minibatches_is_refused() -> None:
-    with pytest.raises(WorkerError, match="can be iterated only once"):
+    with pytest.raises(pd.PipelineError, match="can be iterated only once"):
         list(read(iter([torch.ones(1)]), end=2)[0])
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
-from pipedream.schedules import METHODS
 
 SAMPLES = 48
 
@@ -185,7 +183,7 @@ def test_batches_that_do_not_add_up_are_refused(name: str, tmp_path: Path) -> No
     options: dict[str, Any] = dict.fromkeys(("inputs", "targets"), read_array) if name == "dicts" else {}
     train(LOADERS[name](8), tmp_path, 5, **options)
     number = r"5 samples of it .* end after 3" if name == "own batches" else r"40 samples of it .* end after 48"
-    with pytest.raises(WorkerError, match=f"{number}\\n.*checkpoint at an epoch's end"):
+    with pytest.raises(pd.PipelineError, match=f"{number}\\n.*checkpoint at an epoch's end"):
         train(LOADERS[name](16), tmp_path, None, **options)
 
 
@@ -250,7 +248,7 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
     torch.manual_seed(3)
     samples = data().double()
     model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float64) for _ in range(8)))
-    shape = "any" if METHODS[schedule.partition("[")[0]].stage_order else "straight"  # both on two workers
+    shape = "any" if pd.schedules.METHODS[schedule.partition("[")[0]].stage_order else "straight"  # both on two workers
     plan = pd.plan(zoo.alike_layers(8), pd.Cluster.flat(2), schedule=schedule, shape=shape)
     loader = DataLoader(TensorDataset(samples, samples), 8, shuffle=True)
     losses = {}
@@ -271,7 +269,7 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", [*METHODS, "roundpipe[delay=1]"])
+@pytest.mark.parametrize("schedule", [*pd.schedules.METHODS, "roundpipe[delay=1]"])
 def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Path) -> None:
     """Also where the first stage is not on rank 0, as in RoundPipe."""
     team = processes.team(2)

@@ -29,7 +29,7 @@ from marks import slow, spread, thinned
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from pipedream.core.errors import PipelineError, WorkerError
+import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
 from pipedream.runtime.data.rng import DataOrder
@@ -239,7 +239,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
     "loader", [DataLoader(Numbers(), batch_sampler=[]), iter([]), DataLoader(Stream(), 30, drop_last=True)]
 )
 def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
-    with pytest.raises(WorkerError, match="yielded nothing"):
+    with pytest.raises(pd.PipelineError, match="yielded nothing"):
         next(reader_of(loader, DataOrder(), EpochRange()))
 
 
@@ -248,10 +248,10 @@ def test_a_state_that_json_cannot_hold_is_refused() -> None:
     loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
     reader = IterableReader(loader, DataOrder(), EpochRange(), None)
     next(reader)
-    with pytest.raises(PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
+    with pytest.raises(pd.PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
         reader.state(0, 1)
     assert reader.state(0, 0)["epoch"] == 0
-    with pytest.raises(PipelineError, match="ask for the position at a drain"):
+    with pytest.raises(pd.PipelineError, match="ask for the position at a drain"):
         IterableReader(loader, DataOrder(), EpochRange(2, 3), None).state(1, 0)
 
 
@@ -289,7 +289,7 @@ def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.Mo
         [4, 5, 6, 7],
     ]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    with pytest.raises(WorkerError, match="give an IterableDataset"):
+    with pytest.raises(pd.PipelineError, match="give an IterableDataset"):
         next(reader_of(loader, DataOrder(), EpochRange()))
 
 
@@ -441,7 +441,7 @@ def test_what_leaves_samples_to_other_processes_is_refused(where: str) -> None:
     if where == "dataset":
         loader = DataLoader(numbers)
         loader.dataset._distributed = SimpleNamespace(rank=0, world_size=2)
-    with pytest.raises(WorkerError, match="gives each of 2 processes only a part of the samples"):
+    with pytest.raises(pd.PipelineError, match="gives each of 2 processes only a part of the samples"):
         reader_of(loader, DataOrder(), EpochRange())
     reader_of(
         DataLoader(Noise(), sampler=torch.utils.data.DistributedSampler(numbers, 1, 0)), DataOrder(), EpochRange()

@@ -16,8 +16,7 @@ from hypothesis import given, strategies as st
 from loaders import Numbers, Plain, Shuffled, listed, seed_all
 from torch.utils.data import DataLoader
 
-from pipedream.core.errors import WorkerError
-from pipedream.core.schedule.op import Kind, Op
+import pipedream as pd
 from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Message, StopReason
@@ -27,9 +26,10 @@ from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
 from pipedream.runtime.data.splitter import Splitter
-from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits
+
+Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
 
 def batches(count: int) -> list[Any]:
@@ -153,7 +153,7 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
         first, other = source_of([[0, 1], [2, 3]], followers=[channel]), source_of(order)
         for k in (0, 2):
             first.take(k)
-        with pytest.raises(WorkerError, match=r"(?s)rank 7.*minibatch [01] of this stream has other samples here"):
+        with pytest.raises(pd.PipelineError, match=r"(?s)rank 7.*minibatch [01] of this stream has other samples here"):
             _ = other.take(1), other.take(3)
 
 
@@ -346,7 +346,7 @@ class Handing(_Waits):
 
 def gets_through(case: Case, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
     program = case.program()
-    verify(program)
+    pd.verify(program)
     run = unroll(program, 4 * program.cycle)
     waits = Handing(run, [0 if program.microbatches == 1 else machines.index(machine) for machine in machines], early)
     before: list[int] = []

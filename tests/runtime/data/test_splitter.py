@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+import pipedream as pd
 from pipedream import profile
-from pipedream.core.errors import ProfileError, WorkerError
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.reader import Minibatch
 from pipedream.runtime.data.splitter import (
@@ -51,7 +51,7 @@ def test_the_first_tensor_with_the_dimension_gives_the_number_of_samples() -> No
     assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim=1) == 2
     assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim={0: None, 1: -1}) == 2
     assert count_samples(torch.ones(())) == 1
-    with pytest.raises(WorkerError, match="holds no tensor"):
+    with pytest.raises(pd.PipelineError, match="holds no tensor"):
         count_samples({"name": "text"})
 
 
@@ -246,7 +246,9 @@ def test_a_list_that_changes_its_meaning_is_refused(first: int, later: int, reas
         splitter.begin(2, 0)
         for number, count in enumerate((first, later)):
             minibatch = Minibatch(number, 0, ({"x": torch.ones(8, 2), "notes": ["a"] * count}, ()), False)
-            with pytest.raises(WorkerError, match=reason) if reason and number and not batch_dim else nullcontext():
+            with (
+                pytest.raises(pd.PipelineError, match=reason) if reason and number and not batch_dim else nullcontext()
+            ):
                 parts = splitter.split(number, minibatch)
                 notes = [len(unflatten(part.structure, part.tensors)["notes"]) for part, _ in parts]
                 assert notes == ([4, 4] if count == 8 and batch_dim != {"notes": None} else [count] * 2)
@@ -280,13 +282,13 @@ def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
         splitter.begin(1, 0)
         splitter.split(0, Minibatch(0, 0, pair, False))
         splitter.begin(2, 0)
-        with pytest.raises(WorkerError, match=rf"tensor 1 of the {role} is sparse or nested, and cannot be split"):
+        with pytest.raises(pd.PipelineError, match=rf"tensor 1 of the {role} is sparse or nested, and cannot be split"):
             splitter.split(0, Minibatch(0, 0, pair, False))
     shared = {"x": x, "adjacency": x.to_sparse()}
     splitter = Splitter({"adjacency": None})
     splitter.begin(2, 0)
     assert len(splitter.split(0, Minibatch(0, 0, (shared, ()), False))) == 2
-    with pytest.raises(ProfileError, match=r"cannot be an input; give it dense: x\.to_dense"):
+    with pytest.raises(pd.PipelineError, match=r"cannot be an input; give it dense: x\.to_dense"):
         profile(torch.nn.Linear(4, 4), {"input": special})
 
 
@@ -330,7 +332,7 @@ def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], reason
     splitter.split(0, Minibatch(0, 0, (SHARED, SHARED["x"]), False))
     batch = SHARED | later
     second = Minibatch(1, 0, (batch, batch["x"].detach()), True)
-    with pytest.raises(WorkerError, match=reason) if reason else nullcontext():
+    with pytest.raises(pd.PipelineError, match=reason) if reason else nullcontext():
         splitter.split(1, second)
 
 

@@ -15,7 +15,6 @@ from cases import make_pipeline
 from torch import Tensor
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.runtime.results.loggers import make_loggers
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -151,12 +150,16 @@ def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
 
 def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (print, pd.loggers.CSVLogger):
-        with pytest.raises(PipelineError, match=r"was given as a logger; give an object with log_metrics"):
+        with pytest.raises(pd.PipelineError, match=r"was given as a logger; give an object with log_metrics"):
             trained(wrong)
-    with pytest.raises(RecipeError, match="logger 'commet' is not known; choose from csv, tensorboard, wandb, mlflow"):
+    with pytest.raises(
+        pd.PipelineError, match="logger 'commet' is not known; choose from csv, tensorboard, wandb, mlflow"
+    ):
         make_loggers(["csv", "commet"], tmp_path)
     monkeypatch.setattr("pipedream.runtime.results.loggers.find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"needs the package wandb, which is not installed; pip install wandb, or"):
+    with pytest.raises(
+        pd.PipelineError, match=r"needs the package wandb, which is not installed; pip install wandb, or"
+    ):
         make_loggers(["wandb"], tmp_path)
 
 

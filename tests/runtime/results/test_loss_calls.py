@@ -15,9 +15,7 @@ from torch.nn.functional import cross_entropy as by_its_own_name
 from torch.nn.utils.rnn import pack_sequence
 
 import pipedream
-from pipedream.capture import capture
-from pipedream.core.errors import PipelineError
-from pipedream.core.model.graph import LayerGraph
+import pipedream as pd
 from pipedream.runtime.data.splitter import known_samples, split_batch
 from pipedream.runtime.results.loss_calls import LossCalls
 from pipedream.runtime.results.loss_probe import probe_weight
@@ -205,7 +203,7 @@ def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
 
 
 def test_what_the_probe_refuses_is_refused_for_parts_only() -> None:
-    with pytest.raises(PipelineError, match=r"not a mean over samples.*contrastive.*weight=\.\.\."):
+    with pytest.raises(pd.PipelineError, match=r"not a mean over samples.*contrastive.*weight=\.\.\."):
         Loss(of_model="other").check_split()
     Loss(of_model="other", weight=len).check_split()
     Loss(F.cross_entropy, of_model="other").check_split()
@@ -357,9 +355,9 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
     stem = Built(lambda self, batch: (self.embed(batch["ids"]), batch["labels"]), embed=nn.Embedding(11, 6))
     model = nn.Sequential(stem, Built(_score, project=nn.Linear(6, C)))
     batch = {"ids": torch.randint(11, (N, L)), "labels": torch.randint(C, (N, L))}
-    captured = capture(model, (batch,))
+    captured = pd.capture(model, (batch,))
     other = replace(captured.graph, loss_weight="other")
-    assert LayerGraph.from_json(other.to_json()) == other
+    assert pd.LayerGraph.from_json(other.to_json()) == other
     plan = plan_of(model, (batch,), (1,))
 
     def make() -> Any:
@@ -372,5 +370,5 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
         if microbatches == 1:
             make()
         else:
-            with pytest.raises(PipelineError, match="not a mean over samples"):
+            with pytest.raises(pd.PipelineError, match="not a mean over samples"):
                 make()

@@ -15,7 +15,6 @@ from training import train
 
 import pipedream as pd
 from pipedream import metrics
-from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.results import memory
 from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
@@ -184,7 +183,7 @@ def test_out_of_memory_says_what_to_set() -> None:
     plan = pd.plan(pd.profile(model, x, runs=1), pd.Cluster.flat(2), shape="straight")
     model[1].register_forward_pre_hook(lambda module, inputs: fill(module, *inputs))
     words = r"rank 1, stage 1, 1F0: .*CUDA out of memory(.|\n)*expandable_segments:True"
-    with pytest.raises(WorkerError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         train(model, plan, [(x, x)], loss=nn.MSELoss(), check=False)
 
 

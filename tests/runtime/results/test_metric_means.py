@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -83,7 +82,7 @@ def test_a_mean_over_samples_or_of_a_pair_is_accepted(name: str, microbatches: i
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_mean_is_refused_for_parts(name: str) -> None:
     assert len(values(OTHERS[name], 1)) == 1
-    with pytest.raises(WorkerError, match=r"the metric 'it' of a minibatch is .* microbatches=1"):
+    with pytest.raises(pd.PipelineError, match=r"the metric 'it' of a minibatch is .* microbatches=1"):
         values(OTHERS[name], 2)
 
 

@@ -13,7 +13,6 @@ from cases import Case, Outcome, run
 from marks import thinned
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
 from pipedream.runtime import assemble
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Message
@@ -93,7 +92,7 @@ def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: p
         calls.append(1)
         return F.cross_entropy(output, batch[1]) * (float("nan") if len(calls) == 4 else 1.0)
 
-    with pytest.raises(WorkerError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
+    with pytest.raises(pd.PipelineError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
         list(trained.train(zoo.make("mlp").batches))
 
 

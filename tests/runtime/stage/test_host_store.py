@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, PlanError, WorkerError
 from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
 from pipedream.runtime import assemble
@@ -286,7 +285,8 @@ def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyP
     weights = sum(stage.parameter_bytes for stage in plan(3, make()).stages)
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * (weights - 3 * 48) + 3 * 48 - 1)
     with pytest.raises(
-        PlanError, match=r"of 5 stages were to be kept in the memory of one machine and need .*free; one version"
+        pd.errors.PlanError,
+        match=r"of 5 stages were to be kept in the memory of one machine and need .*free; one version",
     ):
         train(3, schedule="roundpipe[delay=1]")
     train(3, epochs=1)
@@ -330,7 +330,7 @@ def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
     data = [(torch.arange(9), torch.arange(9) % 3)]
     planned = replace(plan_of(model, data[0][0], (1, 2)), cluster=pd.Cluster.flat(2), worker_order=homes(2, 3))
     words = r"gradient of '0\.weight' is sparse.* choose a method without a delay"
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         training.train(model, planned, data, schedule="roundpipe[delay=1]", microbatches=3)
 
 
@@ -405,7 +405,7 @@ def train_failing(workers: int, name: str) -> tuple[str, int]:
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return Fails(named, any(mine == name for mine, _ in named))
 
-    with pytest.raises(WorkerError) as caught, pipeline(workers, "roundpipe[delay=1]", optimizer=optimizer) as run:
+    with pytest.raises(pd.PipelineError) as caught, pipeline(workers, "roundpipe[delay=1]", optimizer=optimizer) as run:
         done.extend(run.train(Fresh(batches()), epochs=3))
     return str(caught.value), len(done)
 
@@ -429,7 +429,7 @@ def train_apart() -> str:
     machine = f"machine {torch.distributed.get_rank() > 0}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_store, "read_machine", lambda: machine)
-        with pytest.raises(PipelineError) as caught:
+        with pytest.raises(pd.PipelineError) as caught:
             train(3)
     return str(caught.value)
 
@@ -474,7 +474,7 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     assert all(torch.equal(after[name], tensor) for name, tensor in frozen.items())
     need = 2 * 2 * 288 + 4 * (4 * 256 + 108)  # frozen once; adapters and the head twice, and their gradients
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: need - 1)
-    with pytest.raises(PlanError, match=r"and need 5.68 kB, 1.00 B more"):
+    with pytest.raises(pd.PipelineError, match=r"and need 5.68 kB, 1.00 B more"):
         pd.Pipeline(model, planned, **options)
 
 
@@ -499,7 +499,7 @@ def lay_out(module: StageModule, sets: int = 2) -> StoreFormat:
 def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     group: Any = Mock()
-    with pytest.raises(PipelineError, match="on aarch64, which may show a write before an earlier one; run all"):
+    with pytest.raises(pd.PipelineError, match="on aarch64, which may show a write before an earlier one; run all"):
         HostStore(group, CPU).exchange()
 
 
@@ -619,6 +619,6 @@ def test_an_error_of_a_stateless_stage_names_its_rank_and_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Built(forward), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     with (
         pipeline(3, model=model, cuts=(1, 2, 3), microbatches=4) as run,
-        pytest.raises(WorkerError, match=r"rank 1.*stage 1.*broken on purpose"),
+        pytest.raises(pd.PipelineError, match=r"rank 1.*stage 1.*broken on purpose"),
     ):
         list(run.train(batches()))

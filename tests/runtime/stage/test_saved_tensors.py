@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from pipedream.core.errors import ScheduleError
+import pipedream as pd
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
@@ -204,7 +204,7 @@ def test_what_is_no_plain_cast_of_a_weight_is_refused(
     layer: nn.Module, autocast: torch.dtype | None, refused: str
 ) -> None:
     x = torch.randn(3, 4, 8, dtype=torch.bfloat16 if autocast is None else torch.float32)
-    with pytest.raises(ScheduleError, match=refused):
+    with pytest.raises(pd.PipelineError, match=refused):
         run_graph_rule(layer, x, 1.5, autocast)
 
 
@@ -247,7 +247,7 @@ def make_pruned() -> nn.Module:
 def test_what_is_computed_from_weights_alone_is_refused(
     make: Callable[[], nn.Module], names: list[str], operation: str, led: bool
 ) -> None:
-    with pytest.raises(ScheduleError, match="rule 'graph'") as raised:
+    with pytest.raises(pd.PipelineError, match="rule 'graph'") as raised:
         run_graph_rule(make(), torch.randn(5, 8), 1.5, led=led)
     assert all(f"{name}' (by {operation})" in str(raised.value) for name in names)
 
@@ -260,7 +260,7 @@ def test_the_first_forward_alone_is_watched() -> None:
     layer = computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
     saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
-    with pytest.raises(ScheduleError), saved.watching(x, versions.peek()):
+    with pytest.raises(pd.PipelineError), saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
     with saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
@@ -295,7 +295,9 @@ def own_context(function: type[Keeps] = Keeps) -> nn.Module:
 
 @pytest.mark.parametrize("led", [False, True])
 def test_a_copy_of_a_weight_on_a_context_is_refused(led: bool) -> None:
-    with pytest.raises(ScheduleError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"):
+    with pytest.raises(
+        pd.PipelineError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"
+    ):
         run_graph_rule(own_context(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
 
 
@@ -306,7 +308,7 @@ def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None
     expected = slopes * 1.5 * layer.weight.detach()
     back, _, slope = run_graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
     torch.testing.assert_close(back, slope * expected)
-    with pytest.raises(ScheduleError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
+    with pytest.raises(pd.PipelineError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
         run_graph_rule(own_context(), torch.randn(5, 8), 1.5, led=True)
 
 
@@ -323,7 +325,7 @@ def test_places_are_told_from_the_beginning_of_a_parameter() -> None:
     back, _, slope = run_graph_rule(layer, x, 1.5, led=True)
     torch.testing.assert_close(back, slope @ (1.5 * weight).T)
     with pytest.raises(
-        ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
+        pd.errors.ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
     ):
         run_graph_rule(part(columns=True), x, 1.5, led=True)
 
@@ -349,5 +351,5 @@ def otherwise(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
 def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
-    with pytest.raises(ScheduleError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
+    with pytest.raises(pd.PipelineError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
         run_graph_rule(Built(otherwise, way=way, layer=nn.Linear(8, 8)), torch.randn(5, 8), 1.5, led=led)

@@ -7,7 +7,7 @@ import torch
 from built import Built
 from torch import nn
 
-from pipedream.core.errors import CaptureError
+import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.stage import generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
@@ -242,5 +242,5 @@ def test_a_forward_that_moves_a_weight_is_refused() -> None:
     layer = Moving(2, 2)
     handles = dict(layer.named_parameters())
     stage = StageModule([("moving", layer)], handles, torch.device("cpu"), seed=0)
-    with pytest.raises(CaptureError, match=r"moves the weight 'weight' to other memory"):
+    with pytest.raises(pd.PipelineError, match=r"moves the weight 'weight' to other memory"):
         stage.forward(torch.ones(1, 2), Versions(handles).acquire(0).leaves, 0, is_first=True)

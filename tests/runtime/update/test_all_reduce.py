@@ -1,6 +1,7 @@
 """Sums over replicas: buckets fill in any order, start in one, and lose nothing."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,18 +9,13 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from pipedream.core.errors import PlanError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage, TiedWeights
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.rules import UpdateRule
+import pipedream as pd
+from pipedream.core.plan.stage import TiedWeights
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, fill_buckets
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum
-from pipedream.schedules import build
 
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 HANDLES = st.lists(st.tuples(st.integers(1, 9), TYPES), min_size=0, max_size=9)
@@ -36,7 +32,7 @@ def result(generator: Any) -> Any:
 def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(byte_scale: float) -> None:
     def layout(scale: float) -> list[list[int]]:
         size = round(23_000_000 * scale)
-        stage = Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
+        stage = pd.Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
         return fill_buckets(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))
 
     assert layout(byte_scale) == layout(1.0)
@@ -121,7 +117,7 @@ def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
         done.add(index)
         turn = next((i for i in range(6) if 5 - i not in done), 6)
         assert group.started == [6, 5, 4, 3, 2, 1][:turn]
-    with pytest.raises(PlanError, match="in two backwards"):
+    with pytest.raises(pd.PipelineError, match="in two backwards"):
         reduction.put(order[0], torch.ones(order[0] + 1, dtype=torch.float64))
 
 
@@ -131,7 +127,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
         handles = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
         factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
         optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica))
-        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
+        optimizer.switch_to(pd.schedules.UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
         gradients = Gradients(2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
         optimizer.start_remaining_sums(gradients)
@@ -172,16 +168,15 @@ PLANS = {
 def test_the_last_backward_before_an_update_is_in_the_program(
     name: str, replicas: tuple[int, ...], update_delay: tuple[int, ...]
 ) -> None:
-    program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), update_delay=update_delay)))
-    rule = program.updates
+    plan = replace(pd.Plan.uniform(len(replicas), replicas=replicas), update_delay=update_delay)
+    program = pd.lower(pd.schedules.build(name, plan))
+    rule, op = program.updates, partial(pd.schedules.Op, pd.schedules.Kind.BACKWARD)
     for rank in range(program.placement.workers):
         completed_by = program.update_completed_by(rank)
         total = 7 * program.cycle
         for stage, replica in program.placement.stage_replicas(rank):
             step = program.placement.replicas[stage]
-            last_backwards = {
-                k for k in range(replica, total, step) if completed_by(Op(Kind.BACKWARD, stage, k, replica))
-            }
+            last_backwards = {k for k in range(replica, total, step) if completed_by(op(stage, k, replica))}
             # These orders do the backwards of a stage in their order.
             assert last_backwards == {
                 k for k in range(replica, total, step) if rule.update_of(stage, k + step) > rule.update_of(stage, k)

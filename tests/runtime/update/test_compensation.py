@@ -16,7 +16,7 @@ import torch
 from marks import slow
 from torch import Tensor, nn
 
-from pipedream.core.errors import ScheduleError
+import pipedream as pd
 from pipedream.core.schedule.compensation import (
     BasisRotation,
     Compensation,
@@ -27,7 +27,6 @@ from pipedream.core.schedule.compensation import (
     SpikeCompensation,
     VelocityPrediction,
 )
-from pipedream.core.schedule.rules import UpdateRule
 from pipedream.profiler.sizes import list_matrices
 from pipedream.runtime.update.optimizer import Optimizer
 
@@ -84,7 +83,7 @@ def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor],
 def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation, ...], staleness: int) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
     optimizer = Optimizer({"w": handle}, factory)
-    optimizer.switch_to(UpdateRule((1,), compensation=chosen), 0, staleness, input_updates=0)
+    optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=chosen), 0, staleness, input_updates=0)
     return optimizer
 
 
@@ -231,7 +230,7 @@ def test_the_basis_becomes_that_of_the_covariance(estimate: Any) -> None:
     a, b = (turn * torch.tensor([8.0, 4.0, 2.0, 1.0]).double() for turn in turns)
     w, bias = nn.Parameter(torch.zeros(4, 4).double()), nn.Parameter(torch.zeros(4).double())
     optimizer = Optimizer({"w": w, "bias": bias}, partial(torch.optim.AdamW, lr=RATE, betas=(0.99, 0.999)))
-    rule = UpdateRule((1,), compensation=(BasisRotation(3, estimate=estimate),))
+    rule = pd.schedules.UpdateRule((1,), compensation=(BasisRotation(3, estimate=estimate),))
     optimizer.switch_to(rule, 0, 1, input_updates=0)
     for _ in range(600):
         noise = torch.randn(4, 4).double() if estimate == "second_moment" else torch.eye(4).double()
@@ -250,7 +249,7 @@ def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, mon
     shapes = [(3, 5), (5, 3), (4, 4), (4, 2, 3), (21, 2), (1, 6), (7,)]
     handles = {str(shape): nn.Parameter(torch.randn(shape)) for shape in shapes}
     optimizer, rule = Optimizer(handles, torch.optim.AdamW), BasisRotation(2, geometry=geometry, estimate=estimate)
-    optimizer.switch_to(UpdateRule((1,), compensation=(rule,)), 0, 1, input_updates=0)
+    optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(rule,)), 0, 1, input_updates=0)
     for _ in range(5):
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
@@ -271,11 +270,11 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
     (moments,) = optimizer.optimizer.state.values()
     total = float(moments["exp_avg_sq"].sum())
     for chosen in (BasisRotation(2, estimate="first_moment"), BasisRotation(3, geometry="one_sided")):
-        optimizer.switch_to(UpdateRule((1,), compensation=(chosen,)), 0, 0, input_updates=0)
+        optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(chosen,)), 0, 0, input_updates=0)
         gradient = torch.randn_like(start)
         step(gradient)
         mean, total = 0.9 * mean + 0.1 * gradient, 0.999 * total + 0.001 * float(gradient.square().sum())
-        optimizer.switch_to(UpdateRule((1,)), 0, 0, input_updates=0)
+        optimizer.switch_to(pd.schedules.UpdateRule((1,)), 0, 0, input_updates=0)
         assert optimizer.compensator.state == {"w": {}}
         assert torch.allclose(moments["exp_avg"], mean)
         assert float(moments["exp_avg_sq"].sum()) == pytest.approx(total), "turned, as the norm of a gradient is"
@@ -310,5 +309,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
 def test_what_is_not_defined_for_an_optimizer_is_refused(kind: Compensation, factory: Factory, words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         following(nn.Parameter(torch.ones(2)), factory, (kind,), 1)

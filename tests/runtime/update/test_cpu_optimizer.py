@@ -14,13 +14,8 @@ from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.schedule.lowering import lower
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
@@ -132,16 +127,18 @@ def test_what_cannot_be_moved_is_refused() -> None:
     weight = nn.Parameter(torch.zeros(2))
     capturable = torch.optim.SGD([weight], lr=0.1)
     capturable.param_groups[0]["capturable"] = True
-    with pytest.raises(ScheduleError, match=r"'host' was asked for with SGD, which has capturable=True, .*; leave"):
+    with pytest.raises(pd.PipelineError, match=r"'host' was asked for with SGD, which has capturable=True, .*; leave"):
         check_movable(capturable)
-    with pytest.raises(ScheduleError, match=r"_OnDevice, which holds 'seen' on cuda:0"):
+    with pytest.raises(pd.PipelineError, match=r"_OnDevice, which holds 'seen' on cuda:0"):
         check_movable(_OnDevice([weight]))
     check_movable(torch.optim.AdamW([weight], fused=True))
-    with pytest.raises(PlanError, match="optimizer_state='gpu' was asked for; give device or host"):
+    with pytest.raises(pd.PipelineError, match="optimizer_state='gpu' was asked for; give device or host"):
         pipeline("gpu")
-    with pytest.raises(ScheduleError, match="'spectrain', which reads weights beside the state of its optimizer; keep"):
+    with pytest.raises(
+        pd.PipelineError, match="'spectrain', which reads weights beside the state of its optimizer; keep"
+    ):
         pipeline("host", "spectrain", OPTIMIZERS["sgd"], microbatches=1)
-    with pytest.raises(ScheduleError, match="which averages weights over replicas of its optimizer; keep"):
+    with pytest.raises(pd.PipelineError, match="which averages weights over replicas of its optimizer; keep"):
         pipeline("host", "pipedream", replicas=(2, 1, 1), sums="every:2")
 
 
@@ -151,10 +148,10 @@ def test_what_cannot_be_moved_is_refused() -> None:
 def test_a_plan_counts_device_and_host() -> None:
     """Weights of 8 kB on 2 workers, an optimizer's state of twice that. With 2BW gradients are there twice where a
     thread makes updates."""
-    layers = (LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 8
-    cpu = Profile.of_chain(layers, batch=16, optimizer_bytes=16_000)
+    layers = (pd.LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 8
+    cpu = pd.Profile.of_chain(layers, batch=16, optimizer_bytes=16_000)
     gpu = replace(cpu, runtime=RuntimeCosts(overlap_device=True))
-    cluster = Cluster((Level(2, 1e9),), host_bytes=32_000)
+    cluster = pd.Cluster((pd.Level(2, 1e9),), host_bytes=32_000)
     ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight")
     for schedule, profile, state, expected in (
         ("1f1b", cpu, None, 16_000),
@@ -171,27 +168,29 @@ def test_a_plan_counts_device_and_host() -> None:
         checked = check_plan(plan, profile=profile).plan
         assert checked.stages == plan.stages
         assert check_plan(plan).plan.worker_bytes == plan.worker_bytes
-        peaks = simulate(lower(build(schedule, plan, 4)), costs(plan, split=4), 8).peak_bytes
+        peaks = simulate(pd.lower(pd.schedules.build(schedule, plan, 4)), costs(plan, split=4), 8).peak_bytes
         assert max(peaks) == expected
         is_apart = profile is gpu and state == "host"
         assert {stage.memory.host_bytes for stage in plan.stages} == {16_000 * is_apart}
     assert "optimizers: in the memory of the machine, 32.0 kB" in str(plan)
     short = replace(cluster, host_bytes=31_999)
-    with pytest.raises(PlanError, match=r"of 2 stages were to be kept .* 32.0 kB, 1.00 B more than the 32.0 kB"):
+    with pytest.raises(pd.PipelineError, match=r"of 2 stages were to be kept .* 32.0 kB, 1.00 B more than the 32.0 kB"):
         ask(gpu, short, optimizer_state="host")
-    two = Cluster((Level(1, 1e9), Level(2, 1e9)), host_bytes=16_000)
+    two = pd.Cluster((pd.Level(1, 1e9), pd.Level(2, 1e9)), host_bytes=16_000)
     ask(gpu, two, optimizer_state="host")
-    with pytest.raises(PlanError, match=r"of 1 stages were to be kept .* 16.0 kB"):
+    with pytest.raises(pd.PipelineError, match=r"of 1 stages were to be kept .* 16.0 kB"):
         ask(gpu, replace(two, host_bytes=15_999), optimizer_state="host")
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
 def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on_gpus: bool) -> None:
-    layer = LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, temporary_bytes=70)
+    layer = pd.LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, temporary_bytes=70)
     runtime = RuntimeCosts(overlap_device=on_gpus)
-    profile = Profile.of_chain((layer,) * 4, batch=16, optimizer_bytes=8000, input_shapes=((16, 47),), runtime=runtime)
-    cluster = replace(Cluster.flat(2), host_bytes_per_s=4e3)
+    profile = pd.Profile.of_chain(
+        (layer,) * 4, batch=16, optimizer_bytes=8000, input_shapes=((16, 47),), runtime=runtime
+    )
+    cluster = replace(pd.Cluster.flat(2), host_bytes_per_s=4e3)
     plans = [
         pd.plan(profile, cluster, schedule=schedule, microbatches=4, shape="straight", optimizer_state=state)
         for state in ("device", "host")
@@ -207,14 +206,14 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, on
     if on_gpus:
         assert follow_moves(full, plans[0], phases).stages == plans[1].stages
     else:
-        with pytest.raises(PlanError, match=f"stage 0 of the plan .* needs {most / 1e3:.1f} kB, a worker has"):
+        with pytest.raises(pd.PipelineError, match=f"stage 0 of the plan .* needs {most / 1e3:.1f} kB, a worker has"):
             follow_moves(full, plans[0], phases)
 
 
 def test_activations_moved_later_count_elsewhere() -> None:
-    layers = (LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=8000, parameter_bytes=1000),) * 4
+    layers = (pd.LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=8000, parameter_bytes=1000),) * 4
     planned = pd.plan(
-        Profile.of_chain(layers, batch=16), Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
+        pd.Profile.of_chain(layers, batch=16), pd.Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight"
     )
     moved = follow_moves(planned.choosing(activations="host"), planned, (pd.Phase("1f1b", microbatches=4),))
     for before, stage in zip(planned.stages, moved.stages, strict=True):
@@ -232,15 +231,15 @@ def test_a_pipeline_predicts_where_its_optimizer_is() -> None:
 def test_a_schedule_of_its_own_hosts_optimizers() -> None:
     plan = plan_of(make(), batches()[0][0], (3, 5))
     how = {"loss": F.cross_entropy, "optimizer": ADAMW, "optimizer_state": "host"}
-    with pd.Pipeline(make(), plan, schedule=build("1f1b", plan, 4), **how) as trained:
+    with pd.Pipeline(make(), plan, schedule=pd.schedules.build("1f1b", plan, 4), **how) as trained:
         assert all(state.cpu_optimizer is not None for state in stage_states(trained))
 
 
 def test_copies_of_a_hosted_optimizer_take_time() -> None:
     """At the rate that was measured, else at that of the datasheet; on a CPU nothing is copied there."""
-    layers = (LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 4
-    profile = Profile.of_chain(layers, batch=16, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
-    cluster = Cluster.flat(2, device="A100-80GB")
+    layers = (pd.LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 4
+    profile = pd.Profile.of_chain(layers, batch=16, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
+    cluster = pd.Cluster.flat(2, device="A100-80GB")
     ask = partial(pd.plan, schedule="1f1b", microbatches=4, shape="straight", strategy="search")
     for rate, expected in ((1e3, 1e3), (None, 0.8 * 31.5e9)):
         on_device, weights_on_host = (
@@ -252,13 +251,13 @@ def test_copies_of_a_hosted_optimizer_take_time() -> None:
             assert stage.update_s == pytest.approx(before.update_s + copies_s)
         assert score(weights_on_host).period_s == pytest.approx(score(on_device).period_s + copies_s)
     cpu = replace(profile, runtime=RuntimeCosts(), device="cpu")
-    plan = ask(cpu, replace(Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
+    plan = ask(cpu, replace(pd.Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
     assert {stage.update_s for stage in plan.stages} == {0.0}
 
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 0)
-    with pytest.raises(PlanError, match=r"of 3 stages were to be kept in the memory of one machine"):
+    with pytest.raises(pd.PipelineError, match=r"of 3 stages were to be kept in the memory of one machine"):
         pipeline("host")
     with pipeline("device"):
         pass

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import ErrorFeedback
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
 from pipedream.runtime.stage.predictions import add_velocity
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -36,12 +34,12 @@ def finish(prepared: Generator[Any, None, tuple[float, bool]]) -> tuple[float, b
 
 
 def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="LBFGS computes the loss several times"):
+    with pytest.raises(pd.PipelineError, match="LBFGS computes the loss several times"):
         Optimizer(make_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
 
 
 def test_a_factory_that_chooses_no_parameter_of_a_stage_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"none of this stage's parameters, a, b; freeze what"):
+    with pytest.raises(pd.PipelineError, match=r"none of this stage's parameters, a, b; freeze what"):
         Optimizer(make_handles(), lambda named: torch.optim.SGD([p for name, p in named if name == "head"], lr=0.1))
 
 
@@ -63,7 +61,7 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
         optimizer.switch_to(
-            UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, input_updates=min(number, 1)
+            pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, input_updates=min(number, 1)
         )
         rounds.append(optimizer.rounds)
         handles["a"].grad = torch.full((1,), gradient)

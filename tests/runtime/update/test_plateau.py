@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.training.train import train_recipe
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
@@ -88,11 +87,11 @@ def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
         return lambda seed: recipe
 
     run = partial(train_recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0)
-    with pytest.raises(RecipeError, match="ReduceLROnPlateau needs evaluations, but the recipe has no test"):
+    with pytest.raises(pd.PipelineError, match="ReduceLROnPlateau needs evaluations, but the recipe has no test"):
         run(make_maker(scheduler=HALVES))
-    with pytest.raises(RecipeError, match="early stopping needs evaluations, but evaluate_every=0 leaves only"):
+    with pytest.raises(pd.PipelineError, match="early stopping needs evaluations, but evaluate_every=0 leaves only"):
         run(make_maker(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
-    with pytest.raises(PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
+    with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
         make_maker(scheduler=HALVES, monitor="accuracy")
 
 
