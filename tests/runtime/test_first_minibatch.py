@@ -17,12 +17,11 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from first_minibatches import SGD, assert_equal, batches, piped, plain, plan_of
 from torch import Tensor, nn
 
 import pipedream as pd
-import pipedream.pipeline
-from pipedream import Pipeline
 from pipedream.capture.compare import fingerprint
 from pipedream.runtime.data.splitter import FirstMinibatch
 from pipedream.runtime.session.comparer import Reference
@@ -32,6 +31,11 @@ from pipedream.runtime.stage.stage_module import StageModule
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
 DATA = batches()
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+
+
+def shuffled() -> Any:
+    return torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
 
 
 def net() -> nn.Sequential:
@@ -43,71 +47,44 @@ def mse(output: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(output, batch[1])
 
 
-class Centred(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
+def pipeline(model: nn.Module, cut: int = 1, profiled: nn.Module | None = None, **options: Any) -> pd.Pipeline:
+    options = {"schedule": "gpipe", "microbatches": 1, "loss": mse, "optimizer": SGD} | options
+    return pd.Pipeline(model, plan_of(profiled or model, DATA[0][0], (cut,)), **options)
 
 
-def test_a_module_may_say_that_it_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 4)).double()
+def test_a_module_may_say_that_it_mixes_samples(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x - x.mean(0)), nn.Linear(4, 4)).double()
     with pytest.raises(pd.PipelineError, match="it computes with several samples at once"):
         piped(model, mse, DATA, microbatches=2)
     model[1].mixes_samples = True
-    warnings: list[str] = []
-    monkeypatch.setattr(logging.getLogger("pipedream"), "warning", lambda text, *args: warnings.append(text % args))
     piped(model, mse, DATA, microbatches=2)
-    assert any("'1' computes with several samples at once, as its mixes_samples says" in text for text in warnings)
-
-
-class Products(nn.Module):
-    """Has no modules inside that could be called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.eye(4), torch.ones(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weights[0] @ self.weights[1]
+    assert "'1' computes with several samples at once, as its mixes_samples says" in caplog.text
 
 
 def test_a_model_without_calls_of_modules_passes() -> None:
-    model = nn.Sequential(Products()).double()
+    weights = nn.ParameterList([torch.eye(4), torch.ones(4, 4)])
+    model = nn.Sequential(Built(lambda self, x: x @ self.weights[0] @ self.weights[1], weights=weights)).double()
     assert_equal(piped(model, mse, DATA, cuts=(), schedule="1f1b"), plain(model, mse, DATA))
 
 
 def test_a_loss_that_reads_the_model_is_refused() -> None:
     model = net()
-    plan = plan_of(model, DATA[0][0], (1,))
-
-    def loss(output: Tensor, batch: Any) -> Tensor:
-        return mse(output, batch) + sum(parameter.square().sum() for parameter in model.parameters())
-
+    loss = lambda output, batch: mse(output, batch) + sum(p.square().sum() for p in model.parameters())  # noqa: E731
     with (
         pytest.raises(pd.PipelineError, match=r"another gradient of '2\.weight'"),
-        Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD, check=True) as pipeline,
+        pipeline(model, loss=loss) as trained,
     ):
-        list(pipeline.train(DATA))
+        list(trained.train(DATA))
 
 
-class OwnLoss(nn.Module):
-    """Returns its loss, made of its output and the targets by a function."""
-
-    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor], between: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.between, self.last = nn.Linear(4, 4), between(), nn.Linear(4, 4)
-        self.combine = combine
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.combine(self.last(self.between(self.first(x))), y)
+def with_own_loss(combine: Callable[[Tensor, Tensor], Tensor], between: Callable[[], nn.Module]) -> nn.Module:
+    """Returns a model that returns its loss, made of its output and the targets by a function."""
+    parts = {"first": nn.Linear(4, 4), "between": between(), "last": nn.Linear(4, 4)}
+    return Built(lambda self, x, y: combine(self.last(self.between(self.first(x))), y), **parts)
 
 
-class Applies(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def applies(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Built(lambda _, x: function(x))
 
 
 def both_losses(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +122,7 @@ class ScaledGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient / ctx.saved_tensors[0].norm()
 
 
@@ -156,10 +133,6 @@ def with_hook(x: Tensor) -> Tensor:
     return x
 
 
-def own_mse(output: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(output, y)
-
-
 def of_detached_samples(output: Tensor, y: Tensor) -> Tensor:
     """A weight of each sample that is detached, as in a focal loss."""
     losses = (output - y).square().mean(1)
@@ -167,44 +140,45 @@ def of_detached_samples(output: Tensor, y: Tensor) -> Tensor:
 
 
 def penalised(output: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(pipedream.add_auxiliary_loss(output, output.mean().square()), y)
+    return F.mse_loss(pd.add_auxiliary_loss(output, output.mean().square()), y)
 
 
-SCALED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
+Kind = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]
+SCALED: dict[str, Kind] = {
     "by another": (balanced, nn.Tanh),
     "by another's number": (partial(balanced, read=Tensor.item), nn.Tanh),
     "by another's data": (partial(balanced, read=lambda ratio: ratio.data), nn.Tanh),
     "by another without a graph": (balanced_without_graph, nn.Tanh),
-    "by itself": (lambda output, y: own_mse(output, y) / own_mse(output, y).detach(), nn.Tanh),
+    "by itself": (lambda output, y: F.mse_loss(output, y) / F.mse_loss(output, y).detach(), nn.Tanh),
     "by gradients": (balanced_by_gradients, nn.Tanh),
-    "by a statistic": (lambda output, y: own_mse(scale_of_batch(output), y), nn.Tanh),
-    "by a statistic of a layer": (own_mse, partial(Applies, scale_of_batch)),
-    "by a function's backward": (own_mse, partial(Applies, ScaledGradient.apply)),  # type: ignore[arg-type]
-    "by a hook": (own_mse, partial(Applies, with_hook)),
+    "by a statistic": (lambda output, y: F.mse_loss(scale_of_batch(output), y), nn.Tanh),
+    "by a statistic of a layer": (F.mse_loss, applies(scale_of_batch)),
+    "by a function's backward": (F.mse_loss, applies(ScaledGradient.apply)),
+    "by a hook": (F.mse_loss, applies(with_hook)),
     "with dropout": (balanced, partial(nn.Dropout, 0.3)),
     "with BatchNorm": (balanced, partial(nn.BatchNorm1d, 4)),
 }
-UNSCALED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
-    "a mean": (own_mse, nn.Tanh),
+UNSCALED: dict[str, Kind] = {
+    "a mean": (F.mse_loss, nn.Tanh),
     "a sum": (lambda output, y: F.mse_loss(output, y, reduction="sum") * 0.01, nn.Tanh),
-    "a number": (lambda output, y: own_mse(output, y) * 3 + output.abs().mean(), nn.Tanh),
+    "a number": (lambda output, y: F.mse_loss(output, y) * 3 + output.abs().mean(), nn.Tanh),
     "samples, detached": (of_detached_samples, nn.Tanh),
-    "straight through": (own_mse, partial(Applies, lambda x: x + (x.round() - x).detach())),
-    "a detached target": (lambda output, y: own_mse(output, y) + own_mse(output, output.detach() * 2), nn.Tanh),
+    "straight through": (F.mse_loss, applies(lambda x: x + (x.round() - x).detach())),
+    "a detached target": (lambda output, y: F.mse_loss(output, y) + F.mse_loss(output, output.detach() * 2), nn.Tanh),
     "an auxiliary loss": (penalised, nn.Tanh),
 }
-NORMALISED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]] = {
-    "dropout": (own_mse, partial(nn.Dropout, 0.3)),
-    "BatchNorm": (own_mse, partial(nn.BatchNorm1d, 4)),
+NORMALISED: dict[str, Kind] = {
+    "dropout": (F.mse_loss, partial(nn.Dropout, 0.3)),
+    "BatchNorm": (F.mse_loss, partial(nn.BatchNorm1d, 4)),
 }
 
 
 def train_with_own_loss(
-    kind: tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]], microbatches: int, dtype: torch.dtype
+    kind: Kind, microbatches: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns what a pipeline and a plain loop train."""
     torch.manual_seed(0)
-    model = OwnLoss(*kind).to(dtype)
+    model = with_own_loss(*kind).to(dtype)
     data = [(x.to(dtype), y.to(dtype)) for x, y in DATA]
     optimizer = SGD((other := copy.deepcopy(model)).parameters())
     actual = piped(model, None, data, sample=data[0], microbatches=microbatches, cuts=(2,))
@@ -255,7 +229,7 @@ class Stateful(nn.Module):
         self.calls += 1
         self.log.append(len(x))
         self.table["last"] = len(x)
-        self.table["inner"]["sizes"].append(len(x))  # type: ignore[index]
+        self.table["inner"]["sizes"].append(len(x))
         self.count = self.count + 1
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
         calls, length = (self.calls, len(self.log)) if self.reads else (1, 1)
@@ -273,20 +247,10 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
         random.seed(1)
         np.random.seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Stateful(m == 1), nn.Linear(4, 4)).double()
-        plan = plan_of(model, DATA[0][0], (3,))
-        loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
         hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
-        with Pipeline(
-            model,
-            plan,
-            schedule=schedule,
-            microbatches=m,
-            loss=mse,
-            optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
-            check=check,
-        ) as pipeline:
-            losses = [done.loss for done in pipeline.train(loader, epochs=2)]
-            state = pipeline.state_dict()
+        with pipeline(model, 3, schedule=schedule, microbatches=m, optimizer=ADAMW, check=check) as trained:
+            losses = [done.loss for done in trained.train(shuffled(), epochs=2)]
+            state = trained.state_dict()
         assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
         inner = model[2]
         after = inner.calls, inner.log, inner.table, inner.python.random(), inner.numpy.random()
@@ -305,8 +269,8 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(f"reset {device}"))
     monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: Reference())
     plain_model: Any = SimpleNamespace(fingerprint=fingerprint, model=nn.Module())
-    with Pipeline(net(), plan_of(net(), DATA[0][0], (1,)), schedule="gpipe", loss=mse, optimizer=SGD) as pipeline:
-        local = pipeline._session.workers_here
+    with pipeline(net()) as trained:
+        local = trained._session.workers_here
         local.blueprint = replace(local.blueprint, device=torch.device("cuda", 0))
         run = ReferenceRun(plain_model, local)
     run.read(FirstMinibatch([], [], [], []))
@@ -315,31 +279,18 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"
 
 
-class Mixed(nn.Module):
-    """Layers that draw and count, run by a forward of its own."""
-
-    def __init__(self, rate: float = 0.4) -> None:
-        super().__init__()
-        self.first, self.norm, self.drop, self.last = (
-            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(rate), nn.Linear(4, 4)
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+def mixed(rate: float = 0.4) -> nn.Module:
+    """Returns layers that draw and count, run by a forward of its own."""
+    parts = {"first": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "drop": nn.Dropout(rate), "last": nn.Linear(4, 4)}
+    return Built(lambda self, x: x + self.last(self.drop(torch.tanh(self.norm(self.first(x))))), **parts).double()
 
 
-def test_random_numbers_that_the_profile_lacks_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rate in (0.0, 0.4):  # of the profiled model
-        warnings: list[str] = []
-        monkeypatch.setattr(
-            logging.getLogger("pipedream"), "warning", lambda text, *args, at=warnings: at.append(text % args)
-        )
-        torch.manual_seed(0)
-        model = Mixed(0.4).double()
-        plan = plan_of(Mixed(rate).double(), DATA[0][0], (3,))
-        with Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=mse, optimizer=SGD) as pipeline:
-            list(pipeline.train(DATA))
-        assert ("profile it as it is trained" in "".join(warnings)) is (rate == 0.0)
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_random_numbers_that_the_profile_lacks_are_not_compared(rate: float, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    with pipeline(mixed(), 3, profiled=mixed(rate)) as trained:
+        list(trained.train(DATA))
+    assert ("profile it as it is trained" in caplog.text) is (rate == 0.0)
 
 
 _RUNS: tuple[tuple[str, str, int], ...] = (
@@ -356,35 +307,23 @@ def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes:
     torch.manual_seed(1)
     random.seed(1)
     if free_bytes is not None:
-        pipedream.pipeline.available_bytes = lambda *_: free_bytes  # type: ignore[attr-defined]
-    builders = {
-        "list": listed,
-        "mixed": Mixed,
-        "chain": net,
-        "another stage": partial(reading, False),
-        "object": shares,
-    }
-    model = builders[kind]().double()
-    plan = plan_of(model, DATA[0][0], (3 if kind == "mixed" else 1,))
-    loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
-    with Pipeline(
-        model,
-        plan,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=mse,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
-        check=check,
-    ) as pipeline:
-        once = reversed(DATA)
-        losses = [done.loss for done in pipeline.train(once)]  # of one pass
-        losses += [done.loss for done in pipeline.train(loader, epochs=2)]
-        losses.append(pipeline.evaluate(DATA)["loss"])
-        state = pipeline.state_dict()
+        pd.pipeline.available_bytes = lambda *_: free_bytes
+    parts = {"list": listed, "mixed": mixed, "chain": net, "another stage": partial(reading, False), "object": shares}
+    model, options = parts[kind](), {"schedule": schedule, "microbatches": microbatches, "check": check}
+    with pipeline(model, 3 if kind == "mixed" else 1, optimizer=ADAMW, **options) as trained:
+        losses = [done.loss for done in trained.train(reversed(DATA))]  # of one pass
+        losses += [done.loss for done in trained.train(shuffled(), epochs=2)]
+        losses.append(trained.evaluate(DATA)["loss"])
+        state = trained.state_dict()
     assert len(losses) == 3 * len(DATA) + 1
     grads = [parameter.grad is None for parameter in model.parameters()]
-    trained = {name: value.tolist() for name, value in state.items()}
-    return losses, trained, grads, torch.rand(3).tolist(), random.random()
+    return (
+        losses,
+        {name: value.tolist() for name, value in state.items()},
+        grads,
+        torch.rand(3).tolist(),
+        random.random(),
+    )
 
 
 def _train_all(check: bool, free_bytes: int | None = None) -> list[Any]:
@@ -424,7 +363,7 @@ class Hungry(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.find_memory("forward")
-        return _HungryBackward.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+        return _HungryBackward.apply(super().forward(x))
 
     @classmethod
     def find_memory(cls, where: str) -> None:
@@ -439,7 +378,7 @@ class _HungryBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         Hungry.find_memory("backward")
         return gradient
 
@@ -447,18 +386,16 @@ class _HungryBackward(torch.autograd.Function):
 def _train_hungry(check: bool, fails_in: str) -> Any:
     """Trains as one rank of two, each of which compares its own layers."""
     warnings: list[str] = []
-    logging.getLogger("pipedream").warning = lambda text, *args: warnings.append(text % args)  # type: ignore
-    pipedream.pipeline.available_bytes = lambda *_: 0  # type: ignore[attr-defined]
+    logging.getLogger("pipedream").warning = lambda text, *args: warnings.append(text % args)
+    pd.pipeline.available_bytes = lambda *_: 0
     torch.manual_seed(1)
     model = nn.Sequential(Hungry(4, 4), nn.Dropout(0.3), Hungry(4, 4)).double()
-    plan = plan_of(model, DATA[0][0], (1,))
-    Hungry.fails_in = fails_in
-    with Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD, check=check) as pipeline:
-        losses = [done.loss for done in pipeline.train(DATA)]
-        state = pipeline.state_dict()
+    with pipeline(model, schedule="1f1b", microbatches=2, check=check) as trained:
+        Hungry.fails_in = fails_in
+        losses = [done.loss for done in trained.train(DATA)]
+        state = {name: value.tolist() for name, value in trained.state_dict().items()}
     assert not Hungry.fails_in
-    trained = {name: value.tolist() for name, value in state.items()}
-    return (losses, trained), [text for text in warnings if "the memory does not suffice" in text]
+    return (losses, state), [text for text in warnings if "the memory does not suffice" in text]
 
 
 @pytest.mark.processes
