@@ -488,14 +488,22 @@ def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
     assert outputs[1:] == [[], []]
 
 
+def _count(kind: str, most: float = 0) -> int:
+    """Returns how many threads ("task") or descriptors ("fd") this process has; waits some seconds for so few.
+
+    The kernel lists a thread that has ended until it was its turn once more.
+    """
+    count, end_s = len(os.listdir(f"/proc/self/{kind}")), time.monotonic() + (5.0 if most else 0.1)
+    while count > most and time.monotonic() < end_s:
+        time.sleep(0.005)
+        count = min(count, len(os.listdir(f"/proc/self/{kind}")))
+    return count
+
+
 def _count_threads(over_gloo: bool) -> list[int]:
     """Returns this process's threads, also those that Python does not see, in and after two pipelines that live on;
     then the process groups of the second.
     """
-
-    def count() -> int:
-        return len(os.listdir("/proc/self/task"))
-
     with pytest.MonkeyPatch.context() as patch:
         if over_gloo:  # as between machines
             patch.setattr(shared_memory, "is_supported", lambda: False)
@@ -505,10 +513,9 @@ def _count_threads(over_gloo: bool) -> list[int]:
             plan = zoo.plan_of(animal, 2, (2, 1))
             with pipeline_on(plan, animal) as pipeline:
                 list(pipeline.train(animal.batches))
-                within, groups_within = count(), len(groups)
+                within, groups_within = len(os.listdir("/proc/self/task")), len(groups)
             pipelines.append(pipeline)
-            # The kernel may list a thread that has ended for a moment.
-            after.append(min(count() for _ in range(20) if not time.sleep(0.005)))
+            after.append(_count("task", most=min(after, default=0)))
         gc.enable()
     return [within, *after, groups_within - len(groups)]
 
@@ -518,7 +525,7 @@ def _count_threads(over_gloo: bool) -> list[int]:
 def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
     results = processes.team(3).results(_count_threads, over_gloo)
     for rank, (within, first, second, groups) in enumerate(results):
-        assert second == first < within
+        assert second <= first < within
         assert groups == 1 + over_gloo + (rank < 2), "of all, upward, of replicas; none for checkpoints"
 
 
@@ -527,10 +534,6 @@ def _count_left(fails: str) -> list[list[int]]:
     animal, counts, pipelines = zoo.make("mlp"), [], []
     workers = dist.get_world_size() if dist.is_initialized() else 2
     plan = zoo.plan_of(animal, 2, (workers - 1, 1))
-
-    def count(kind: str) -> int:
-        # The kernel may list what has ended for a moment.
-        return min(len(os.listdir(f"/proc/self/{kind}")) for _ in range(20) if not time.sleep(0.005))
 
     for kind in ("", fails, fails):
         with contextlib.suppress(ZeroDivisionError, PipelineError):
@@ -542,7 +545,8 @@ def _count_left(fails: str) -> list[list[int]]:
                         raise ZeroDivisionError
         gc.collect()
         groups = len(dist.distributed_c10d._world.pg_map)
-        counts.append([count("task"), count("fd"), groups])
+        threads, descriptors = counts[0][:2] if counts else (0, 0)
+        counts.append([_count("task", most=threads), _count("fd", most=descriptors), groups])
         if dist.is_initialized():
             dist.barrier()
     return counts
@@ -561,7 +565,7 @@ def _count_left(fails: str) -> list[list[int]]:
 def test_a_failed_pipeline_leaves_nothing(workers: int, fails: str) -> None:
     ends = processes.team(workers).results(_count_left, fails) if workers > 1 else [_count_left(fails)]
     for before, first, second in ends:
-        assert second == first == before
+        assert all(left <= here for after in (first, second) for left, here in zip(after, before, strict=True))
 
 
 def test_what_a_drain_has_finished_is_ready() -> None:

@@ -2,7 +2,7 @@
 
 import io
 import sys
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +73,10 @@ def test_what_takes_long_is_said_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_first_step_that_is_long_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("pipedream.core.progress.QUIET_S", 0.01)
+    printed, real = threading.Event(), print
+    monkeypatch.setattr("builtins.print", lambda *words, **where: (real(*words, **where), printed.set()))
     with progress("planning"):
-        time.sleep(0.3)
+        assert printed.wait(20.0)
     assert capsys.readouterr().err == "planning ...\n"
 
 

@@ -282,17 +282,20 @@ def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartb
     store.gone = False
 
 
-def test_a_store_that_has_ended_holds_no_exit() -> None:
+def test_a_store_that_has_ended_holds_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is still in C++ when the interpreter has ended aborts the process, and torch tries for 4 s."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heartbeat = Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
     assert soon(lambda: heartbeat.exchanges > 0)
+    tries: list[object] = []
+    monkeypatch.setattr(dist.PrefixStore, "clone", tries.append)
     del server
     assert soon(lambda: not heartbeat._is_connected)
     start = time.monotonic()
     heartbeat.wait_until_heard(60.0)
     heartbeat.end()
-    assert time.monotonic() - start < 2.0
+    assert not tries, "torch would try for 4 s"
+    assert time.monotonic() - start < 30.0
     assert not heartbeat._thread.is_alive()
 
 
@@ -316,7 +319,7 @@ def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(hea
     heartbeats[2].end()
     start = time.monotonic()
     heartbeats[0].wait_until_heard(60.0)
-    assert time.monotonic() - start < 5.0, "they have ended and hear nothing"
+    assert time.monotonic() - start < 30.0, "they have ended and hear nothing"
 
 
 def test_torchrun_that_has_ended_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
