@@ -97,19 +97,22 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.network
 def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() -> None:
-    with slow_network((2, 2), (1e9, 4e6)) as network, ThreadPoolExecutor() as pool:
-        long = pool.submit(seconds, network, 0, 2, 12_000_000)
-        while network.sent_bytes() < 1_000_000:
-            time.sleep(0.01)
-        tries_s = [1.0]
-        for port in range(5001, 5020):
-            took_s = seconds(network, 1, 3, 100, port=port)
-            if long.done():
-                break
-            tries_s.append(took_s)
-            if took_s < 0.02:
-                break
-        assert min(tries_s) < 0.02  # 0.07 in one queue
+    def beside_a_long_one_s(network: Network) -> float:
+        with ThreadPoolExecutor() as pool:
+            before = network.sent_bytes()
+            long = pool.submit(seconds, network, 0, 2, 12_000_000)
+            while network.sent_bytes() < before + 1_000_000:
+                time.sleep(0.01)
+            tries_s = [1.0]
+            for port in range(5001, 5020):
+                took_s = seconds(network, 1, 3, 100, port=port)
+                if long.done() or min(tries_s) < 0.02:
+                    break
+                tries_s.append(took_s)
+        return min(tries_s)
+
+    with slow_network((2, 2), (1e9, 4e6)) as network:
+        assert fastest_s(partial(beside_a_long_one_s, network), 0.02, tries=5) < 0.02  # 0.07 in one queue
 
 
 @pytest.mark.network
