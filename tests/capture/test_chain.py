@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedream.capture import Captured, capture
+import pipedream as pd
 from pipedream.capture.chain import find_chain
-from pipedream.core.errors import CaptureError
 
 
-def names(captured: Captured) -> list[str]:
+def names(captured: pd.capture.Captured) -> list[str]:
     return [layer.name for layer in captured.graph.layers]
 
 
-def run(captured: Captured, *inputs: Any) -> Any:
+def run(captured: pd.capture.Captured, *inputs: Any) -> Any:
     value = captured.layers[0](*inputs)
     for layer in captured.layers[1:]:
         value = layer(value)
@@ -98,7 +97,7 @@ def test_an_ordinary_class_with_several_inputs() -> None:
 
     parts = {"head": nn.Linear(3, 2), "mix": Mix(), "unused": nn.Linear(9, 9)}
     model = Built(lambda model, x, y: model.head(model.mix(x, y)), **parts)
-    captured = capture(model, (torch.randn(2, 3), torch.randn(2, 3)))
+    captured = pd.capture(model, (torch.randn(2, 3), torch.randn(2, 3)))
     assert names(captured) == ["mix", "head"]
     assert [layer.kind for layer in captured.graph.layers] == ["Mix", "Linear"]
     assert captured.graph.layers[1].parameters == ("head.weight", "head.bias")
@@ -192,43 +191,43 @@ def test_an_output_that_is_splatted_makes_no_chain() -> None:
 
 
 def test_a_model_that_is_one_leaf_is_one_layer() -> None:
-    captured = capture(nn.Linear(4, 2), (torch.randn(2, 4),))
+    captured = pd.capture(nn.Linear(4, 2), (torch.randn(2, 4),))
     assert names(captured) == ["Linear"]
     assert captured.graph.layers[0].parameters == ("weight", "bias")
 
 
 def test_a_module_that_runs_twice_has_two_names_and_ties_only_if_it_has_state() -> None:
     relu, linear = nn.ReLU(), nn.Linear(4, 4)
-    captured = capture(nn.Sequential(linear, relu, nn.Linear(4, 4), relu, linear), (torch.randn(2, 4),))
+    captured = pd.capture(nn.Sequential(linear, relu, nn.Linear(4, 4), relu, linear), (torch.randn(2, 4),))
     assert names(captured) == ["0", "1", "2", "1@2", "0@2"]
     assert captured.layers[1] is captured.layers[3]
     assert captured.graph.ties == ((0, 4),)
     assert captured.graph.layers[0].parameters == ("0.weight", "0.bias", "4.weight", "4.bias")
     norm = nn.BatchNorm1d(4, affine=False)
-    assert capture(nn.Sequential(norm, nn.ReLU(), norm), (torch.randn(2, 4),)).graph.ties == ((0, 2),)
+    assert pd.capture(nn.Sequential(norm, nn.ReLU(), norm), (torch.randn(2, 4),)).graph.ties == ((0, 2),)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tied_weights_are_found_by_storage_on_meta_too(device: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)).to(device)
     model[2].weight = model[0].weight
-    assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ((0, 2),)
+    assert pd.capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ((0, 2),)
     model[2].weight = nn.Parameter(model[0].weight.detach().view(5, 4))  # another object, the same numbers
-    captured = capture(model, (torch.tensor([[1, 2]]),))
+    captured = pd.capture(model, (torch.tensor([[1, 2]]),))
     assert captured.graph.ties == captured.graph.inseparable == ((0, 2),), "whose gradients cannot be summed"
 
 
 def test_a_frozen_weight_ties_nothing() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight.requires_grad_(False)
-    assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
+    assert pd.capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
 
 
 def test_what_is_not_a_runnable_model_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"raised RuntimeError.*shape"):
-        capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 5),))
-    with pytest.raises(CaptureError, match="lazy"):
-        capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(2, 5),))
+    with pytest.raises(pd.PipelineError, match=r"raised RuntimeError.*shape"):
+        pd.capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 5),))
+    with pytest.raises(pd.PipelineError, match="lazy"):
+        pd.capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(2, 5),))
     compiled = nn.Sequential(nn.Linear(4, 4))
     compiled[0].compile(backend="eager")
     assert find_chain(compiled, (torch.randn(2, 4),)) is None

@@ -3,8 +3,8 @@
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from built import Built
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.capture import capture
 from pipedream.capture.slice import ModelSlice
-from pipedream.core.errors import CaptureError, PipelineError, PlanError, WorkerError
+
+Make = Callable[[], nn.Module]
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Block(nn.Module):
@@ -26,38 +27,37 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x + self.b(torch.relu(self.a(x)))
 
 
-class Base(nn.Module):
-    """Not a chain, because of its two heads."""
+class Net(nn.Module):
+    """Three blocks and, so that it is no chain, two heads; `function` is its forward."""
 
-    kinds: tuple[type[nn.Module], ...] = (Block,) * 3
-    more: tuple[str, Callable[[], nn.Module]] | None = None
-    buffer: tuple[str, tuple[int, ...]] | None = None
-
-    def __init__(self) -> None:
+    def __init__(
+        self, function: Callable[..., Any] | None = None, kinds: Sequence[Make] = (Block,) * 3, **parts: Any
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(kind() for kind in self.kinds)
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(kind() for kind in kinds)
         self.head, self.out = nn.Linear(4, 2), nn.Linear(4, 2)
-        if self.more:
-            self.add_module(self.more[0], self.more[1]())
-        if self.buffer:
-            self.register_buffer(self.buffer[0], torch.zeros(self.buffer[1]))
+        self.function = function or Net.plain
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def through(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def plain(self, x: Any) -> Any:
+        return self.ends(self.through(x))
 
     def ends(self, x: Tensor) -> Tensor:
         return self.head(x) + self.out(x)
 
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.ends(x)
-
-
-def build_model(kind: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.function(self, *inputs, **options)
 
 
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ def make_plan(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
 
 
 def train(
-    kind: Callable[[], nn.Module],
+    make: Make,
     batches: Sequence[Any],
     cuts: Sequence[str] = ("blocks.1.a", "blocks.2.b"),
     *,
@@ -78,25 +78,25 @@ def train(
     sample: Any = None,
     **options: Any,
 ) -> list[float]:
-    model = build_model(kind)
+    model = make()
     plan = make_plan(model, batches[0][0] if sample is None else sample, cuts)
     with pd.Pipeline(model, plan, loss=loss, optimizer=sgd, **options) as pipeline:
         return [done.loss for done in pipeline.train(batches)]
 
 
-def run_in_one_process(kind: Callable[[], nn.Module], batches: Sequence[Any]) -> list[float]:
-    model = build_model(kind)
+def run_in_one_process(make: Make, batches: Sequence[Any]) -> list[float]:
+    model = make()
     optimizer = sgd(list(model.named_parameters()))
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = 0.0
         for part, target in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
-            loss = F.mse_loss(model(part), target) * (len(part) / len(x))
+            loss = F.mse_loss(model(part), target) / 2
             loss.backward()
-            total += loss.detach()
+            total += loss.item()
         optimizer.step()
-        losses.append(float(total))
+        losses.append(total)
     return losses
 
 
@@ -105,26 +105,20 @@ def make_batches(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(size, 4), torch.randn(size, 2)) for _ in range(count)]
 
 
-def catch_text(call: Callable[[], object], kind: type[PipelineError] = WorkerError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
+X = torch.linspace(-1, 1, 16).view(4, 4)
+BATCHES = make_batches()
+ENDING_ALONE = [*make_batches(1), *make_batches(1, size=2)]
+"""The microbatches of the second minibatch are single samples."""
 
 
-def has(text: str, *parts: str) -> None:
-    for part in parts:
-        assert part in text, text
+# -- faults in training ------------------------------------------------------------------------------
 
 
-# -- the model's own errors --------------------------------------------------------------------------
-
-
-class Bug(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](x))
-        if len(x) == 1:
-            x = x.view(5, 77)  # a mistake
-        return self.ends(self.blocks[2](x))
+def bug(net: Net, x: Tensor) -> Tensor:
+    x = net.blocks[1](net.blocks[0](x))
+    if len(x) == 1:
+        x = x.view(5, 77)  # a mistake
+    return net.ends(net.blocks[2](x))
 
 
 class BugInModule(Block):
@@ -134,216 +128,47 @@ class BugInModule(Block):
         return super().forward(x)
 
 
-class InModule(Base):
-    kinds = (Block, BugInModule, Block)
+BUG_INSIDE = {"kinds": (Block, BugInModule, Block)}
 
 
-def test_an_error_of_the_model_names_the_line() -> None:
-    text = catch_text(lambda: train(Bug, [*make_batches(1), *make_batches(1, size=2)]))
-    has(text, "rank 1, stage 1, 1F2: RuntimeError: shape", "in the model Bug, at test_errors.py:")
-    has(text, "in forward: x = x.view(5, 77)")
+def bug_in_loss(output: Tensor, batch: Any) -> Tensor:
+    return output.mean() + batch[1].view(77)
 
 
-@pytest.mark.slow
-def test_an_error_of_a_module_names_module_and_line() -> None:
-    text = catch_text(lambda: train(InModule, [*make_batches(1), *make_batches(1, size=2)]))
-    has(text, "mat1 and mat2", "in the module 'blocks.1.a'", "in forward: x = self.a(x[:, :3])")
+def by_length(net: Net, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    if len(x) > 1:
+        x = net.blocks[1](x)
+    return net.ends(net.blocks[2](x))
 
 
-def test_a_sample_that_does_not_run_names_the_line() -> None:
-    text = catch_text(lambda: capture(build_model(Bug), torch.randn(1, 4)), CaptureError)
-    has(text, "the forward of Bug should run", "x = x.view(5, 77)", "give a sample")
+def needs_numbers(net: Net, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    if len(x) == 1 and x.sum() > 0:
+        x = -x
+    return net.ends(net.blocks[2](net.blocks[1](x)))
 
 
-def test_an_error_of_the_loss_names_the_line() -> None:
-    def loss(output: Tensor, batch: Any) -> Tensor:
-        return output.mean() + batch[1].view(77)
-
-    text = catch_text(lambda: train(Base, make_batches(1), loss=loss))
-    has(text, "stage 2", "in loss: return output.mean() + batch[1].view(77)")
-
-
-# -- another path ------------------------------------------------------------------------------------
+def scaled(net: Any, x: Tensor) -> Tensor:
+    """Changes a buffer in place that a backward reads."""
+    x = net.through(x)
+    net.steps += 1
+    return net.ends(x) * net.steps
 
 
-class ByLength(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if len(x) > 1:
-            x = self.blocks[1](x)
-        return self.ends(self.blocks[2](x))
+STEPS = {"batches": BATCHES, "parts": {"steps": nn.Buffer(torch.zeros(()))}}
 
 
-class ByMode(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if self.training:
-            x = self.blocks[1](x)
-        return self.ends(self.blocks[2](x))
+def masked(net: Net, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+        if mask is not None:
+            x = x * mask
+    return net.ends(x) * scale
 
 
-class Drops(Base):
-    """Leaves out a block now and then, as LayerDrop does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if not self.training or torch.rand(()) > 0.5:
-                x = block(x)
-        return self.ends(x)
-
-
-@pytest.mark.parametrize("cut", ["blocks.1.a", pytest.param("blocks.1.b", marks=pytest.mark.slow)])
-def test_another_path_is_an_error(cut: str) -> None:
-    text = catch_text(lambda: train(ByLength, [*make_batches(1), *make_batches(1, size=2)], [cut]))
-    has(text, "the forward of ", "(test_errors.py:", "took another path", f"without calling {cut!r}", "one module")
-
-
-def test_a_call_that_one_mode_lacks_is_no_cut() -> None:
-    captured = capture(build_model(ByMode), torch.randn(4, 4))
-    assert "blocks.1.a" not in [layer.name for layer in captured.graph.layers]
-    has(captured.refused["blocks.1.a"], "took another path", "ByMode", "on the mode (training or evaluation)")
-
-
-def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
-    captured = capture(build_model(Drops), torch.randn(4, 4))
-    part = [ModelSlice(captured.model, captured.graph, i, i + 1) for i in range(len(captured.graph.layers))]
-    for seed in range(8):
-        torch.manual_seed(seed)
-        value: Any = torch.randn(4, 4)
-        try:
-            for layer in part:
-                torch.manual_seed(seed)
-                value = layer(value)
-        except CaptureError as error:
-            has(str(error), "another path")
-
-
-class NeedsNumbers(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if len(x) == 1 and x.sum() > 0:
-            x = -x
-        return self.ends(self.blocks[2](self.blocks[1](x)))
-
-
-def test_numbers_of_another_stage() -> None:
-    text = catch_text(lambda: train(NeedsNumbers, [*make_batches(1), *make_batches(1, size=2)]))
-    has(text, "rank 1, stage 1", "in forward: if len(x) == 1 and x.sum() > 0", "needs the numbers", "one module")
-
-
-class Scores(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.head(x)
-        x = x * F.scaled_dot_product_attention(y.float(), y.float(), y).sum(-1, keepdim=True)
-        return self.out(self.blocks[1](self.blocks[0](x)))
-
-
-def test_what_fails_without_needing_numbers_is_no_fault_of_the_model() -> None:
-    """Here because the second stage runs without autocast."""
-    model, batch = Scores(), torch.randn(2, 4)
-    graph = capture(model, batch).graph
-    with torch.autocast("cpu", torch.bfloat16):
-        value = ModelSlice(model, graph, 0, 1)(batch)
-    with pytest.raises(CaptureError) as caught:
-        ModelSlice(model, graph, 1, 2)(value)
-    has(
-        str(caught.value), "y.float(), y)", "same dtype", "begins with 'blocks.0", "that line is right", "cut elsewhere"
-    )
-    assert "one module" not in str(caught.value)
-
-
-class Catches(Base):
-    """Has another way for tensors without numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        try:
-            scale = float(x.mean())
-        except Exception:
-            scale = 1.0
-        return self.ends(self.blocks[2](self.blocks[1](x * scale)))
-
-
-def test_a_model_that_catches_the_lack_of_numbers_is_not_misled() -> None:
-    # It takes another path for a part than for the whole.
-    losses = train(Catches, make_batches(), check=False)
-    assert losses == pytest.approx(run_in_one_process(Catches, make_batches()))
-
-
-# -- inputs ------------------------------------------------------------------------------------------
-
-
-class Masked(Base):
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if mask is not None:
-                x = x * mask
-        return self.ends(x) * scale
-
-
-def masked(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    def loss(output: Tensor, batch: Any) -> Tensor:
-        return output.mean()
-
-    return catch_text(lambda: train(Masked, [first, second], loss=loss, sample=first))
-
-
-X = torch.linspace(-1, 1, 16).view(4, 4)
-
-
-def test_a_missing_input() -> None:
-    text = masked({"x": X, "mask": X}, {"x": X})
-    has(text, "Masked (test_errors.py:", "reads the input 'mask'", "missing in this batch", "Give it in each batch")
-
-
-def with_labels() -> nn.Module:
-    """Computes its loss if it gets labels."""
-
-    def forward(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        for block in model.blocks:
-            x = torch.tanh(block(x))
-        return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
-
-    return Built(forward, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
-
-
-@pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
-def test_a_model_predicts_without_labels(without: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    model = with_labels()
-    profile = pd.profile(model, {"x": X, "labels": X}, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(3), shape="straight", schedule="1f1b")
-    expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=sgd) as pipeline:
-        (output,) = pipeline.predict([without])
-        assert output["loss"] is None
-        torch.testing.assert_close(output["x"], expected)
-        list(pipeline.train([{"x": X, "labels": X}]))
-        assert list(pipeline.evaluate([{"x": X, "labels": X}])) == ["loss"]
-
-
-@pytest.mark.slow
-def test_an_input_that_is_none_now() -> None:
-    text = masked({"x": X, "mask": X}, {"x": X, "mask": None})
-    has(text, "reads the input 'mask'", "but it is None in this batch")
-
-
-def test_an_input_that_the_sample_lacked() -> None:
-    text = masked({"x": X}, {"x": X, "mask": X})
-    has(
-        text,
-        "in the forward of Masked (test_errors.py:",
-        "the call of 'blocks.1' has another tensor than 'blocks.0 output'",
-        "The sample lacked the input 'mask'",
-    )
-
-
-def test_an_input_that_the_model_does_not_know() -> None:
-    has(masked({"x": X}, {"x": X, "y": X}), "unexpected keyword argument 'y'", "in the model Masked, test_errors.py:")
-
-
-# -- outputs -----------------------------------------------------------------------------------------
+def of_two(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {"batches": [first, second], "loss": lambda output, batch: output.mean(), "sample": first}
 
 
 class Box:
@@ -351,434 +176,77 @@ class Box:
         self.value = value
 
 
-class Boxing(Block):
-    def forward(self, x: Any) -> Any:
-        return Box(super().forward(x.value if isinstance(x, Box) else x))
-
-
-class Boxes(Base):
-    kinds = (Boxing,) * 3
-
-    def ends(self, x: Any) -> Tensor:
-        return super().ends(x.value)
-
-
-def box_leaf() -> nn.Module:
-    return Built(lambda leaf, x: Box(x * leaf.weight), weight=nn.Parameter(torch.ones(4)))
-
-
-class BoxOfLeaf(Base):
-    more = ("leaf", box_leaf)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.leaf(x).value)
-
-
-class Hidden(Base):
+def hides(net: Net, x: Tensor) -> Any:
     """Returns the states of its blocks where nothing can find them."""
-
-    def forward(self, x: Tensor) -> Any:
-        states = [x := block(x) for block in self.blocks]
-        return {"out": self.ends(x), "box": Box(states[0])}
+    states = [x := block(x) for block in net.blocks]
+    return {"out": net.ends(x), "box": Box(states[0])}
 
 
-class SometimesMore(Base):
-    def forward(self, x: Tensor) -> Any:
-        states = [x := block(x) for block in self.blocks]
-        out = self.ends(x)
-        return {"out": out, "first": states[0]} if len(x) == 1 else {"out": out}
+def sometimes_more(net: Net, x: Tensor) -> Any:
+    states = [x := block(x) for block in net.blocks]
+    return {"out": net.ends(x)} | ({"first": states[0]} if len(x) == 1 else {})
 
 
-def test_an_object_that_a_block_returns_is_seen_through() -> None:
-    assert train(Boxes, make_batches()) == pytest.approx(run_in_one_process(Boxes, make_batches()))
+def reading(read: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Returns a loss that reads an output which no stage sends."""
 
-
-def test_an_object_that_a_leaf_returns_cannot_travel() -> None:
-    captured = capture(build_model(BoxOfLeaf), torch.randn(4, 4))
-    text = captured.refused["blocks.0.a"]
-    has(
-        text,
-        "the module 'leaf' (Built, built.py:",
-        "returns an object of the class Box, which cannot be sent",
-        "tuple",
-    )
-
-
-def test_an_output_inside_an_object_is_not_silently_wrong() -> None:
-    def loss(output: Any, batch: Any) -> Tensor:
-        return output["box"].value.mean()
-
-    text = catch_text(lambda: train(Hidden, make_batches(1), loss=loss))
-    has(text, "stage 2", "the loss or a metric needs the numbers of a tensor", "let the model return it in its output")
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda first: first.mean(),
-        pytest.param(lambda first: F.mse_loss(first, first), marks=pytest.mark.slow),
-        pytest.param(lambda first: first.tolist(), marks=pytest.mark.slow),
-    ],
-)
-def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
     def loss(output: Any, batch: Any) -> Tensor:
         if "first" in output:
             read(output["first"])
         return output["out"].mean()
 
-    text = catch_text(lambda: train(SometimesMore, [*make_batches(1), *make_batches(1, size=2)], loss=loss))
-    has(text, "the field 'first' of the output of SometimesMore (test_errors.py:", "Capture with a sample", "used at")
+    return {"loss": loss}
 
 
-# -- leaving the forward -----------------------------------------------------------------------------
-
-
-class Bare(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            for block in self.blocks:
-                x = block(x)
-            x = self.ends(x)
-        except:  # noqa: E722
-            x = x[:, :2]
-        return x
-
-
-class Finally(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            try:
-                x = block(x)
-            finally:
-                continue  # noqa: B012
-        return self.ends(x)
-
-
-class Generator(Base):
-    def states(self, x: Tensor) -> Iterator[Tensor]:
-        for block in self.blocks:
-            x = block(x)
-            yield x
-
-    def forward(self, x: Tensor) -> Tensor:
-        for state in self.states(x):
-            x = state
-        return self.ends(x)
-
-
-class Suppresses(Base):
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        with suppress(BaseException):
-            yield
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            with self.quietly():
-                x = block(x)
-        return self.ends(x)
-
-
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) != 77:
-            raise NotImplementedError
-        return self.inner(x)
-
-
-class Tolerant(Base):
-    """Continues after a call that failed."""
-
-    more = ("fails", Fails)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            try:
-                x = self.fails(x)
-            except NotImplementedError:
-                x = block(x)
-        return self.ends(x)
-
-
-class Threads(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x]
-
-        def run() -> None:
-            for block in self.blocks:
-                states.append(block(states[-1]))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return self.ends(states[-1])
-
-
-class OwnCall(Block):
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x * 2) + 1
-
-
-class WithoutForward(Block):
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + self.b(torch.relu(self.a(x)))
-
-
-class OwnCalls(Base):
-    kinds = (OwnCall, WithoutForward, OwnCall)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x * 2)
-
-
-def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
-    captured = capture(build_model(Bare), torch.randn(4, 4))
-    assert [layer.name for layer in captured.graph.layers] == ["blocks.0.a"]
-    has(captured.refused["blocks.1.b"], "bare `except:`", "Write `except Exception:` there")
+MASK, BARE = {"x": X, "mask": X}, {"x": X}
+ANOTHER_PATH = r"the forward of .*\(test_errors\.py:.*took another path.*without calling '{}'.*one module"
+UNSENT = r"the field 'first' of the output of Net \(test_errors\.py:.*Capture with a sample.*used at"
+OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].value.mean()}
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("function", "options", "words"),
     [
-        Finally,
-        Generator,
-        OwnCalls,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Suppresses, Tolerant, Threads)),
+        (bug, {}, r"rank 1, stage 1, 1F2: RuntimeError: shape.*the model Net, at test_errors\.py:.*x\.view\(5, 77\)"),
+        slow(None, BUG_INSIDE, r"mat1 and mat2.*in the module 'blocks\.1\.a'.*in forward: x = self\.a\(x\[:, :3\]\)"),
+        (None, {"loss": bug_in_loss}, r"stage 2.*in bug_in_loss: return output\.mean\(\) \+ batch\[1\]\.view\(77\)"),
+        (by_length, {"cuts": ["blocks.1.a"]}, ANOTHER_PATH.format("blocks.1.a")),
+        slow(by_length, {"cuts": ["blocks.1.b"]}, ANOTHER_PATH.format("blocks.1.b")),
+        (needs_numbers, {}, r"rank 1, stage 1.*: if len\(x\) == 1 and x\.sum\(\) > 0.*needs the numbers.*one module"),
+        (hides, OF_BOX, "stage 2.*the loss or a metric needs the numbers of a tensor.*let the model return it in its"),
+        (sometimes_more, reading(lambda first: first.mean()), UNSENT),
+        slow(sometimes_more, reading(lambda first: F.mse_loss(first, first)), UNSENT),
+        slow(sometimes_more, reading(lambda first: first.tolist()), UNSENT),
+        (scaled, STEPS, r"stage 2, 2B0.*modified by an inplace operation.*self\.steps = self\.steps \+ 1"),
+        (masked, of_two(MASK, BARE), r"Net \(test_errors\.py:.*input 'mask'.*missing in this batch.*in each batch"),
+        slow(masked, of_two(MASK, BARE | {"mask": None}), "the input 'mask'.*but it is None in this batch"),
+        (
+            masked,
+            of_two(BARE, MASK),
+            r"in the forward of Net \(test_errors\.py:.*the call of 'blocks\.1' has another tensor than "
+            r"'blocks\.0 output'.*The sample lacked the input 'mask'",
+        ),
+        (
+            masked,
+            of_two(BARE, BARE | {"y": X}),
+            r"unexpected keyword argument 'y'.*in the model Net, at test_errors\.py:",
+        ),
     ],
 )
-def test_unusual_forwards_train_as_in_one_process(kind: type[nn.Module]) -> None:
-    graph = capture(build_model(kind), torch.randn(4, 4)).graph
-    cuts = [layer.name for layer in graph.layers[1:]][-2:]
-    assert train(kind, make_batches(), cuts) == pytest.approx(run_in_one_process(kind, make_batches()))
+def test_an_error_in_training_names_its_place(function: Any, options: dict[str, Any], words: str) -> None:
+    options = {"batches": ENDING_ALONE} | options
+    make = partial(Net, function, options.pop("kinds", (Block,) * 3), **options.pop("parts", {}))
+    with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
+        train(make, **options)
 
 
-def test_a_thread_of_its_own_is_one_layer() -> None:
-    captured = capture(build_model(Threads), torch.randn(4, 4))
-    assert [layer.name for layer in captured.graph.layers] == ["blocks.0", "head", "out"]
-    has(captured.refused["blocks.1"], "thread")
+# -- what capture refuses ----------------------------------------------------------------------------
 
 
-# -- gradients, wrappers, plans ----------------------------------------------------------------------
-
-
-def test_a_plan_of_another_model() -> None:
-    class Other(Base):
-        more = ("extra", partial(nn.Linear, 4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.extra(x))
-
-    for planned, model, words in (
-        (Base, Other, r"another model: Other has 'extra\.(bias|weight)', .*plan again"),
-        (Other, Base, r"another model: it has a module 'extra', which Base lacks; plan again"),
-    ):
-        plan = make_plan(build_model(planned), X, ["blocks.1.a"])
-        with pytest.raises(PlanError, match=words):
-            pd.Pipeline(model(), plan, loss=F.mse_loss, optimizer=sgd)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripted_models_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the model .* is a TorchScript module .*; pass the eager module"):
-        capture(torch.jit.script(nn.Linear(4, 2)), X)
-
-
-def test_distributed_models_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"DataParallel.*pass the plain module"):
-        capture(nn.DataParallel(Base()), X)
-    model = Base()
-    wrapped = type("FSDPBlock", (type("FSDPModule", (), {}), Block), {})
-    model.blocks[1].__class__ = wrapped
-    with pytest.raises(CaptureError, match=r"the module 'blocks\.1' is sharded by fully_shard.*pass the plain"):
-        capture(model, X)
-
-
-# -- state that a forward keeps on its modules ----------------------------------------------------------
-
-
-class Memory(Base):
-    """Adds the mean of the batch before, kept in the glue between two blocks."""
-
-    memory: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if self.memory is not None:
-            x = x + self.memory.mean()
-        self.memory = x.detach()
-        return self.ends(self.blocks[2](self.blocks[1](x)))
-
-
-class LongMemory(Base):
-    """Reads what it has kept before it keeps the next, and uses it at the end."""
-
-    memory: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.memory
-        x = self.blocks[0](x)
-        self.memory = x.detach()
-        x = self.blocks[2](self.blocks[1](x))
-        return self.ends(x if before is None else x + before.mean())
-
-
-class Counts(Base):
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) / self.count
-
-
-class CountsInBuffer(Base):
-    buffer = ("steps", ())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x)
-
-
-class MovingMean(Base):
-    buffer = ("mean", (4,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        if self.training:
-            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        x = self.blocks[2](self.blocks[1](x))
-        return self.head(x - self.mean) + self.out(x)
-
-
-class Scaled(Base):
-    """Changes a buffer in place that a backward reads."""
-
-    buffer = ("steps", ())
-
-    def ends(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().ends(x) * self.steps
-
-
-def test_a_buffer_that_is_changed_before_the_backward_reads_it() -> None:
-    text = catch_text(lambda: train(Scaled, make_batches()))
-    has(text, "stage 2, 2B0", "modified by an inplace operation", "self.steps = self.steps + 1")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Memory,
-        Counts,
-        MovingMean,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (LongMemory, CountsInBuffer)),
-    ],
-)
-def test_state_between_batches_is_that_of_one_process(kind: type[nn.Module]) -> None:
-    model = build_model(kind)
-    names = [layer.name for layer in capture(model, torch.randn(4, 4)).graph.layers]
-    assert not getattr(model, "count", 0)
-    assert getattr(model, "memory", None) is None
-    if kind in (Memory, LongMemory, Counts):
-        text = catch_text(lambda: train(kind, make_batches(), names[-2:]))
-        has(text, "left in", "and a minibatch has 2 microbatches; train with microbatches=1")
-    losses = train(kind, make_batches(), names[-2:], check=kind not in (Memory, LongMemory, Counts))
-    assert losses == pytest.approx(run_in_one_process(kind, make_batches())), "which loops over microbatches"
-
-
-def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
-    class Kept(Base):
-        state: Tensor
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            self.state = x
-            return self.ends(x)
-
-    model = build_model(Kept)
-    graph = capture(model, X).graph
-    first, last = ModelSlice(model, graph, 0, 4), ModelSlice(model, graph, 4, len(graph.layers))
-    bundle = first(X)
-    assert not hasattr(model, "state")
-    last(bundle)
-    torch.testing.assert_close(build_model(Kept)(X), model.ends(model.state))
-    first(X)
-    assert not hasattr(model, "state")
-
-
-def test_a_cut_through_the_use_of_kept_state_is_refused() -> None:
-    captured = capture(build_model(LongMemory), torch.randn(4, 4))
-    assert "blocks.1.b" not in [layer.name for layer in captured.graph.layers]
-    has(captured.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")
-
-
-def extra() -> nn.Module:
-    """Uses a module only where it is asked to."""
-
-    def forward(model: Any, x: Tensor, more: bool = False) -> Tensor:
-        x = model.b(model.a(x).tanh())
-        x = model.extra(x.relu()) if more else x
-        return model.head(x.tanh())
-
-    return Built(forward, **{name: nn.Linear(4, 4) for name in ("a", "b", "extra", "head")})
-
-
-def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
-    x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    profile = pd.profile(extra(), {"x": x}, runs=1)
-
-    def moved(cut: str) -> bool:
-        model = extra()
-        plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=1, cuts=(cut,))
-        with pd.Pipeline(model, plan, loss=lambda out, batch: F.cross_entropy(out, y), optimizer=sgd) as pipeline:
-            before = model.extra.weight.detach().clone()
-            list(pipeline.train([{"x": x, "more": True}]))
-            return not torch.equal(pipeline.state_dict()["extra.weight"], before)
-
-    assert moved("head"), "its parameters belong to the first stage, which calls it"
-    with pytest.raises(WorkerError, match="depends on a tensor that another stage has and does not send"):
-        moved("b")
-
-
-def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
-    def forward(model: Any, x: Tensor) -> Tensor:
-        share = random.random() + float(np.random.rand()) + torch.rand(1).item()
-        return model.head(model.extra(model.a(x) * share)) * share
-
-    mixes = Built(forward, **{name: nn.Linear(4, 4) for name in ("a", "extra", "head")})
-    state = random.getstate()
-    graph = capture(mixes, torch.randn(2, 4)).graph
-    assert graph.draws_in_python
-    assert [layer.name for layer in graph.layers] == ["a", "extra", "head"]
-    assert random.getstate() == state, "the user's generator is left as it was"
-
-
-def casts_back() -> nn.Module:
-    """Undoes what autocast has done between two layers, as the experts of T5's kin."""
-
-    def forward(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        x = torch.tanh(model.first(x))
-        x = model.last(x.to(model.last.weight.dtype))
-        return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
-
-    return Built(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
-
-
-def test_other_inputs_where_a_cast_is_undone() -> None:
-    torch.manual_seed(3)
-    model, sample = casts_back(), {"x": X, "labels": X}
-    profile = pd.profile(model, sample, runs=1, autocast=torch.bfloat16)
-    plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=torch.bfloat16) as pipeline:
-        (output,) = pipeline.predict([{"x": X}])
-        assert torch.equal(output["x"], expected)
-        list(pipeline.train([sample]))
+def sharded() -> nn.Module:
+    model = Net()
+    model.blocks[1].__class__ = type("FSDPBlock", (type("FSDPModule", (), {}), Block), {})
+    return model
 
 
 class _Reversible(torch.autograd.Function):
@@ -794,11 +262,106 @@ class _Reversible(torch.autograd.Function):
         return gradients[0] * float(ctx.module.factor), None
 
 
-def test_a_backward_that_reads_what_the_forward_has_set() -> None:
+def reversible() -> nn.Module:
     parts = {"factor": None, "first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
-    model = Built(lambda model, x: torch.tanh(model.last(_Reversible.apply(model.first(x), model))), **parts)
-    text = catch_text(lambda: capture(model, X), CaptureError)
-    has(text, "the backward of Built raised TypeError", "read what the forward has set on a module", "context")
+    return Built(lambda model, x: torch.tanh(model.last(_Reversible.apply(model.first(x), model))), **parts)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    ("make", "sample", "words"),
+    [
+        (partial(Net, bug), X[:1], r"the forward of Net should run.*x = x\.view\(5, 77\).*give a sample"),
+        (
+            lambda: torch.jit.script(nn.Linear(4, 2)),
+            X,
+            "the model .* is a TorchScript module .*; pass the eager module",
+        ),
+        (lambda: nn.DataParallel(Net()), X, "DataParallel.*pass the plain module"),
+        (sharded, X, r"the module 'blocks\.1' is sharded by fully_shard.*pass the plain"),
+        (
+            reversible,
+            X,
+            "the backward of Built raised TypeError.*read what the forward has set on a module.*context",
+        ),
+    ],
+)
+def test_a_model_is_refused(make: Make, sample: Tensor, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
+        pd.capture(make(), sample)
+
+
+def by_mode(net: Net, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    if net.training:
+        x = net.blocks[1](x)
+    return net.ends(net.blocks[2](x))
+
+
+def bare(net: Net, x: Tensor) -> Tensor:
+    try:
+        x = net.plain(x)
+    except:  # noqa: E722
+        x = x[:, :2]
+    return x
+
+
+def of_leaf(net: Any, x: Tensor) -> Tensor:
+    return net.plain(net.leaf(x).value)
+
+
+def in_thread(net: Net, x: Tensor) -> Tensor:
+    states = [x]
+
+    def run() -> None:
+        for block in net.blocks:
+            states.append(block(states[-1]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return net.ends(states[-1])
+
+
+def long_memory(net: Any, x: Tensor) -> Tensor:
+    """Reads what it has kept before it keeps the next, and uses it at the end."""
+    before = net.memory
+    x = net.blocks[0](x)
+    net.memory = x.detach()
+    x = net.blocks[2](net.blocks[1](x))
+    return net.ends(x if before is None else x + before.mean())
+
+
+def box_leaf() -> nn.Module:
+    return Built(lambda leaf, x: Box(x * leaf.weight), weight=nn.Parameter(torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "cut", "words", "layers"),
+    [
+        (partial(Net, by_mode), "blocks.1.a", r"Net.*took another path.*on the mode \(training or evaluation\)", None),
+        (partial(Net, bare), "blocks.1.b", "bare `except:`.*Write `except Exception:` there", ["blocks.0.a"]),
+        (
+            lambda: Net(of_leaf, leaf=box_leaf()),
+            "blocks.0.a",
+            r"the module 'leaf' \(Built, built\.py:.*"
+            "returns an object of the class Box, which cannot be sent.*tuple",
+            None,
+        ),
+        (partial(Net, in_thread), "blocks.1", "thread", ["blocks.0", "head", "out"]),
+        (
+            lambda: Net(long_memory, memory=None),
+            "blocks.1.b",
+            r"Net \(test_errors\.py:.*keeps a tensor of an earlier batch.*into one",
+            None,
+        ),
+    ],
+)
+def test_a_cut_is_refused(make: Make, cut: str, words: str, layers: list[str] | None) -> None:
+    captured = pd.capture(make(), torch.randn(4, 4))
+    names = [layer.name for layer in captured.graph.layers]
+    assert names == layers or (layers is None and cut not in names)
+    assert re.search(f"(?s){words}", captured.refused[cut])
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -815,20 +378,316 @@ def transforming(name: str, *, apart: bool) -> nn.Module:
         x = model.before(x).tanh()
         return model.after(model.inner(x) if apart else TRANSFORMS[name](model.inner, x))
 
-    inner = transform(name) if apart else nn.Linear(4, 4)
+    inner: nn.Module = nn.Linear(4, 4)
+    if apart:
+        inner = Built(lambda module, x: TRANSFORMS[name](module.layer, x), layer=inner)
     return Built(forward, before=nn.Linear(4, 4), inner=inner, after=nn.Linear(4, 4))
-
-
-def transform(name: str) -> nn.Module:
-    return Built(lambda module, x: TRANSFORMS[name](module.layer, x), layer=nn.Linear(4, 4))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_torch_func_in_the_models_own_forward_is_named(name: str) -> None:
-    refused = capture(transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
+    refused = pd.capture(transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
     assert re.match(r"test_errors\.py:\d+ in .*torch\.func\..* is inside a torch\.func transform", refused)
     for words in ("a stage that begins with 'after' would run again", "cut elsewhere than before 'after'"):
         assert words in refused
-    apart = capture(transforming(name, apart=True), (torch.randn(8, 4),))
+    apart = pd.capture(transforming(name, apart=True), (torch.randn(8, 4),))
     assert [layer.name for layer in apart.graph.layers] == ["before", "inner", "after"], "the advice helps"
+
+
+def test_a_plan_of_another_model() -> None:
+    def other() -> nn.Module:
+        return Net(lambda net, x: net.plain(net.extra(x)), extra=nn.Linear(4, 4))
+
+    for planned, model, words in (
+        (Net, other, r"another model: Net has 'extra\.(bias|weight)', .*plan again"),
+        (other, Net, r"another model: it has a module 'extra', which Net lacks; plan again"),
+    ):
+        plan = make_plan(planned(), X, ["blocks.1.a"])
+        with pytest.raises(pd.PipelineError, match=words):
+            pd.Pipeline(model(), plan, loss=F.mse_loss, optimizer=sgd)
+
+
+# -- slices of a model -------------------------------------------------------------------------------
+
+
+def drops(net: Net, x: Tensor) -> Tensor:
+    """Leaves out a block now and then, as LayerDrop does."""
+    for block in net.blocks:
+        if not net.training or torch.rand(()) > 0.5:
+            x = block(x)
+    return net.ends(x)
+
+
+def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
+    captured = pd.capture(Net(drops), torch.randn(4, 4))
+    part = [ModelSlice(captured.model, captured.graph, i, i + 1) for i in range(len(captured.graph.layers))]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        value: Any = torch.randn(4, 4)
+        try:
+            for layer in part:
+                torch.manual_seed(seed)
+                value = layer(value)
+        except pd.errors.CaptureError as error:
+            if "another path" not in str(error):
+                raise
+
+
+def scores(net: Net, x: Tensor) -> Tensor:
+    y = net.head(x)
+    x = x * F.scaled_dot_product_attention(y.float(), y.float(), y).sum(-1, keepdim=True)
+    return net.out(net.blocks[1](net.blocks[0](x)))
+
+
+def test_what_fails_without_needing_numbers_is_no_fault_of_the_model() -> None:
+    """Here because the second stage runs without autocast."""
+    model, batch = Net(scores), torch.randn(2, 4)
+    graph = pd.capture(model, batch).graph
+    with torch.autocast("cpu", torch.bfloat16):
+        value = ModelSlice(model, graph, 0, 1)(batch)
+    words = r"y\.float\(\), y\).*begins with 'blocks\.0.*same dtype.*that line is right.*cut elsewhere"
+    with pytest.raises(pd.PipelineError, match=f"(?s){words}") as caught:
+        ModelSlice(model, graph, 1, 2)(value)
+    assert "one module" not in str(caught.value)
+
+
+def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
+    def keeps(net: Any, x: Tensor) -> Tensor:
+        net.state = net.through(x)
+        return net.ends(net.state)
+
+    model: Any = Net(keeps)
+    graph = pd.capture(model, X).graph
+    first, last = ModelSlice(model, graph, 0, 4), ModelSlice(model, graph, 4, len(graph.layers))
+    bundle = first(X)
+    assert not hasattr(model, "state")
+    last(bundle)
+    torch.testing.assert_close(Net(keeps)(X), model.ends(model.state))
+    first(X)
+    assert not hasattr(model, "state")
+
+
+# -- unusual forwards train as in one process --------------------------------------------------------
+
+
+def catches(net: Net, x: Tensor) -> Tensor:
+    """Has another way for tensors without numbers."""
+    x = net.blocks[0](x)
+    try:
+        scale = float(x.mean())
+    except Exception:
+        scale = 1.0
+    return net.ends(net.blocks[2](net.blocks[1](x * scale)))
+
+
+class Boxing(Block):
+    def forward(self, x: Any) -> Any:
+        return Box(super().forward(x.value if isinstance(x, Box) else x))
+
+
+def continues(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        try:
+            x = block(x)
+        finally:
+            continue  # noqa: B012
+    return net.ends(x)
+
+
+def yields(net: Net, x: Tensor) -> Tensor:
+    def states(x: Tensor) -> Iterator[Tensor]:
+        for block in net.blocks:
+            x = block(x)
+            yield x
+
+    for state in states(x):
+        x = state
+    return net.ends(x)
+
+
+def suppresses(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        with suppress(BaseException):
+            x = block(x)
+    return net.ends(x)
+
+
+def fails(module: Any, x: Tensor) -> Tensor:
+    if len(x) != 77:
+        raise NotImplementedError
+    return module.inner(x)
+
+
+def tolerates(net: Any, x: Tensor) -> Tensor:
+    """Continues after a call that failed."""
+    for block in net.blocks:
+        try:
+            x = net.fails(x)
+        except NotImplementedError:
+            x = block(x)
+    return net.ends(x)
+
+
+class OwnCall(Block):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2) + 1
+
+
+class WithoutForward(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class OwnCalls(Net):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "options"),
+    [
+        # It takes another path for a part than for the whole.
+        (partial(Net, catches), ["blocks.1.a", "blocks.2.b"], {"check": False}),
+        (lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), ["blocks.1.a", "blocks.2.b"], {}),
+        (partial(Net, continues), None, {}),
+        (partial(Net, yields), None, {}),
+        (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
+        slow(partial(Net, suppresses), None, {}),
+        slow(lambda: Net(tolerates, fails=Built(fails, inner=nn.Linear(4, 4))), None, {}),
+        slow(partial(Net, in_thread), None, {}),
+    ],
+)
+def test_unusual_forwards_train_as_in_one_process(make: Make, cuts: list[str] | None, options: dict[str, Any]) -> None:
+    cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
+    assert train(make, BATCHES, cuts, **options) == pytest.approx(run_in_one_process(make, BATCHES))
+
+
+def memory(net: Any, x: Tensor) -> Tensor:
+    """Adds the mean of the batch before, kept in the glue between two blocks."""
+    x = net.blocks[0](x)
+    if net.memory is not None:
+        x = x + net.memory.mean()
+    net.memory = x.detach()
+    return net.ends(net.blocks[2](net.blocks[1](x)))
+
+
+def counts(net: Any, x: Tensor) -> Tensor:
+    net.count += 1
+    return net.plain(x) / net.count
+
+
+def counts_in_buffer(net: Any, x: Tensor) -> Tensor:
+    net.steps += 1
+    return net.plain(x)
+
+
+def moving_mean(net: Any, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    if net.training:
+        net.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    x = net.blocks[2](net.blocks[1](x))
+    return net.head(x - net.mean) + net.out(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_left"),
+    [
+        (lambda: Net(memory, memory=None), True),
+        (lambda: Net(counts, count=0), True),
+        (lambda: Net(moving_mean, mean=nn.Buffer(torch.zeros(4))), False),
+        slow(lambda: Net(long_memory, memory=None), True),
+        slow(lambda: Net(counts_in_buffer, steps=nn.Buffer(torch.zeros(()))), False),
+    ],
+)
+def test_state_between_batches_is_that_of_one_process(make: Make, is_left: bool) -> None:
+    model: Any = make()
+    names = [layer.name for layer in pd.capture(model, torch.randn(4, 4)).graph.layers]
+    assert not getattr(model, "count", 0)
+    assert getattr(model, "memory", None) is None
+    if is_left:
+        words = "left in.*and a minibatch has 2 microbatches; train with microbatches=1"
+        with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
+            train(make, BATCHES, names[-2:])
+    losses = train(make, BATCHES, names[-2:], check=not is_left)
+    assert losses == pytest.approx(run_in_one_process(make, BATCHES)), "which loops over microbatches"
+
+
+def with_labels(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+    """Computes its loss if it gets labels."""
+    for block in model.blocks:
+        x = torch.tanh(block(x))
+    return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+
+@pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
+def test_a_model_predicts_without_labels(without: dict[str, Any]) -> None:
+    model = Built(with_labels, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    profile = pd.profile(model, {"x": X, "labels": X}, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(3), shape="straight", schedule="1f1b")
+    expected = model(X)["x"].detach()
+    with pd.Pipeline(model, plan, loss=None, optimizer=sgd) as pipeline:
+        (output,) = pipeline.predict([without])
+        assert output["loss"] is None
+        torch.testing.assert_close(output["x"], expected)
+        list(pipeline.train([{"x": X, "labels": X}]))
+        assert list(pipeline.evaluate([{"x": X, "labels": X}])) == ["loss"]
+
+
+def casts_back(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+    """Undoes what autocast has done between two layers, as the experts of T5's kin."""
+    x = torch.tanh(model.first(x))
+    x = model.last(x.to(model.last.weight.dtype))
+    return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
+
+
+def test_other_inputs_where_a_cast_is_undone() -> None:
+    model, sample = Built(casts_back, first=nn.Linear(4, 4), last=nn.Linear(4, 4)), {"x": X, "labels": X}
+    profile = pd.profile(model, sample, runs=1, autocast=torch.bfloat16)
+    plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(X)["x"].detach()
+    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=torch.bfloat16) as pipeline:
+        (output,) = pipeline.predict([{"x": X}])
+        assert torch.equal(output["x"], expected)
+        list(pipeline.train([sample]))
+
+
+def extra(model: Any, x: Tensor, more: bool = False) -> Tensor:
+    """Uses a module only where it is asked to."""
+    x = model.b(model.a(x).tanh())
+    x = model.extra(x.relu()) if more else x
+    return model.head(x.tanh())
+
+
+def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
+    def make() -> Any:
+        return Built(extra, **{name: nn.Linear(4, 4) for name in ("a", "b", "extra", "head")})
+
+    x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    profile = pd.profile(make(), {"x": x}, runs=1)
+
+    def is_moved(cut: str) -> bool:
+        model = make()
+        plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=1, cuts=(cut,))
+        with pd.Pipeline(model, plan, loss=lambda out, batch: F.cross_entropy(out, y), optimizer=sgd) as pipeline:
+            before = model.extra.weight.detach().clone()
+            list(pipeline.train([{"x": x, "more": True}]))
+            return not torch.equal(pipeline.state_dict()["extra.weight"], before)
+
+    assert is_moved("head"), "its parameters belong to the first stage, which calls it"
+    with pytest.raises(pd.PipelineError, match="depends on a tensor that another stage has and does not send"):
+        is_moved("b")
+
+
+def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        share = random.random() + float(np.random.rand()) + torch.rand(1).item()
+        return model.head(model.extra(model.a(x) * share)) * share
+
+    mixes = Built(forward, **{name: nn.Linear(4, 4) for name in ("a", "extra", "head")})
+    state = random.getstate()
+    graph = pd.capture(mixes, torch.randn(2, 4)).graph
+    assert graph.draws_in_python
+    assert [layer.name for layer in graph.layers] == ["a", "extra", "head"]
+    assert random.getstate() == state, "the user's generator is left as it was"

@@ -10,7 +10,6 @@ from built import Built
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
 
 
 def residual() -> nn.Module:
@@ -24,7 +23,7 @@ def test_a_chain_of_blocks_is_cut_inside_a_block() -> None:
     plain = copy.deepcopy(model)
     x, y = torch.randn(6, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
     assert [layer.name for layer in pd.profile(model, x, runs=1).graph.layers] == ["0", "1", "2"]
-    with pytest.raises(PlanError, match="finest=True"):
+    with pytest.raises(pd.PipelineError, match="finest=True"):
         pd.plan(pd.profile(model, x, runs=1), pd.Cluster.local(2), cuts=("1.down",))
 
     profile = pd.profile(model, x, runs=1, finest=True)

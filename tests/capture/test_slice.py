@@ -13,11 +13,11 @@ from own_models import PAD, WIDTH, WORDS, padded_tokens
 from random_models import RandomBlock, newest
 from torch import Tensor, nn
 
+import pipedream as pd
 from pipedream.capture.compare import split
 from pipedream.capture.slice import ModelSlice
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.structure import walk
-from pipedream.core.model.graph import LayerGraph
 from pipedream.runtime.comm.values import flatten, unflatten
 
 Numbers = dict[str, Tensor | None]
@@ -97,7 +97,7 @@ def run_whole(model: nn.Module, inputs: Any) -> tuple[Numbers, Numbers, Numbers]
     return results(model, output)
 
 
-def run_slices(model: nn.Module, graph: LayerGraph, cuts: Sequence[int], inputs: Any) -> tuple[Numbers, ...]:
+def run_slices(model: nn.Module, graph: pd.LayerGraph, cuts: Sequence[int], inputs: Any) -> tuple[Numbers, ...]:
     """As stages do it: only what is sent reaches the next slice, and only gradients of it come back."""
     value, sent = inputs, []
     for first, last in pairwise([0, *cuts, len(graph.layers)]):
@@ -114,7 +114,7 @@ def run_slices(model: nn.Module, graph: LayerGraph, cuts: Sequence[int], inputs:
     return results(model, value)
 
 
-def check(make: Any, batches: Sequence[Any], cuts: Sequence[Sequence[int]], graph: LayerGraph) -> None:
+def check(make: Any, batches: Sequence[Any], cuts: Sequence[Sequence[int]], graph: pd.LayerGraph) -> None:
     for training in (True, False):
         for ends in cuts:
             whole, parts = make().train(training), make().train(training)
@@ -135,7 +135,7 @@ def assert_same(what: str, a: Any, b: Any, *, exact: bool) -> None:
         torch.testing.assert_close(b, a, rtol=0.0 if exact else 1e-10, atol=0.0 if exact else 1e-12, msg=what)
 
 
-def cuts_of(rng: random.Random, graph: LayerGraph) -> list[int]:
+def cuts_of(rng: random.Random, graph: pd.LayerGraph) -> list[int]:
     inner = range(1, len(graph.layers))
     return sorted(rng.sample(inner, min(len(inner), rng.randint(1, 4))))
 
@@ -205,7 +205,7 @@ def test_what_a_model_returns_in_evaluation_only(kind: type[nn.Module]) -> None:
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 3))]
     graph, refused = split(make(), batches[0], (), True)
     assert not refused
-    assert LayerGraph.from_json(graph.to_json()) == graph
+    assert pd.LayerGraph.from_json(graph.to_json()) == graph
     every = list(range(1, len(graph.layers)))
     check(make, batches, [every, *([i] for i in every)], graph)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import pipedream as pd
 from pipedream.capture.compare import split
-from pipedream.core.model.graph import LayerGraph
 
 X = torch.randn(2, 4)
 Step = Callable[[nn.ModuleList, Tensor], Any]
@@ -33,11 +33,11 @@ class Glue(nn.Module):
         return self.step(self.parts, x)
 
 
-def capture_graph(model: nn.Module, inputs: Any = X) -> LayerGraph:
+def capture_graph(model: nn.Module, inputs: Any = X) -> pd.LayerGraph:
     return split(model, inputs, (), True)[0]
 
 
-def names(graph: LayerGraph) -> list[str]:
+def names(graph: pd.LayerGraph) -> list[str]:
     return [layer.name for layer in graph.layers]
 
 

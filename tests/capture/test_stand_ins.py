@@ -7,8 +7,7 @@ import torch
 from built import Built
 from torch import nn
 
-from pipedream.capture import capture, stand_ins
-from pipedream.core.errors import CaptureError
+import pipedream as pd
 
 
 def list_tensors(model: nn.Module) -> list[Any]:
@@ -20,7 +19,7 @@ def test_nothing_is_computed_and_the_model_is_as_it_was(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.LSTM(3, 2)).to(device)
     before, flat = list_tensors(model), list(map(id, model[2]._flat_weights))
     x = torch.randn(5, 4, device=device)
-    with stand_ins(model, (x, [x])) as (a, (b,)):
+    with pd.capture.stand_ins(model, (x, [x])) as (a, (b,)):
         assert a is b
         output, _ = model(a)
         assert (tuple(output.shape), output.device.type) == ((5, 2), "cpu")
@@ -39,16 +38,16 @@ def test_shared_storages_stay_shared() -> None:
         if device == "meta":
             first.weight = nn.Parameter(torch.empty(3, 4, device="meta"))
             last.weight = nn.Parameter(first.weight.detach().t())
-        with stand_ins(model, (torch.randn(2, 4, device=device),)) as inputs:
+        with pd.capture.stand_ins(model, (torch.randn(2, 4, device=device),)) as inputs:
             assert last.weight.stride() == (1, 4)
             assert first.weight.untyped_storage()._cdata == last.weight.untyped_storage()._cdata
-            assert capture(model, inputs).graph.ties == ((0, 1),)
+            assert pd.capture(model, inputs).graph.ties == ((0, 1),)
 
 
 def test_dtype_of_floating_point_tensors_only() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
     model[1].requires_grad_(False)
-    with stand_ins(model, (torch.zeros(3, dtype=torch.long),), torch.bfloat16) as (tokens,):
+    with pd.capture.stand_ins(model, (torch.zeros(3, dtype=torch.long),), torch.bfloat16) as (tokens,):
         assert tokens.dtype is torch.long
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         assert [p.requires_grad for p in model.parameters()] == [True, False, False]
@@ -58,7 +57,7 @@ def test_dtype_of_floating_point_tensors_only() -> None:
 def test_plain_attributes_that_are_tensors() -> None:
     mask, scales = torch.ones(4, device="meta"), {"all": torch.ones(4, device="meta")}
     model = Built(lambda model, x: x * model.mask * model.scales["all"], mask=mask, scales=scales)
-    with stand_ins(model, (torch.ones(2, 4),)) as (x,):
+    with pd.capture.stand_ins(model, (torch.ones(2, 4),)) as (x,):
         assert model(x).device.type == "cpu"
     assert model.mask is mask
 
@@ -66,7 +65,7 @@ def test_plain_attributes_that_are_tensors() -> None:
 def test_a_forward_that_needs_values_says_so() -> None:
     model = nn.Sequential(Built(lambda _, x: x if x.sum() > 0 else -x))
     with (
-        stand_ins(model, (torch.ones(2),)) as inputs,
-        pytest.raises(CaptureError, match=r"DataDependent.*a device that computes"),
+        pd.capture.stand_ins(model, (torch.ones(2),)) as inputs,
+        pytest.raises(pd.PipelineError, match=r"DataDependent.*a device that computes"),
     ):
-        capture(model, inputs)
+        pd.capture(model, inputs)

@@ -5,8 +5,8 @@ import re
 
 from hypothesis import strategies as st
 
+import pipedream as pd
 from pipedream import Operators
-from pipedream.core.errors import PlanError
 
 
 def random_step(rng: random.Random) -> Operators:
@@ -44,7 +44,7 @@ def _draw_possible_step(seed: int) -> Operators:
     while True:
         try:
             return random_step(rng)
-        except PlanError:  # an expression of an index whose size no tensor gives
+        except pd.errors.PlanError:  # an expression of an index whose size no tensor gives
             continue
 
 

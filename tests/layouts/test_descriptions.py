@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import pipedream
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.layouts.search.partition import partition
 from pipedream.layouts.step import PartitionedStep
 from pipedream.layouts.tracing.registry import REGISTRY, find_contradiction
@@ -184,9 +183,9 @@ def _run_alone(model: nn.Module, sample: torch.Tensor, loss: Any, tangents: list
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
     layer, sample = calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
-    assert "index_select" not in pipedream.operators(layer, sample).text
-    pipedream.register_operator(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
-    assert "index_select" in pipedream.operators(layer, sample).text
+    assert "index_select" not in pd.operators(layer, sample).text
+    pd.register_operator(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
+    assert "index_select" in pd.operators(layer, sample).text
 
 
 @pytest.mark.parametrize(
@@ -199,8 +198,8 @@ def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
     ],
 )
 def test_what_depends_on_numbers_is_refused(function: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    with pytest.raises(PlanError, match=rf"{what}.* depends on the numbers of a tensor"):
-        pipedream.operators(calls(function), torch.randn(4, 4))
+    with pytest.raises(pd.PipelineError, match=rf"{what}.* depends on the numbers of a tensor"):
+        pd.operators(calls(function), torch.randn(4, 4))
 
 
 @torch.library.custom_op("house::scaled", mutates_args=())
@@ -238,19 +237,19 @@ def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
     layer, x = scaled_layer(), torch.randn(4, 6, 8)
-    with pytest.raises(PlanError, match=r"the model's own forward calls house\.scaled.*has no description"):
-        pipedream.operators(layer, x)
-    pipedream.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")
-    text = pipedream.operators(layer, x).text
+    with pytest.raises(pd.PipelineError, match=r"the model's own forward calls house\.scaled.*has no description"):
+        pd.operators(layer, x)
+    pd.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")
+    text = pd.operators(layer, x).text
     assert "scaled(x0[a, :, c], p_w[c])" in text
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():  # as a layer of a stage is traced
         assert trace(layer, mode.from_tensor(x)).operators.text == text
-    pipedream.register_operator(scaled, "out[a, b, c] = f(x[a, b, c], w[c])")
-    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
-        pipedream.operators(layer, x)
-    pipedream.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], y[c])")
-    with pytest.raises(PlanError, match=r"it does not name w; it names y, not among its tensors; write .* x, w"):
-        pipedream.operators(layer, x)
+    pd.register_operator(scaled, "out[a, b, c] = f(x[a, b, c], w[c])")
+    with pytest.raises(pd.PipelineError, match=r"its parts along 'b' do not make the whole"):
+        pd.operators(layer, x)
+    pd.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], y[c])")
+    with pytest.raises(pd.PipelineError, match=r"it does not name w; it names y, not among its tensors; write .* x, w"):
+        pd.operators(layer, x)
 
 
 @pytest.mark.usefixtures("_forget_added_operators")
@@ -262,16 +261,16 @@ def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
     ],
 )
 def test_a_reduction_of_ones_own_is_checked(text: str, message: str) -> None:
-    pipedream.register_operator(torch.ops.aten.sum, text)
-    with pytest.raises(PlanError, match=message):
-        pipedream.operators(calls(lambda x: x.sum(1)), torch.randn(8, 4))
+    pd.register_operator(torch.ops.aten.sum, text)
+    with pytest.raises(pd.PipelineError, match=message):
+        pd.operators(calls(lambda x: x.sum(1)), torch.randn(8, 4))
 
 
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_the_imaginary_part_is_checked_too() -> None:
-    pipedream.register_operator(rotated, "out[a, b] = f(x[a, b])")
-    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
-        pipedream.operators(calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
+    pd.register_operator(rotated, "out[a, b] = f(x[a, b])")
+    with pytest.raises(pd.PipelineError, match=r"its parts along 'b' do not make the whole"):
+        pd.operators(calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -286,8 +285,8 @@ def test_the_imaginary_part_is_checked_too() -> None:
     ],
 )
 def test_what_is_no_description(operator: Any, text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        pipedream.register_operator(operator, text)
+    with pytest.raises(pd.PipelineError, match=message):
+        pd.register_operator(operator, text)
 
 
 def test_an_output_without_gradient_and_a_context_without_any() -> None:

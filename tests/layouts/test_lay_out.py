@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.core.errors import PlanError
 from pipedream.layouts.description.named import Report
 from pipedream.layouts.search.lay_out import _Search
 from tests.layouts.steps import steps, transformer
@@ -49,7 +49,7 @@ def all_reports(ops: Operators, mesh: Mesh, fixed: str = "") -> Iterator[tuple[L
         layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=True) if over))
         try:
             yield layout, ops.report(layout, mesh)
-        except PlanError:
+        except pd.errors.PlanError:
             continue
 
 
@@ -155,13 +155,15 @@ RATES = {"operations_per_s": 1.0, "elements_per_s": 1.0}
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         lay_out(products(1), MESH, **arguments)
 
 
 def test_a_larger_mesh_is_proposed_where_nothing_fits() -> None:
     ops = Operators({"x": (64, 64), "y": (64, 64)}, "y[a, b] = x[a, b]")
-    with pytest.raises(PlanError, match=r"64 too many; give each rank 4096, or take a mesh such as m:4 \([ab]:m\)"):
+    with pytest.raises(
+        pd.PipelineError, match=r"64 too many; give each rank 4096, or take a mesh such as m:4 \([ab]:m\)"
+    ):
         lay_out(ops, Mesh("m:2"), memory_elements=4096 - 64)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.layouts.search import minimise
 from pipedream.layouts.search.minimise import Elimination, Table, Variable, find_elimination_order
 
@@ -65,6 +65,6 @@ def test_a_table_that_no_machine_holds_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(minimise, "_MAX_CELLS", 8)
     sizes: dict[Variable, int] = dict.fromkeys(NAMES[:3], 3)
     with pytest.raises(
-        PlanError, match=r"3 tensors and operators .* a table of 9 entries, more than 8; take the method"
+        pd.PipelineError, match=r"3 tensors and operators .* a table of 9 entries, more than 8; take the method"
     ):
         Elimination([Table(("a", "b"), np.zeros((3, 3)))], sizes, NAMES[:3])

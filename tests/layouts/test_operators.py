@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+import pipedream as pd
 from pipedream import Layout, Mesh, Operators
-from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import box_of
 from pipedream.layouts.description.operators import find_box
 from pipedream.layouts.description.text import Access, Affine, read_lines
@@ -99,14 +99,14 @@ def test_groups_inputs_and_outputs(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         _ = Operators(SIZES, text)
 
 
 def test_tensors_that_cannot_be_alike() -> None:
-    with pytest.raises(PlanError, match=r"should be alike, but differ in size"):
+    with pytest.raises(pd.PipelineError, match=r"should be alike, but differ in size"):
         Operators(SIZES, "loss[] += x[b, o]", alike=(("x", "w"),))
-    with pytest.raises(PlanError, match=re.escape("alike has the tensor 'u'")):
+    with pytest.raises(pd.PipelineError, match=re.escape("alike has the tensor 'u'")):
         Operators(SIZES, "loss[] += x[b, o]", alike=(("x", "u"),))
 
 
@@ -152,7 +152,7 @@ def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, dimension
     layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=False) if over))
     try:
         report = ops.report(layout, MESH)
-    except PlanError:
+    except pd.errors.PlanError:
         return
     stored_names = ops.named.stored_names
     last = {access.tensor: at for at, step in enumerate(ops.steps) for access in step.line.operands}
@@ -193,7 +193,7 @@ def test_seconds() -> None:
     assert report.moved == {("all-reduce", "m"): 8 * 32}
     assert report.seconds(10, {"m": 4, "n": 1}) == 96 / 10 + 2 * 1 / 2 * 32 / 4
     for rates, message in (({"m": 1}, r"no rate for 'n'"), ({"m": 1, "n": 1, "o": 1}, r"has 'o', which"), (0, r"is 0")):
-        with pytest.raises(PlanError, match=message):
+        with pytest.raises(pd.PipelineError, match=message):
             report.seconds(1, rates)  # type: ignore[arg-type]
 
 
@@ -210,6 +210,6 @@ def test_seconds() -> None:
 def test_layouts_that_are_refused(rules: str, message: str) -> None:
     sizes = {"x": (8, 6), "w": (6, 4), "y": (8, 4), "u": (8,), "v": (8, 8), "t": (8,)}
     text = "y[a, c] += x[a, b] * w[b, c]\nu[h] = x[h + 0*h + 1, :]\nt[k] = v[k, k]"
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         Operators(sizes, text).report(Layout(rules), Mesh("m:4"))
     assert Operators(sizes, text).report(Layout("a:other"), Mesh("m:4")).moved == {}

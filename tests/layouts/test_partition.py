@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import pipedream as pd
 from pipedream import Operators, partition
-from pipedream.core.errors import PlanError
 from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_tensor
 from pipedream.layouts.search.partition import METHODS, complete_partition
 from pipedream.layouts.search.search import Choice, Search, State, list_choices
@@ -289,7 +289,7 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         partition(square_layers(1, 4, 4), **arguments)
 
 

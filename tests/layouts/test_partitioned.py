@@ -15,9 +15,8 @@ from built import Built
 from torch import nn
 from torch.nn import functional as F
 
-import pipedream
+import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Box, Piece
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition, partition
@@ -320,11 +319,11 @@ def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
 
 def test_what_cannot_be_described() -> None:
     drawing = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x * torch.bernoulli(x.sigmoid())))
-    with pytest.raises(PlanError, match=r"the layer '1' calls .*draws random numbers"):
-        pipedream.operators(drawing, torch.randn(2, 4))
+    with pytest.raises(pd.PipelineError, match=r"the layer '1' calls .*draws random numbers"):
+        pd.operators(drawing, torch.randn(2, 4))
     lbfgs = lambda named: torch.optim.LBFGS([p for _, p in named])  # noqa: E731
-    with pytest.raises(PlanError, match=r"the optimizer LBFGS needs whole weights"):
-        pipedream.operators(nn.Linear(4, 4), torch.randn(2, 4), optimizer=lbfgs)
+    with pytest.raises(pd.PipelineError, match=r"the optimizer LBFGS needs whole weights"):
+        pd.operators(nn.Linear(4, 4), torch.randn(2, 4), optimizer=lbfgs)
 
 
 @pytest.mark.parametrize("name", [pytest.param("words", marks=pytest.mark.slow), "wide_resnet"])
@@ -349,7 +348,7 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
     """A perceptron costs the same as in `tests/layouts/test_partition.py`, whose text has no transposes."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
-        described = pipedream.operators(model, torch.empty(batch, width))
+        described = pd.operators(model, torch.empty(batch, width))
     assert any(step.line.is_copy for step in described.steps)
     assert [partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
 
@@ -362,7 +361,7 @@ def rotated() -> nn.Module:
 def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
     with torch.device("meta"):
         model, sample = rotated(), torch.empty(4, 8)
-    assert pipedream.operators(model, sample).text == pipedream.operators(rotated(), torch.empty(4, 8)).text
+    assert pd.operators(model, sample).text == pd.operators(rotated(), torch.empty(4, 8)).text
 
 
 def stacked(layers: int, width: int) -> nn.Module:
@@ -385,7 +384,7 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
     """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
     sizes = []
     for steps in (4, 8):
-        described = pipedream.operators(stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
+        described = pd.operators(stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
         assert "detach" not in described.text
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
@@ -406,20 +405,20 @@ def test_an_operator_of_the_users() -> None:
     mine = torch.ops.pipedream_tests.halved_sum
     halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
     model, sample = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: mine(x))), torch.randn(8, 4)
-    with pytest.raises(PlanError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
-        pipedream.operators(model, sample)
-    pipedream.register_operator(mine, "out[i] = x[i, j]")
-    with pytest.raises(PlanError, match=r"only on the right"):
-        pipedream.operators(model, sample)
-    pipedream.register_operator(mine, "out[i] max= x[i, j]")
-    with pytest.raises(PlanError, match=r"parts along 'j' do not make the whole; write :"):
-        pipedream.operators(model, sample)
-    pipedream.register_operator(mine, "out[i] += x[i, j]")
-    assert "halved_sum[i] += add" in pipedream.operators(model, sample).text  # of add or addmm
+    with pytest.raises(pd.PipelineError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
+        pd.operators(model, sample)
+    pd.register_operator(mine, "out[i] = x[i, j]")
+    with pytest.raises(pd.PipelineError, match=r"only on the right"):
+        pd.operators(model, sample)
+    pd.register_operator(mine, "out[i] max= x[i, j]")
+    with pytest.raises(pd.PipelineError, match=r"parts along 'j' do not make the whole; write :"):
+        pd.operators(model, sample)
+    pd.register_operator(mine, "out[i] += x[i, j]")
+    assert "halved_sum[i] += add" in pd.operators(model, sample).text  # of add or addmm
 
 
 def test_a_model_without_memory_is_described() -> None:
     with torch.device("meta"):
         model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
-    result = partition(pipedream.operators(model, sample, loss=_sum_squares), 2)
+    result = partition(pd.operators(model, sample, loss=_sum_squares), 2)
     assert result.elements > 0

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import pipedream as pd
 from pipedream import Layout, Mesh, Operators, partition
-from pipedream.core.errors import PlanError
 from pipedream.layouts.description.text import read_lines, rename_indices
 from tests.layouts.steps import steps, transformer
 
@@ -86,9 +86,9 @@ def test_merged_dimensions_are_cut_by_their_outermost_index() -> None:
     report = shared.report(Layout("x_0:m"), Mesh("m:4"))
     assert (report.moved, report.done) == ({}, report.unique)
     assert report.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
-    with pytest.raises(PlanError, match=r"shards 'x_1', but line 1, .* has it in an expression"):
+    with pytest.raises(pd.PipelineError, match=r"shards 'x_1', but line 1, .* has it in an expression"):
         shared.report(Layout("x_1:m"), Mesh("m:2"))
-    with pytest.raises(PlanError, match=r"shards 'x_0', which has size 4 .* does not divide it"):
+    with pytest.raises(pd.PipelineError, match=r"shards 'x_0', which has size 4 .* does not divide it"):
         shared.report(Layout("x_0:m"), Mesh("m:8"))
 
 

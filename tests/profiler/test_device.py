@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import ArtifactError, ProfileError
+import pipedream as pd
 from pipedream.core.hardware.devices import DEVICES, Device
 from pipedream.profiler import device as device_module, device_of, dtype_of, measure_device
 
@@ -51,9 +51,9 @@ def test_measured_device_survives_a_file(measured: Device, tmp_path: Path) -> No
     measured.save(tmp_path / "here.json")
     assert device_of(str(tmp_path / "here.json")) == measured
     assert device_of("h200") is DEVICES["H200"]
-    with pytest.raises(ArtifactError):
+    with pytest.raises(pd.errors.ArtifactError):
         device_of(str(tmp_path / "nowhere.json"))
-    with pytest.raises(ProfileError, match="not known"):
+    with pytest.raises(pd.PipelineError, match="not known"):
         device_of("nowhere")
 
 
@@ -62,7 +62,7 @@ def test_dtypes_by_name() -> None:
     assert dtype_of(torch.float64) is torch.float64
     assert dtype_of(None) is None
     for name in ("int8", "bfloat", "nn"):
-        with pytest.raises(ProfileError, match="bfloat16"):
+        with pytest.raises(pd.PipelineError, match="bfloat16"):
             dtype_of(name)
 
 

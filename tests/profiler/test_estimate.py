@@ -13,26 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.capture import capture, preserve_state, stand_ins
-from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import DEVICES, Device
-from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.profiler import estimate, measure
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e-6, flop_share=1.0, byte_share=1.0)
 
 
 def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: Any) -> pd.Profile:
-    with stand_ins(model, sample) as inputs:
-        captured = capture(model, inputs)
-        options |= {"model_name": "Test", "preserve_state": preserve_state, "device": device}
-        return estimate(captured.layers, captured.graph, inputs, **options)
+    return pd.profile(model, sample, device="meta", as_device=device, **options)
 
 
 def measured(model: nn.Module, *sample: Any, **options: Any) -> pd.Profile:
-    captured = capture(model, sample)
-    options |= {"warmup": 0, "runs": 1}
-    return measure(captured.layers, captured.graph, sample, model_name="Test", preserve_state=preserve_state, **options)
+    return pd.profile(model, sample, warmup=0, runs=1, **options)
 
 
 def sizes(profile: pd.Profile) -> list[tuple[int, ...]]:
@@ -60,16 +51,15 @@ def transformer() -> nn.Module:
 
 SAMPLES: dict[Any, Tensor] = {convolutions: torch.randn(4, 3, 8, 8), transformer: torch.randn(3, 5, 8)}
 SAMPLES |= {attention: torch.zeros(2, 6, dtype=torch.long)}
-OPTIMIZERS = {"AdamW": {}, "SGD": {"momentum": 0.9}}
-SLOW = [case for case in product(SAMPLES, OPTIMIZERS) if case != (convolutions, "AdamW")]
+ADAMW, SGD = partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SLOW = [case for case in product(SAMPLES, (ADAMW, SGD)) if case != (convolutions, ADAMW)]
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(convolutions, "AdamW"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    ("make", "factory"), [(convolutions, ADAMW), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_bytes_are_those_of_a_run(make: Any, name: str) -> None:
+def test_bytes_are_those_of_a_run(make: Any, factory: Any) -> None:
     model, sample = make(), SAMPLES[make]
-    factory = partial(getattr(torch.optim, name), lr=0.1, **OPTIMIZERS[name])
     expected = sizes(measured(model, sample, optimizer=factory))
     assert sizes(estimated(model, sample, optimizer=factory)) == expected
     assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == expected
@@ -120,7 +110,7 @@ def test_a_slower_dtype_is_slower() -> None:
 def _flops_s(layer: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> float:
     """Returns the seconds of a forward on a card that only multiplies."""
     card = replace(DEVICES["H200"], bytes_per_s=1e30, launch_s=0.0, flop_share=1.0)
-    return pd.profile(nn.Sequential(layer), x, device="meta", as_device=card, autocast=dtype).forward_s
+    return estimated(nn.Sequential(layer), x, device=card, autocast=dtype).forward_s
 
 
 def test_a_gpu_convolves_in_tf32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +159,14 @@ def test_layers_that_are_alike_are_looked_at_once() -> None:
             return super().forward(x) * self.scale
 
     def looks(*scales: float) -> int:
-        model = nn.Sequential(*(Counted(scale) for scale in scales))
-        with stand_ins(model, (torch.randn(2, 8),)) as inputs:
-            captured = capture(model, inputs)
-            calls.clear()
-            estimate(captured.layers, captured.graph, inputs, model_name="T", preserve_state=preserve_state, device=TOY)
-        return len(calls) - len(scales)  # all run once more for what they keep
+        model, x = nn.Sequential(*(Counted(scale) for scale in scales)), torch.randn(2, 8)
+        with pd.capture.stand_ins(model, (x,)) as inputs:
+            pd.capture(model, inputs)
+        captured = len(calls)
+        estimated(model, x)
+        ran = len(calls) - 2 * captured
+        calls.clear()
+        return ran - len(scales)  # all run once more for what they keep
 
     assert looks(1.0) == 1
     assert looks(1.0, 1.0, 1.0, 1.0) == 2, "the first takes no gradient for the data"
@@ -200,11 +192,16 @@ def test_loss_and_update_are_seconds_of_the_roofline() -> None:
     assert profile.update_s == pytest.approx(6e-6 + 3 * 4 * (12 + 3 + 2 * (9 + 3)) / 1e11)
 
 
-def test_failures_name_their_place() -> None:
-    with pytest.raises(ProfileError, match=r"optimizer step over 2 parameters.*DataDependent"):
-        estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), optimizer=torch.optim.Adafactor)
-    with pytest.raises(ProfileError, match=r"the loss.*one number"):
-        estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), loss=lambda output: output)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": torch.optim.Adafactor}, "optimizer step over 2 parameters.*DataDependent"),
+        ({"loss": lambda output: output}, "the loss.*one number"),
+    ],
+)
+def test_failures_name_their_place(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), **options)
 
 
 def test_door() -> None:
@@ -220,16 +217,11 @@ def test_door() -> None:
     device = Device("own", 10**9, {"float32": 1e9}, 1e9)
     assert pd.profile(model, x, device="meta", as_device=device).forward_s > 100
     assert DEVICES["A100-80GB"].name in profile.notes[0]
-    with pytest.raises(ProfileError, match="only on the device meta"):
-        pd.profile(model, x, as_device="A100")
-    with pytest.raises(ProfileError, match="P100"):
-        pd.profile(model, x, device="meta", as_device="P100")
-    with pytest.raises(ProfileError, match="float13"):
-        pd.profile(model, x, device="meta", as_device=device, dtype="float13")
-
-
-def test_a_datasheets_profile_knows_its_device() -> None:
-    """Without it, plans would keep optimizers of GPUs beside their weights."""
-    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 16))
-    on_gpu = pd.profile(model, torch.randint(0, 16, (4, 32)), device="meta", as_device="A100-80GB")
-    assert on_gpu.runtime == RuntimeCosts(overlap_device=True)
+    assert profile.runtime.overlap_device, "else plans would keep optimizers of GPUs beside their weights"
+    for options, words in (
+        ({"as_device": "A100"}, "only on the device meta"),
+        ({"device": "meta", "as_device": "P100"}, "P100"),
+        ({"device": "meta", "as_device": device, "dtype": "float13"}, "float13"),
+    ):
+        with pytest.raises(pd.PipelineError, match=words):
+            pd.profile(model, x, **options)

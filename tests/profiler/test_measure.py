@@ -1,7 +1,7 @@
 """Bytes are exact, seconds are sane, and the model is left as it was."""
 
-import copy
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -10,42 +10,38 @@ from typing import Any
 
 import pytest
 import torch
-from built import Built
+from built import Built, unchanged
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.capture import preserve_state
-from pipedream.core.errors import ProfileError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler import measure, stopwatch
 from pipedream.profiler.measure import fixed_s, part_of
 from pipedream.profiler.update import measure_update
-from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 
-def chain(*modules: nn.Module) -> LayerGraph:
-    return LayerGraph.chain(tuple(Layer(str(i), type(m).__name__) for i, m in enumerate(modules)))
+def chain(*modules: nn.Module) -> pd.LayerGraph:
+    return pd.LayerGraph.chain(tuple(pd.Layer(str(i), type(m).__name__) for i, m in enumerate(modules)))
 
 
 SAMPLE = (torch.randn(2, 4),)
 
 
-def profile_of(*modules: nn.Module, sample: Any = SAMPLE, **options: Any) -> Profile:
-    options = {"model_name": "Test", "preserve_state": preserve_state, "warmup": 0, "runs": 1} | options
-    return measure(modules, chain(*modules), sample, **options)
+def profile_of(*modules: nn.Module, sample: Any = SAMPLE, **options: Any) -> pd.Profile:
+    options = {"model_name": "T", "preserve_state": pd.capture.preserve_state, "warmup": 0, "runs": 1} | options
+    return measure(modules, options.pop("graph", chain(*modules)), sample, **options)
 
 
-def attention(width: int) -> nn.Module:
-    """Keeps its scores, as many as the square of the length."""
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        y = module.inner(x)
-        return x + (y @ y.transpose(1, 2)).softmax(-1) @ y
-
-    return Built(forward, inner=nn.Linear(width, width))
+@pytest.mark.parametrize(
+    ("module", "x", "activation_bytes"),
+    [
+        (nn.BatchNorm1d(6), torch.randn(8, 6), 8 * 6 * 4 + 2 * 6 * 4),  # the input and two statistics, and no buffers
+        (nn.Linear(4, 2), torch.randn(1000, 4)[:8], 8 * 4 * 4),  # of a larger tensor only the view
+    ],
+)
+def test_kept_bytes_by_hand(module: nn.Module, x: Tensor, activation_bytes: int) -> None:
+    assert profile_of(module, sample=(x,)).layers[0].activation_bytes == activation_bytes
 
 
 def test_frozen_weights_are_told_apart() -> None:
@@ -72,17 +68,6 @@ def test_bytes_of_linear_and_relu_by_turns_are_exact(batch: int, widths: list[in
     assert [layer.activation_bytes for layer in profile.layers] == activations
     assert profile.parameter_bytes == sum(p.nbytes for module in modules for p in module.parameters())
     assert (profile.batch, profile.input_shapes) == (batch, ((batch, widths[0]),))
-
-
-def test_a_view_of_a_larger_tensor_counts_only_itself() -> None:
-    data = torch.randn(1000, 4)
-    profile = profile_of(nn.Linear(4, 2), sample=(data[:8],))
-    assert profile.layers[0].activation_bytes == 8 * 4 * 4
-
-
-def test_batch_norm_keeps_its_input_and_two_statistics_but_no_buffers() -> None:
-    profile = profile_of(nn.BatchNorm1d(6), sample=(torch.randn(8, 6),))
-    assert profile.layers[0].activation_bytes == 8 * 6 * 4 + 2 * 6 * 4
 
 
 def test_a_tied_weight_counts_where_it_is_first_used() -> None:
@@ -171,37 +156,17 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
         names.extend(name for name, _ in named)
         return torch.optim.SGD(named, lr=0.1)
 
-    layers = (Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), Layer("body.1", "Linear"))
-    graph = LayerGraph.chain((*layers, Layer("body.0@2", "Linear", layers[0].parameters)))
-    how = {"model_name": "T", "preserve_state": preserve_state, "optimizer": factory, "runs": 1}
-    profile = measure([module, frozen, module], graph, (torch.randn(1, 2),), **how)
+    layers = (pd.Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), pd.Layer("body.1", "Linear"))
+    graph = pd.LayerGraph.chain((*layers, pd.Layer("body.0@2", "Linear", layers[0].parameters)))
+    profile = profile_of(module, frozen, module, graph=graph, sample=(torch.randn(1, 2),), optimizer=factory)
     assert names == ["body.0.weight", "body.0.bias"]
     assert profile.layers[2].parameter_bytes == 0
 
 
-def test_a_layer_that_fails_between_updates_is_named() -> None:
-    def forward(module: Any, x: Tensor) -> Tensor:
-        module.calls += 1
-        if module.calls > 3:  # the first call is for the bytes
-            raise ValueError("worn out")
-        return x * module.weight
-
-    layers = [nn.Linear(2, 2), Built(forward, weight=nn.Parameter(torch.ones(())), calls=0)]
-    graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight", "a.bias")), Layer("b", "Fails", ("b.weight",))))
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ProfileError, match=r"^the layer 'b' \(Fails\) should run .* raised ValueError: worn out"):
-        measure(layers, graph, (torch.randn(1, 2),), model_name="T", preserve_state=preserve_state, optimizer=optimizer)
-
-
-class Clock:
-    """The time that stopwatches read, moved by hand."""
-
-    now_s = 0.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Returns the time that stopwatches read, moved by hand."""
+    clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     return clock
 
@@ -210,7 +175,7 @@ class Ticks(torch.autograd.Function):
     """Moves a clock in the forward and in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, forward_s: float, backward_s: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, clock: SimpleNamespace, forward_s: float, backward_s: float) -> Tensor:
         ctx.clock, ctx.backward_s = clock, backward_s
         clock.now_s += forward_s
         return x * 1
@@ -221,7 +186,7 @@ class Ticks(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def slows(clock: Clock, step_s: float) -> nn.Module:
+def slows(clock: SimpleNamespace, step_s: float) -> nn.Module:
     """Takes a step longer each time; its backward twice as long."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
@@ -231,7 +196,7 @@ def slows(clock: Clock, step_s: float) -> nn.Module:
     return Built(forward, calls=0)
 
 
-def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None:
+def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: SimpleNamespace) -> None:
     profile = profile_of(nn.Linear(4, 4), slows(clock, 1.0), slows(clock, 10.0), warmup=2, runs=7)
     linear, *slower = profile.layers
     assert (linear.forward_s, linear.backward_s, linear.forward_spread_s) == (0.0, 0.0, 0.0)
@@ -242,7 +207,7 @@ def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: Clock) -> None
     assert profile.runs == 7
 
 
-def test_forward_backward_and_loss_stand_in_their_own_columns(clock: Clock) -> None:
+def test_forward_backward_and_loss_stand_in_their_own_columns(clock: SimpleNamespace) -> None:
     waits = Built(lambda _, x: Ticks.apply(x, clock, 3.0, 10.0))
     first, wait = profile_of(nn.Linear(4, 4), waits, runs=3).layers
     assert (first.forward_s, first.backward_s) == (0.0, 0.0)
@@ -265,8 +230,7 @@ def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_
             return gradient
 
     watch = Built(lambda _, x: Watched.apply(x))
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    profile_of(nn.Flatten(), frozen, watch)
+    profile_of(nn.Flatten(), nn.Linear(4, 4).requires_grad_(False), watch)
     assert calls == []
     profile_of(nn.Flatten(), nn.Linear(4, 4), watch, runs=2, warmup=1)
     assert calls == ["backward"] * 8  # three runs, two watched for bytes, three of half of the sample
@@ -286,30 +250,17 @@ def test_tuples_dicts_integers_and_recurrent_layers_pass_between_layers() -> Non
     profile = profile_of(
         nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), pick, head, sample=(torch.randint(9, (3, 6)),)
     )
-    assert [layer.output_bytes for layer in profile.layers] == [
-        3 * 6 * 4 * 4, (3 * 6 * 5 + 2 * 3 * 5) * 4, 3 * 5 * 4 + 3 * 6 * 8, 3 * 5 * 4,
-    ]  # fmt: skip
+    sizes = [3 * 6 * 4 * 4, (3 * 6 * 5 + 2 * 3 * 5) * 4, 3 * 5 * 4 + 3 * 6 * 8, 3 * 5 * 4]
+    assert [layer.output_bytes for layer in profile.layers] == sizes
     assert all(layer.backward_s > 0 for layer in profile.layers)
 
 
 def test_the_model_and_the_sample_are_left_as_they_were() -> None:
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    model[2].eval()
-    model[3].weight.grad = torch.full((2, 4), 7.0)
+    modules = nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5).eval(), nn.Linear(4, 2)
+    modules[3].weight.grad = torch.full((2, 4), 7.0)
     x = torch.randn(8, 4)
-    copy = x.clone()
-    before = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
-    flags, generator = [m.training for m in model.modules()], torch.get_rng_state()
-    profile_of(*model, sample=(x,), optimizer=partial(torch.optim.SGD, lr=1.0), loss=torch.sum, runs=2)
-    assert torch.equal(x, copy)
-    for name, value in model.state_dict(keep_vars=True).items():
-        assert value is before[name][0]
-        assert torch.equal(value, before[name][1])
-        assert value._version == before[name][2]
-    assert torch.equal(model[3].weight.grad, torch.full((2, 4), 7.0))
-    assert model[3].bias.grad is None
-    assert [m.training for m in model.modules()] == flags
-    assert torch.equal(torch.get_rng_state(), generator)
+    with unchanged(*modules, also=(x,)):
+        profile_of(*modules, sample=(x,), optimizer=partial(torch.optim.SGD, lr=1.0), loss=torch.sum, runs=2)
 
 
 def test_a_model_in_evaluation_mode_is_measured_in_training_mode() -> None:
@@ -338,33 +289,8 @@ def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:
     assert profile.layers[0].output_bytes == 3 * 2 * 2
     assert profile.device.startswith("cpu: ")
     assert set(profile.versions) == {"python", "torch", "pipedream"}
-    assert Profile.from_json(profile.to_json()) == profile
+    assert pd.Profile.from_json(profile.to_json()) == profile
     assert profile_of(nn.Linear(4, 2).double(), sample=(torch.randn(3, 4).double(),)).dtype == "float64"
-
-
-GOOD = nn.Linear(4, 4)
-
-
-@pytest.mark.parametrize(
-    ("modules", "options", "words"),
-    [
-        ((GOOD, nn.Linear(5, 4)), {}, r"layer '1' \(Linear\).*shape \[2, 4\].*RuntimeError"),
-        ((GOOD,), {"loss": lambda output: output}, r"the loss.*one number, found shape \(2, 4\)"),
-        ((GOOD,), {"optimizer": partial(torch.optim.SGD, rate=1)}, r"optimizer step over 2 parameters.*TypeError"),
-        ((nn.Linear(4, 4, device="meta"),), {}, r"layer '0'.*meta.*to_empty"),
-        ((GOOD,), {"device": "cuda"}, r"measured on cuda, but is on cpu.*model.to\('cuda'\)"),
-        ((GOOD,), {"sample": torch.randn(2, 4)}, r"write \(x,\)"),
-        ((GOOD,), {"runs": 0}, "runs=0"),
-    ],
-)
-def test_each_failure_names_its_place(modules: tuple[nn.Module, ...], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ProfileError, match=words):
-        profile_of(*modules, **options)
-
-
-def test_as_many_modules_as_layers() -> None:
-    with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
-        measure([GOOD], chain(GOOD, GOOD), (torch.randn(2, 4),), model_name="T", preserve_state=preserve_state)
 
 
 def test_a_mapping_is_passed_as_keyword_arguments() -> None:
@@ -377,6 +303,47 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
     profile = profile_of(adds, nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
     assert (profile.batch, profile.input_shapes) == (3, ((4,), (3, 4)))
     assert [layer.output_bytes for layer in profile.layers] == [48, 48]
+
+
+def wears_out(module: Any, x: Tensor) -> Tensor:
+    module.calls += 1
+    if module.calls > 3:  # the first call is for the bytes
+        raise ValueError("worn out")
+    return x * module.weight
+
+
+def measure_worn() -> pd.Profile:
+    worn = Built(wears_out, weight=nn.Parameter(torch.ones(())), calls=0)
+    graph = pd.LayerGraph.chain((pd.Layer("a", "Linear", ("a.weight",)), pd.Layer("b", "Fails", ("b.weight",))))
+    return profile_of(nn.Linear(4, 4), worn, graph=graph, optimizer=partial(torch.optim.SGD, lr=0.1), runs=10)
+
+
+GOOD = nn.Linear(4, 4)
+WRONG_RATE = partial(torch.optim.SGD, rate=1)
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (lambda: profile_of(GOOD, nn.Linear(5, 4)), r"layer '1' \(Linear\).*shape \[2, 4\].*RuntimeError"),
+        (lambda: profile_of(GOOD, loss=lambda output: output), r"the loss.*one number, found shape \(2, 4\)"),
+        (lambda: profile_of(GOOD, optimizer=WRONG_RATE), r"optimizer step over 2 parameters.*TypeError"),
+        (lambda: profile_of(nn.Linear(4, 4, device="meta")), r"layer '0'.*meta.*to_empty"),
+        (lambda: profile_of(GOOD, device="cuda"), r"measured on cuda, but is on cpu.*model.to\('cuda'\)"),
+        (lambda: profile_of(GOOD, sample=torch.randn(2, 4)), r"write \(x,\)"),
+        (lambda: profile_of(GOOD, runs=0), "runs=0"),
+        (lambda: profile_of(GOOD, graph=chain(GOOD, GOOD)), "found 1 modules, 2 layers"),
+        (measure_worn, r"^the layer 'b' \(Fails\) should run .* raised ValueError: worn out"),
+        (lambda: pd.profile(GOOD, torch.ones(8, 4), microbatches=0), "microbatches=0 was given; give at least 1"),
+        (
+            lambda: pd.profile(GOOD, torch.ones(8, 4), microbatches=4, device="meta"),
+            "no microbatch can be measured; leave out microbatches=4",
+        ),
+    ],
+)
+def test_each_failure_names_its_place(fails: Callable[[], object], words: str) -> None:
+    with pytest.raises(pd.errors.ProfileError, match=words):
+        fails()
 
 
 @pytest.mark.gpu
@@ -405,7 +372,7 @@ def test_the_fixed_part_of_known_seconds() -> None:
 
 def test_what_cannot_be_halved_has_no_fixed_part() -> None:
     def fails(part: Any) -> list[float]:
-        raise ProfileError("a layer knows its batch")
+        raise pd.errors.ProfileError("a layer knows its batch")
 
     assert fixed_s(fails, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [0.0] * 3
     assert fixed_s(fails, (torch.ones(1),), 1, WHOLE, warmup=1, runs=3) == [0.0] * 3
@@ -414,7 +381,7 @@ def test_what_cannot_be_halved_has_no_fixed_part() -> None:
     assert (halves[0].shape, halves[1].shape, halves[2]) == ((4, 8), (5, 2), 3)
 
 
-def waits(clock: Clock, fixed_s: float, each_s: float) -> nn.Module:
+def waits(clock: SimpleNamespace, fixed_s: float, each_s: float) -> nn.Module:
     """Takes some time whatever the batch, and some for each sample."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
@@ -424,72 +391,36 @@ def waits(clock: Clock, fixed_s: float, each_s: float) -> nn.Module:
     return Built(forward, weight=nn.Parameter(torch.ones(1)))
 
 
-def test_a_layer_of_known_fixed_time_is_measured(clock: Clock) -> None:
+def test_a_layer_of_known_fixed_time_is_measured(clock: SimpleNamespace) -> None:
     model = nn.Sequential(waits(clock, 4.0, 0.0), waits(clock, 0.0, 1.0), waits(clock, 2.0, 0.5))
     profile = pd.profile(model, torch.ones(8, 2), warmup=1, runs=3)
     assert [layer.forward_s for layer in profile.layers] == [4.0, 8.0, 6.0]
     assert [layer.forward_fixed_s for layer in profile.layers] == [4.0, 0.0, 2.0]
-    assert Profile.from_json(profile.to_json()) == profile
+    assert pd.Profile.from_json(profile.to_json()) == profile
 
 
 def test_splitting_pays_the_fixed_part_each_time() -> None:
     """Two stages of 1 + 1 s of which 0.5 + 0.5 are fixed, in m microbatches: (m + 1)(1 / m + 1) s under GPipe."""
-    layer = LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=0.5, backward_fixed_s=0.5)
-    profile = Profile.of_chain((layer,) * 2, batch=64)
+    layer = pd.LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=0.5, backward_fixed_s=0.5)
+    profile = pd.Profile.of_chain((layer,) * 2, batch=64)
     for m in (1, 2, 4, 8):
-        plan = planning.plan(profile, pd.Cluster.flat(2), schedule="gpipe", microbatches=m, shape="straight")
+        plan = pd.plan(profile, pd.Cluster.flat(2), schedule="gpipe", microbatches=m, shape="straight")
         assert score(plan).period_s == pytest.approx((m + 1) * (1 / m + 1))
-    best = planning.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
+    best = pd.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
     assert best.microbatches in (1, 2), "finer splits cost more than they hide"
     assert pd.Plan.from_json(best.to_json()) == best
     with pytest.raises(ValueError, match="cannot be greater"):
-        LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=2.0)
+        pd.LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=2.0)
 
 
 def test_layers_that_are_faster_in_small_batches_are_planned_by_the_microbatch() -> None:
     """3 s at once and 4 x 0.25 s in parts: PipeDream's cut is after the first layer, that of 1F1B in the middle."""
-    slow = LayerProfile(3.0, 3.0, 0, 0, forward_fixed_s=-2 / 3, backward_fixed_s=-2 / 3)
-    profile = Profile.of_chain((slow, *(LayerProfile(1.0, 1.0, 0, 0),) * 3), batch=64)
+    slow = pd.LayerProfile(3.0, 3.0, 0, 0, forward_fixed_s=-2 / 3, backward_fixed_s=-2 / 3)
+    profile = pd.Profile.of_chain((slow, *(pd.LayerProfile(1.0, 1.0, 0, 0),) * 3), batch=64)
     profile = replace(profile, parts=4)
-    assert Profile.from_json(profile.to_json()) == profile
+    assert pd.Profile.from_json(profile.to_json()) == profile
     assert [profile.in_parts(m).forward_s for m in (1, 2, 4, 8)] == pytest.approx([6.0, 6.0 - 2 / 3, 4.0, 4.0])
     for schedule, m, cut, period_s in (("pipedream", None, 1, 6.0), ("gpipe", 4, 2, 5.0), ("gpipe", 8, 2, 4.5)):
-        plan = planning.plan(profile, pd.Cluster.flat(2), schedule=schedule, microbatches=m, shape="straight")
+        plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, microbatches=m, shape="straight")
         assert plan.stages[1].first == cut
         assert score(plan).period_s == pytest.approx(period_s)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"microbatches": 0}, "microbatches=0 was given; give at least 1"),
-        ({"microbatches": 4, "device": "meta"}, "no microbatch can be measured; leave out microbatches=4"),
-    ],
-)
-def test_microbatches_that_cannot_be_measured(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ProfileError, match=words):
-        pd.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(8, 2), **options)
-
-
-def force_of(model: Any, x: Tensor) -> Tensor:
-    """The derivative of an energy by its input."""
-    with torch.enable_grad():
-        x = x.detach().clone().requires_grad_()
-        (force,) = torch.autograd.grad(model.energy(x).sum(), x, create_graph=True)
-    return force
-
-
-def test_a_forward_may_take_derivatives() -> None:
-    energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    model, x = Built(force_of, energy=energy).double(), torch.randn(8, 6, dtype=torch.float64)
-    plan = pd.plan(pd.profile(model, x, warmup=0, runs=1), pd.Cluster.flat(1), microbatches=2, schedule="1f1b")
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.mse_loss(plain(x.clone()), torch.ones_like(x)).backward()
-        optimizer.step()
-    batch = (x, torch.ones_like(x))
-    with pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
-        list(pipeline.train([batch, batch]))
-        torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)

@@ -10,8 +10,7 @@ from built import Built
 from torch import nn
 from torch.nn import functional as F
 
-import pipedream
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.core.model.collective import Collective
 
 D, BATCH = 16, 8
@@ -26,18 +25,18 @@ NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d
 
 
 @cache
-def profiled(rules: str, mesh: str, shard_weights: str = "") -> pipedream.Profile:
+def profiled(rules: str, mesh: str, shard_weights: str = "") -> pd.Profile:
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    profile = pipedream.profile(
+    profile = pd.profile(
         model,
         torch.randn(BATCH, D),
         loss=lambda output: output.sum(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         warmup=0,
         runs=1,
-        layout=pipedream.Layout(rules, NAMES, shard_weights),
+        layout=pd.Layout(rules, NAMES, shard_weights),
         meshes=(mesh,),
     )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -75,7 +74,7 @@ def test_a_rank_has_its_parts(
         ]
         assert reduced == [passes[0], passes[1] if index else 0]  # the model's input has no gradient
     assert rank.optimizer_bytes == 2 * weights
-    assert pipedream.Profile.from_json(profile.to_json()) == profile
+    assert pd.Profile.from_json(profile.to_json()) == profile
 
 
 class Masked(nn.Linear):
@@ -84,9 +83,9 @@ class Masked(nn.Linear):
 
 
 def test_a_backward_reads_plain_tensors_of_the_model() -> None:
-    layout = pipedream.Layout("batch:data")
+    layout = pd.Layout("batch:data")
     options: dict[str, Any] = {"warmup": 0, "runs": 1, "layout": layout, "meshes": ("data:2",)}
-    (rank,) = pipedream.profile(nn.Sequential(Masked(D, D)), torch.randn(BATCH, D), **options).ranks
+    (rank,) = pd.profile(nn.Sequential(Masked(D, D)), torch.randn(BATCH, D), **options).ranks
     assert [layer.output_bytes for layer in rank.layers] == [BATCH * D * 2]
 
 
@@ -106,21 +105,23 @@ def test_a_plan_counts_what_a_rank_needs() -> None:
     profile = profiled("d_ff:model", "model:2")
     (rank,) = profile.ranks
     slow, bytes_per_s = 1.0, 100.0
-    cluster = pipedream.Cluster.flat(4, bytes_per_s, slow)
-    plan = pipedream.plan(profile, cluster, shape="1-1", mesh="model:2")
+    cluster = pd.Cluster.flat(4, bytes_per_s, slow)
+    plan = pd.plan(profile, cluster, shape="1-1", mesh="model:2")
     assert (plan.config, plan.ranks, plan.workers) == ("1x2-1x2", 4, 2)
     sum_s = 2 * (slow + BATCH * D * 4 / (2 * bytes_per_s))
     for stage, layer in zip(plan.stages, rank.layers, strict=True):
         assert stage.forward_s == pytest.approx(layer.forward_s + sum_s)
         assert stage.parameter_bytes == layer.parameter_bytes
         assert stage.forward_fixed_s == pytest.approx(layer.forward_fixed_s + 2 * slow)
-    halves = pipedream.plan(profile, cluster, shape="1-1", mesh="model:2", schedule="1f1b", microbatches=4)
+    halves = pd.plan(profile, cluster, shape="1-1", mesh="model:2", schedule="1f1b", microbatches=4)
     assert halves.stages[0].split_s(4)[0] >= 2 * slow
-    whole = pipedream.plan(profile, pipedream.Cluster.flat(2, bytes_per_s, slow), shape="1-1")
+    whole = pd.plan(profile, pd.Cluster.flat(2, bytes_per_s, slow), shape="1-1")
     assert whole.stages[0].peak_bytes > plan.stages[0].peak_bytes
 
 
 def test_a_mesh_that_was_not_profiled() -> None:
     profile = profiled("d_ff:model", "model:2")
-    with pytest.raises(PlanError, match=r"mesh model:4 was asked for.*\(meshes that it has: model:2\); profile with"):
-        pipedream.plan(profile, pipedream.Cluster.flat(8), mesh="model:4")
+    with pytest.raises(
+        pd.PipelineError, match=r"mesh model:4 was asked for.*\(meshes that it has: model:2\); profile with"
+    ):
+        pd.plan(profile, pd.Cluster.flat(8), mesh="model:4")

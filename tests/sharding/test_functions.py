@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.core.plan.mesh import dense_strides, memory_order
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.functions import exchange, put_in_order
@@ -174,7 +174,7 @@ def _attend() -> tuple[int, str]:
             count += 1
     try:
         attention(*[_cut(torch.randn(2, 3, 4, 4), (Shard(0), Shard(2)))] * 3)
-    except PlanError as error:
+    except pd.errors.PlanError as error:
         refused = str(error)
     return count, refused
 
@@ -227,7 +227,7 @@ def test_in_a_single_process_they_return_the_tensor() -> None:
     ],
 )
 def test_impossible_cuts_are_refused_in_a_single_process_too(cuts: dict[int, str], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         shard(torch.randn(2, 4, 6, 3), cuts)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from built import Built
 from torch import nn
 
-import pipedream
+import pipedream as pd
 from pipedream.runtime.checkpoint import folders, parameters, pieces
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _make_pipeline
@@ -106,7 +106,7 @@ def test_a_checkpoint_belongs_to_no_mesh(tmp_path: Path) -> None:
             assert counts["wanted"] <= counts["read"] <= 1.2 * counts["wanted"], mesh
         written = _count_written(after)
         if mesh:
-            assert max(written.values()) <= 1.5 * sum(written.values()) / pipedream.Mesh(mesh).size
+            assert max(written.values()) <= 1.5 * sum(written.values()) / pd.Mesh(mesh).size
         before = after
 
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-import pipedream
-from pipedream.experts import MixtureOfExperts
+import pipedream as pd
 from pipedream.sharding.local_rules import LocalRules
 from tests.sharding.test_mesh_training import Case, D, Mlp, Trained, _train, check_refused, check_same
 
@@ -27,7 +26,9 @@ class Block(nn.Module):
     def __init__(self, **how: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(D)
-        self.experts = MixtureOfExperts(D, 8, 4, **{"groups": 2, "capacity_factor": 1.0, "z_loss": 0.1, **how})
+        self.experts = pd.experts.MixtureOfExperts(
+            D, 8, 4, **{"groups": 2, "capacity_factor": 1.0, "z_loss": 0.1, **how}
+        )
         self.experts.balance_loss = 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,12 +83,12 @@ def _compare_layers() -> list[str]:
         ("sorted", "dense"),
     ):  # fmt: skip
         torch.manual_seed(0)
-        layer = MixtureOfExperts(D, 8, 4, groups=2, capacity_factor=1.0, z_loss=0.1, form=form).double()
+        layer = pd.experts.MixtureOfExperts(D, 8, 4, groups=2, capacity_factor=1.0, z_loss=0.1, form=form).double()
         copied = copy.deepcopy(layer)
-        layout = pipedream.Layout(experts).of_model(copied)
+        layout = pd.Layout(experts).of_model(copied)
         for name, whole_weight in list(copied.named_parameters()):
             names = layout.names_of(name)
-            dims = layout.placements(names, whole_weight.shape, pipedream.Mesh("data:2,model:2"))
+            dims = layout.placements(names, whole_weight.shape, pd.Mesh("data:2,model:2"))
             cuts = [whole if dim is None else Shard(dim) for dim in dims]
             part = distribute_tensor(whole_weight.detach(), mesh, cuts, src_data_rank=None)
             setattr(copied, name, nn.Parameter(part))
@@ -132,7 +133,7 @@ def test_groups_that_the_mesh_does_not_divide_are_refused() -> None:
 
 def test_names_of_modules_yield_to_those_of_the_user() -> None:
     model = _make_model()[0]
-    layout = pipedream.Layout("experts:model", names={"1.*.up": "a b c"}).of_model(model)
+    layout = pd.Layout("experts:model", names={"1.*.up": "a b c"}).of_model(model)
     assert layout.names_of("1.experts.up") == "a b c"
     assert layout.names_of("3.experts.up") == "experts d_model d_ff"
     assert layout.names_of("3.norm.weight") is None
@@ -141,8 +142,8 @@ def test_names_of_modules_yield_to_those_of_the_user() -> None:
 def _compare_auxiliary() -> tuple[float, ...]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    with pipedream.auxiliary_loss_scale(0.5), LocalRules(), implicit_replication():
-        pipedream.add_auxiliary_loss(2 * x, (x * x).sum()).sum().backward()
+    with pd.auxiliary_loss_scale(0.5), LocalRules(), implicit_replication():
+        pd.add_auxiliary_loss(2 * x, (x * x).sum()).sum().backward()
     return tuple(x.grad.full_tensor().tolist())
 
 

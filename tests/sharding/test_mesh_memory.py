@@ -15,20 +15,20 @@ from built import Built
 from torch import nn
 from torch.nn import functional as F
 
-import pipedream
+import pipedream as pd
 from pipedream.runtime.results.memory import tensor_bytes
 
 WIDTH, BATCH = 768, 256
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
-CUT = pipedream.Layout("batch:data, d_ff:model", names=NAMES)
-SHARDED = pipedream.Layout("batch:data", shard_weights="data")
-CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
+CUT = pd.Layout("batch:data, d_ff:model", names=NAMES)
+SHARDED = pd.Layout("batch:data", shard_weights="data")
+CASES: dict[str, tuple[pd.Layout, str, dict[str, Any]]] = {
     "weights that are sharded": (CUT, "model:2", {"schedule": "pipedream"}),
     "sums of microbatches": (CUT, "data:2", {"schedule": "1f1b", "microbatches": 4}),
     "sharded": (SHARDED, "data:2", {"schedule": "pipedream"}),
 }
-Case = tuple[pipedream.Layout, pipedream.Plan, dict[str, Any]]
+Case = tuple[pd.Layout, pd.Plan, dict[str, Any]]
 
 
 def _make_wide() -> nn.Module:
@@ -52,13 +52,13 @@ def _make_model() -> nn.Sequential:
     return nn.Sequential(*(_make_wide() for _ in range(4)))
 
 
-def _plan(layout: pipedream.Layout) -> list[Case]:
+def _plan(layout: pd.Layout) -> list[Case]:
     x, y = next(iter(Fresh()))
     cases = [(mesh, how) for of, mesh, how in CASES.values() if of is layout]
     options = {"layout": layout, "meshes": [mesh for mesh, _ in cases], "optimizer": SGD, "warmup": 0, "runs": 1}
-    profile = pipedream.profile(_make_model(), x, loss=lambda output: F.cross_entropy(output, y), **options)
-    ranks = pipedream.Cluster.flat(4)
-    return [(layout, pipedream.plan(profile, ranks, shape="1-1", mesh=mesh, **how), how) for mesh, how in cases]
+    profile = pd.profile(_make_model(), x, loss=lambda output: F.cross_entropy(output, y), **options)
+    ranks = pd.Cluster.flat(4)
+    return [(layout, pd.plan(profile, ranks, shape="1-1", mesh=mesh, **how), how) for mesh, how in cases]
 
 
 def _read_status(name: str) -> int:
@@ -76,7 +76,7 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
         libc.mallopt(number, value)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # the user's choice, which the runtime leaves alone
     for layout, plan, how in cases:
-        with pipedream.Pipeline(
+        with pd.Pipeline(
             _make_model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
         ) as pipeline:
             for _ in pipeline.train(Fresh(), epochs=1):

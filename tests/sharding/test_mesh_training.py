@@ -25,8 +25,7 @@ from torch import nn
 from torch.distributed.tensor import _random
 from torch.nn import functional as F
 
-import pipedream
-from pipedream.core.errors import PipelineError, PlanError, ScheduleError
+import pipedream as pd
 from pipedream.core.plan.mesh import meshes_of
 from pipedream.sharding.stage import StageSharding
 
@@ -198,7 +197,7 @@ def _train(case: Case, mesh: str) -> Trained:
         return losses, pipeline.state_dict() | outputs, scores
 
 
-def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
+def _make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
     torch.manual_seed(3)
     layers, inputs = MODELS[case.model]() if isinstance(case.model, str) else case.model()
     model = layers.double()
@@ -208,7 +207,7 @@ def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         for x in [inputs(size)]
     ]
     ends = [*case.stages, len(layers)]
-    plan = pipedream.Plan.uniform(len(ends), replicas=(case.replicas, *[1] * len(case.stages)))
+    plan = pd.Plan.uniform(len(ends), replicas=(case.replicas, *[1] * len(case.stages)))
     stages = [
         replace(stage, first=a, last=b, recompute=case.recompute)
         for stage, a, b in zip(plan.stages, [0, *ends], ends, strict=False)
@@ -220,19 +219,19 @@ def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         for pattern, words in names.items()
         if any(fnmatchcase(parameter, pattern) for parameter in parameter_names)
     }
-    layout = pipedream.Layout(case.rules, shard_weights=case.shard_weights, names=names | case.names)
+    layout = pd.Layout(case.rules, shard_weights=case.shard_weights, names=names | case.names)
     if "cut1" in mesh:
         layout = _search_layout(model, *batches[0], meshes_of(mesh)[0].size)
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     options |= {"schedule": case.method, "microbatches": case.microbatches, "sample": batches[0][0], "seed": 7}
     plan = replace(plan, stages=tuple(stages)).with_mesh(mesh)
-    return pipedream.Pipeline(model, plan, layout=layout, **options), batches
+    return pd.Pipeline(model, plan, layout=layout, **options), batches
 
 
-def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pipedream.Layout:
+def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pd.Layout:
     """Returns the layout of Tofu's partition of a minibatch's step."""
-    step = pipedream.operators(model, x, loss=partial(F.cross_entropy, target=targets))
-    return pipedream.Layout.of(pipedream.partition(step, ranks))
+    step = pd.operators(model, x, loss=partial(F.cross_entropy, target=targets))
+    return pd.Layout.of(pd.partition(step, ranks))
 
 
 CLIPPED = {"clip_grad_norm": 0.1}
@@ -341,7 +340,7 @@ def check_same(trained: Trained, expected: Trained) -> None:
 def check_refused(case: Case, words: str) -> None:
     """Checks that each rank raises an error with these words."""
     for end in processes.launch(_train, case.ranks, case, case.mesh):
-        assert isinstance(end.error, PipelineError)
+        assert isinstance(end.error, pd.PipelineError)
         assert re.search(words, str(end.error))
 
 
@@ -421,10 +420,10 @@ def _make_residual(p: float) -> nn.Module:
 def _train_residual(mesh: str, p: float, shape: str) -> list[float]:
     torch.manual_seed(3)
     model, x = _make_residual(p).double(), torch.randn(8, D).double()
-    plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(len(shape.split("-"))), shape=shape)
-    layout = pipedream.Layout.of(pipedream.partition(pipedream.operators(model, x, loss=torch.sum), 2))
+    plan = pd.plan(pd.profile(model, x), pd.Cluster.flat(len(shape.split("-"))), shape=shape)
+    layout = pd.Layout.of(pd.partition(pd.operators(model, x, loss=torch.sum), 2))
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05), "loss": F.mse_loss, "sample": x}
-    with pipedream.Pipeline(model, plan.with_mesh(mesh), layout=layout, **options) as pipeline:
+    with pd.Pipeline(model, plan.with_mesh(mesh), layout=layout, **options) as pipeline:
         return [done.loss for done in pipeline.train([(x, x.tanh())] * 3)]
 
 
@@ -436,7 +435,7 @@ def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
         assert trained == pytest.approx(losses, abs=1e-10)
     for p, shape, words in ((0.5, "1", "draws random numbers"), (0.0, "1-1", "a stage of several has a mesh")):
         for end in processes.launch(_train_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):
-            assert isinstance(end.error, PipelineError)
+            assert isinstance(end.error, pd.PipelineError)
             assert words in str(end.error)
 
 
@@ -449,7 +448,7 @@ def test_random_operators_on_gpus_draw_from_the_stages_generator(monkeypatch: py
     mesh: Any = SimpleNamespace(
         device_type="cuda", mesh_dim_names=("model",), size=lambda at: 2, get_coordinate=lambda: [0], ndim=1
     )
-    StageSharding(pipedream.Layout("d_ff:model"), mesh)
+    StageSharding(pd.Layout("d_ff:model"), mesh)
     tracker: Any = _random._rng_tracker
     assert broadcasts == [False]
     torch.manual_seed(1)
@@ -464,9 +463,9 @@ def test_random_operators_on_gpus_draw_from_the_stages_generator(monkeypatch: py
 
 def test_a_layout_must_fit_the_model() -> None:
     case = Case("mlp", "model:2", "d_ff:model")
-    with pytest.raises(PlanError, match="'batch:out', which matches no parameter"):
+    with pytest.raises(pd.PipelineError, match="'batch:out', which matches no parameter"):
         _make_pipeline(replace(case, names={"batch:out": "batch"}), "model:2")
-    with pytest.raises(PlanError, match="the dimension 'data', which no rule uses"):
+    with pytest.raises(pd.PipelineError, match="the dimension 'data', which no rule uses"):
         _make_pipeline(case, "data:2")
 
 
@@ -478,7 +477,7 @@ def test_tied_weights_are_on_one_mesh() -> None:
 
     case = Case(make_shared, "model:2/-", "d_ff:model", stages=(1,))
     with pytest.raises(
-        PlanError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
+        pd.PipelineError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
     ):
         _make_pipeline(case, case.mesh)
 
@@ -486,7 +485,7 @@ def test_tied_weights_are_on_one_mesh() -> None:
 def test_a_worker_that_computes_with_weights_of_others_is_no_mesh() -> None:
     model, x = nn.Sequential(*(Mlp() for _ in range(4))), torch.randn(8, D)
     method = {"schedule": "roundpipe[forwards=3]"}
-    plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(2), **method).with_mesh("model:2")
-    options = {"layout": pipedream.Layout("d_ff:model"), "optimizer": torch.optim.SGD, "loss": F.mse_loss, "sample": x}
-    with pytest.raises(ScheduleError, match=r"with the meshes of plan .* compute with weights of others"):
-        pipedream.Pipeline(model, plan, **method, **options)
+    plan = pd.plan(pd.profile(model, x), pd.Cluster.flat(2), **method).with_mesh("model:2")
+    options = {"layout": pd.Layout("d_ff:model"), "optimizer": torch.optim.SGD, "loss": F.mse_loss, "sample": x}
+    with pytest.raises(pd.PipelineError, match=r"with the meshes of plan .* compute with weights of others"):
+        pd.Pipeline(model, plan, **method, **options)

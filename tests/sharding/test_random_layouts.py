@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from random_layouts import LaidOut, laid_out, trained
 
-from pipedream.core.errors import PipelineError
+import pipedream as pd
 
 # Each example trains a model: a failing one is shown as it was drawn.
 FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], max_examples=5)
@@ -21,7 +21,7 @@ def _check(case: LaidOut, count: int) -> None:
     errors = [end.error for end in ends if end.error is not None]
     if errors:
         hypothesis.event("refused")
-        refusal = next((error for error in errors if isinstance(error, PipelineError)), None)
+        refusal = next((error for error in errors if isinstance(error, pd.PipelineError)), None)
         assert refusal is not None, errors
         assert not re.search(r"(Runtime|Type|Value|Assertion|NotImplemented)Error", str(refusal)), refusal
         return

@@ -1,7 +1,8 @@
-"""Models in a line: parts by name, and a forward that uses them."""
+"""Models in a line: parts by name, and a forward that uses them; and what is left as it was."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,3 +35,42 @@ class Watched(nn.Module):
         self.alive.append(weakref.ref(output.untyped_storage()))
         self.most = max(self.most, sum(ref() is not None for ref in self.alive))
         return output * 2.0
+
+
+@contextmanager
+def unchanged(*modules: nn.Module, also: tuple[Tensor, ...] = (), is_restored: bool = False) -> Iterator[None]:
+    """Checks modules: the same attributes, hooks and tensors, with the same numbers and gradients; and the generator.
+
+    Args:
+        also: more tensors.
+        is_restored: tensors may have been written meanwhile.
+    """
+
+    def list_hooks() -> list[int]:
+        hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in every]
+        return [len(kind) for kinds in hooks for kind in kinds] + [
+            len(tensor._post_accumulate_grad_hooks or {}) for tensor in list_tensors().values()
+        ]
+
+    def list_tensors() -> dict[Any, Tensor]:
+        by_name = {
+            (at, name): tensor for at, m in enumerate(modules) for name, tensor in m.state_dict(keep_vars=True).items()
+        }
+        return by_name | dict(enumerate(also))
+
+    every = [module for root in modules for module in root.modules()]
+    attributes, hooks, generator = [dict(m.__dict__) for m in every], list_hooks(), torch.get_rng_state()
+    before = {name: (tensor, tensor.clone(), tensor._version) for name, tensor in list_tensors().items()}
+    gradients = {name: (t.grad, None if t.grad is None else t.grad.clone()) for name, (t, _, _) in before.items()}
+    yield
+    assert [dict(m.__dict__) for m in every] == attributes
+    assert list_hooks() == hooks
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert list_tensors().keys() == before.keys()
+    for name, tensor in list_tensors().items():
+        assert tensor is before[name][0], name
+        assert tensor.equal(before[name][1]), name
+        assert is_restored or tensor._version == before[name][2], name
+        gradient, numbers = gradients[name]
+        assert tensor.grad is gradient, name
+        assert gradient is None or gradient.equal(numbers), name

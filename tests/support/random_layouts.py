@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-import pipedream
-from pipedream.experts import MixtureOfExperts
+import pipedream as pd
 
 WIDTH, LENGTH, WORDS, SIDE, CLASSES = 8, 4, 12, 6, 4
 
@@ -115,7 +114,7 @@ class Route(nn.Module):
     def __init__(self, groups: int, top: int, factor: float, second: str, form: str, z_loss: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.experts = MixtureOfExperts(
+        self.experts = pd.experts.MixtureOfExperts(
             WIDTH, 8, 4, groups=groups, top=top, capacity_factor=factor, second=second, form=form, z_loss=z_loss
         )
 
@@ -162,7 +161,7 @@ class LaidOut:
 
     @property
     def processes(self) -> int:
-        return pipedream.Mesh(self.mesh).size * self.workers
+        return pd.Mesh(self.mesh).size * self.workers
 
     @property
     def workers(self) -> int:
@@ -200,16 +199,16 @@ def trained(case: LaidOut, mesh: str) -> tuple[list[float], dict[str, torch.Tens
     model, batches = model_of(case), batches_of(case)
     starts = (0, *case.ends)
     if case.method in ("interleaved_1f1b", "zbv"):
-        from pipedream.schedules import uniform
+        from pd.schedules import uniform
 
         plan = uniform(case.method, 2, chunks=2 if case.method == "interleaved_1f1b" else None)
     else:
-        plan = pipedream.Plan.uniform(len(case.ends), replicas=(case.replicas, *[1] * (len(case.ends) - 1)))
+        plan = pd.Plan.uniform(len(case.ends), replicas=(case.replicas, *[1] * (len(case.ends) - 1)))
     stages = [
         replace(stage, first=a, last=b, recompute=case.recompute)
         for stage, a, b in zip(plan.stages, starts, case.ends, strict=False)
     ]
-    pipeline = pipedream.Pipeline(
+    pipeline = pd.Pipeline(
         model,
         replace(plan, stages=tuple(stages)).with_mesh(mesh),
         schedule=case.method,
@@ -219,7 +218,7 @@ def trained(case: LaidOut, mesh: str) -> tuple[list[float], dict[str, torch.Tens
         sample=batches[0][0],
         seed=7,
         check=False,
-        layout=pipedream.Layout(case.rules, names=case.names, shard_weights=case.shard_weights),
+        layout=pd.Layout(case.rules, names=case.names, shard_weights=case.shard_weights),
         **case.options,
     )
     with pipeline:
@@ -323,7 +322,7 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
     """Draws a case for 2 or 4 processes; most are legal."""
     kind = draw(st.sampled_from(sorted(KINDS)))
     mesh, rest = draw(st.sampled_from(_meshes(processes)))
-    dimensions = pipedream.Mesh(mesh).dimensions
+    dimensions = pd.Mesh(mesh).dimensions
     method = draw(st.sampled_from(sorted(METHODS)))
     chunked = method in ("interleaved_1f1b", "zbv")
     if chunked and rest == 1:
