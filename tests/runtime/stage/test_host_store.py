@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-import training
 from built import Built
 from cases import Fresh, assert_near, stage_states
 from first_minibatches import plan_of
@@ -41,7 +39,8 @@ from pipedream.runtime.update.optimizer import Gradients
 from pipedream.runtime.update.overlapped import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-RUNS = [("roundpipe", 3), ("roundpipe[delay=1]", 3), ("roundpipe[delay=1]", 4)]
+DELAYED = "roundpipe[delay=1]"
+RUNS = [("roundpipe", 3), (DELAYED, 3), (DELAYED, 4)]
 """In the last one workers take turns."""
 NAMES = [str(i) for i in range(8)]
 CPU = torch.device("cpu")
@@ -81,25 +80,23 @@ def make() -> nn.Sequential:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    sizes = (9, 9, 6, 9)
-    return [
-        (torch.randn(n, 4, dtype=torch.float64, generator=generator), torch.randint(3, (n,), generator=generator))
-        for n in sizes
-    ]
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    return [(draw(n, 4), torch.randint(3, (n,), generator=generator)) for n in (9, 9, 6, 9)]
 
 
-def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> pd.Plan:
+def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6), sample: Any = None) -> pd.Plan:
     """Returns a plan of stages whose homes are these workers."""
-    order = homes(workers, len(cuts) + 1)
-    return replace(plan_of(model, batches()[0][0], cuts), cluster=pd.Cluster.flat(workers), worker_order=order)
+    planned = plan_of(model, batches()[0][0] if sample is None else sample, cuts)
+    return replace(planned, cluster=pd.Cluster.flat(workers), worker_order=homes(workers, len(cuts) + 1))
 
 
 def pipeline(
     workers: int, schedule: str = "roundpipe", model: Any = None, cuts: tuple[int, ...] = (1, 3, 4, 6), **options: Any
 ) -> pd.Pipeline:
     model = make() if model is None else model
+    planned = options.pop("plan", None) or plan(workers, model, cuts, options.pop("sample", None))
     options = {"microbatches": 3, "loss": F.cross_entropy, "optimizer": OPTIMIZER} | options
-    return pd.Pipeline(model, plan(workers, model, cuts), schedule=schedule, **options)
+    return pd.Pipeline(model, planned, schedule=schedule, **options)
 
 
 def train(
@@ -152,14 +149,14 @@ def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int)
 def test_workers_that_take_turns_give_to_the_bit_what_one_gives(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.
     monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
-    expected = train(1, schedule="roundpipe[delay=1]", evaluate_after=11)
-    trained = train(workers, schedule="roundpipe[delay=1]", evaluate_after=11)
+    expected = train(1, schedule=DELAYED, evaluate_after=11)
+    trained = train(workers, schedule=DELAYED, evaluate_after=11)
     check_equal(trained, expected)
     assert trained[1]["1.count"] == 36.0, "each microbatch is seen once"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "workers"), [("roundpipe", 3), ("roundpipe[delay=1]", 4)])
+@pytest.mark.parametrize(("schedule", "workers"), [("roundpipe", 3), (DELAYED, 4)])
 def test_a_checkpoint_goes_on_to_the_bit(schedule: str, workers: int, tmp_path: Path) -> None:
     whole = train(workers, save=tmp_path, schedule=schedule)
     rest = train(workers, resume=tmp_path, schedule=schedule)
@@ -173,22 +170,15 @@ def test_a_checkpoint_goes_on_to_the_bit(schedule: str, workers: int, tmp_path: 
 def test_processes_give_to_the_bit_what_one_gives(schedule: str, workers: int) -> None:
     alone = train(workers, schedule=schedule)
     of_ranks = processes.team(workers).results(partial(train, schedule=schedule), workers)
-    for losses, _, evaluated in of_ranks:
-        assert losses == alone[0]
-        assert evaluated == alone[2]
-    assert all(torch.equal(of_ranks[0][1][name], value) for name, value in alone[1].items())
+    check_equal(of_ranks[0], alone)
+    assert all((losses, evaluated) == (alone[0], alone[2]) for losses, _, evaluated in of_ranks)
 
 
 def measure_peaks() -> tuple[int, ...]:
     """Returns the measured peak of each rank, of eight stages with 1 MiB of weights each."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     data = [(torch.randn(4, 512), torch.zeros(4, dtype=torch.int64)) for _ in range(8)]
-    stages = replace(
-        plan_of(model, data[0][0], tuple(range(1, 8))), cluster=pd.Cluster.flat(4), worker_order=homes(4, 8)
-    )
-    with pd.Pipeline(
-        model, stages, schedule="roundpipe[delay=1]", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZER
-    ) as run:
+    with pipeline(4, DELAYED, model, tuple(range(1, 8)), sample=data[0][0], microbatches=2) as run:
         list(run.train(data))
         return run.timeline().peak_bytes
 
@@ -197,7 +187,7 @@ def measure_peaks() -> tuple[int, ...]:
 @pytest.mark.processes
 def test_a_rank_counts_what_its_own_stages_have_in_the_store() -> None:
     mib = 1 << 20
-    for peaks in processes.team(4).results(measure_peaks):
+    for peaks in processes.results(measure_peaks, 4):
         # Of two stages two versions, the gradients of two turns and the momentum; of the passes copies and gradients.
         assert all(10 * mib < peak < 20 * mib for peak in peaks), peaks
 
@@ -263,9 +253,8 @@ def test_weights_in_the_store_never_meet_their_copies(
     monkeypatch.setattr(HostStore, "_make", make)
     monkeypatch.setattr(DeviceCopies, "copy_to_device", bring)
     monkeypatch.setattr(DeviceCopies, "copy_to_store", copy_to_store)
-    monkeypatch.setattr(
-        assemble, "StoreFormat", lambda *a, gradients, **named: StoreFormat(*a, gradients=True, **named)
-    )
+    format_ = lambda *a, gradients, **named: StoreFormat(*a, gradients=True, **named)  # noqa: E731
+    monkeypatch.setattr(assemble, "StoreFormat", format_)
 
     def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
         def make_apart() -> None:
@@ -284,24 +273,13 @@ def test_weights_in_the_store_never_meet_their_copies(
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(stage.parameter_bytes for stage in plan(3, make()).stages)
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * (weights - 3 * 48) + 3 * 48 - 1)
-    with pytest.raises(
-        pd.errors.PlanError,
-        match=r"of 5 stages were to be kept in the memory of one machine and need .*free; one version",
-    ):
-        train(3, schedule="roundpipe[delay=1]")
+    words = "of 5 stages were to be kept in the memory of one machine and need .*free; one version"
+    with pytest.raises(pd.PipelineError, match=words):
+        train(3, schedule=DELAYED)
     train(3, epochs=1)
 
 
 # -- updates beside the passes --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}])
-def test_a_thread_gives_to_the_bit_what_the_loop_gives(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overlapped = train(3, schedule="roundpipe[delay=1]", **options)
-    monkeypatch.setattr(Rules, "overlaps_updates", False)
-    check_equal(overlapped, train(3, schedule="roundpipe[delay=1]", **options))
 
 
 def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
@@ -309,15 +287,21 @@ def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
-    model[4].weight = model[0].weight  # type: ignore[assignment]
-    with pipeline(workers, "roundpipe[delay=1]", model, (1, 2, 3, 4)) as trained:
+    model[4].weight = model[0].weight
+    with pipeline(workers, DELAYED, model, (1, 2, 3, 4)) as trained:
         return [done.loss for done in trained.train(Fresh(batches()), epochs=2)], trained.state_dict()
 
 
-def test_a_thread_makes_updates_of_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlapped = train_tied()
+DELAYED_RUN = partial(train, 3, schedule=DELAYED)
+
+
+@pytest.mark.parametrize(
+    "run", [DELAYED_RUN, partial(DELAYED_RUN, clip_grad_norm=0.1, clip="local", ema=0.9), train_tied]
+)
+def test_a_thread_gives_to_the_bit_what_the_loop_gives(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapped = run()
     monkeypatch.setattr(Rules, "overlaps_updates", False)
-    check_equal(overlapped, train_tied())
+    check_equal(overlapped, run())
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -327,11 +311,9 @@ def test_workers_that_take_turns_sum_the_gradients_of_tied_weights(workers: int)
 
 def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 3))
-    data = [(torch.arange(9), torch.arange(9) % 3)]
-    planned = replace(plan_of(model, data[0][0], (1, 2)), cluster=pd.Cluster.flat(2), worker_order=homes(2, 3))
-    words = r"gradient of '0\.weight' is sparse.* choose a method without a delay"
-    with pytest.raises(pd.PipelineError, match=words):
-        training.train(model, planned, data, schedule="roundpipe[delay=1]", microbatches=3)
+    words, sample = r"gradient of '0\.weight' is sparse.* choose a method without a delay", torch.arange(9)
+    with pipeline(2, DELAYED, model, (1, 2), sample=sample) as run, pytest.raises(pd.PipelineError, match=words):
+        list(run.train([(sample, sample % 3)]))
 
 
 class Begins(nn.Module):
@@ -357,7 +339,7 @@ class Slow(torch.optim.SGD):
         super().__init__(named, lr=0.1)
         self._begins, self._microbatches, self._rest = begins, microbatches, updates
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self._rest -= 1
         for _ in range(2 * self._microbatches + (self._rest > 0)):
             assert self._begins.begun.acquire(timeout=60), "the next minibatch has not begun"
@@ -376,7 +358,7 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
         is_last_stage = all(name.startswith("3") for name, _ in named)
         return Slow(named, begins, 3, len(data)) if is_last_stage else OPTIMIZER(named)
 
-    with pipeline(workers, "roundpipe[delay=1]", model, (1, 2, 3), optimizer=optimizer, check=False) as run:
+    with pipeline(workers, DELAYED, model, (1, 2, 3), optimizer=optimizer, check=False) as run:
         assert [done.number for done in run.train(data)] == [0, 1, 2]
         spans = run.timeline().spans
     steps = {span.index: span for span in spans if span.kind == "step" and span.stage == 3}
@@ -392,7 +374,7 @@ class Fails(torch.optim.SGD):
         super().__init__(named, lr=0.1)
         self._rest = 3 if fails else -1
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self._rest -= 1
         if not self._rest:
             raise RuntimeError("broken on purpose")
@@ -406,7 +388,7 @@ def train_failing(workers: int, name: str) -> tuple[str, int]:
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return Fails(named, any(mine == name for mine, _ in named))
 
-    with pytest.raises(pd.PipelineError) as caught, pipeline(workers, "roundpipe[delay=1]", optimizer=optimizer) as run:
+    with pytest.raises(pd.PipelineError) as caught, pipeline(workers, DELAYED, optimizer=optimizer) as run:
         done.extend(run.train(Fresh(batches()), epochs=3))
     return str(caught.value), len(done)
 
@@ -444,24 +426,21 @@ def test_several_machines_are_refused() -> None:
 
 def adapted(width: int) -> nn.Module:
     """Returns a frozen layer with a trained adapter."""
-    parts = {"base": nn.Linear(width, width).requires_grad_(False), "adapter": nn.Linear(width, width, bias=False)}
-    return Built(lambda self, x: self.base(x) + self.adapter(x), **parts)
+    base = nn.Linear(width, width).requires_grad_(False)
+    return Built(lambda self, x: self.base(x) + self.adapter(x), base=base, adapter=nn.Linear(width, width, bias=False))
 
 
 def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with LoRA: the store has them once, whatever the versions; the optimizer has adapters alone."""
     model = nn.Sequential(*(adapted(8) for _ in range(4)), nn.Linear(8, 3))
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
-    order = homes(2, 3)
-    planned = replace(plan_of(model, data[0][0], (2, 4)), cluster=pd.Cluster.flat(2), worker_order=order)
+    planned = plan(2, model, (2, 4), data[0][0])
     sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), (2 * 288, 2 * 288, 0), strict=True)
-    rows = (replace(stage, parameter_bytes=size, frozen_bytes=frozen) for stage, size, frozen in sizes)
+    rows = [replace(stage, parameter_bytes=size, frozen_bytes=frozen) for stage, size, frozen in sizes]
     planned = replace(planned, stages=tuple(rows))
-    options: dict[str, Any] = {
-        "schedule": "roundpipe[delay=1]", "microbatches": 2, "loss": F.cross_entropy, "optimizer": torch.optim.AdamW
-    }  # fmt: skip
+    make_pipeline = partial(pipeline, 2, DELAYED, model, plan=planned, microbatches=2, optimizer=torch.optim.AdamW)
     frozen = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base." in name}
-    with pd.Pipeline(model, planned, **options) as run:
+    with make_pipeline() as run:
         list(run.train(data))
         for state in stage_states(run):
             layout = state.versions._store_format
@@ -476,7 +455,7 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
     need = 2 * 2 * 288 + 4 * (4 * 256 + 108)  # frozen once; adapters and the head twice, and their gradients
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: need - 1)
     with pytest.raises(pd.PipelineError, match=r"and need 5.68 kB, 1.00 B more"):
-        pd.Pipeline(model, planned, **options)
+        make_pipeline()
 
 
 # -- the parts ------------------------------------------------------------------------------------------
@@ -488,13 +467,12 @@ def stage_of(layers: list[nn.Module]) -> StageModule:
     return StageModule(named, handles, CPU, 0)
 
 
-def tensors(module: StageModule) -> Iterator[Tensor]:
-    for _, layer in module.layers:
-        yield from (*layer.parameters(), *layer.buffers())
+def tensors(module: StageModule) -> list[Tensor]:
+    return [tensor for _, layer in module.layers for tensor in (*layer.parameters(), *layer.buffers())]
 
 
-def lay_out(module: StageModule, sets: int = 2) -> StoreFormat:
-    return StoreFormat(module, sets, ema=False)
+def lay_out(module: StageModule) -> StoreFormat:
+    return StoreFormat(module, 2, ema=False)
 
 
 def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,10 +483,9 @@ def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_brings_all_that_the_layers_read() -> None:
-    home, there = stage_of([Counted(6), nn.Conv2d(2, 3, 3)]), stage_of([Counted(6), nn.Conv2d(2, 3, 3)])
-    home.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    there.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    home.layers[0][1].count += 4  # type: ignore[operator]
+    in_columns = torch.channels_last
+    home, there = (stage_of([Counted(6), nn.Conv2d(2, 3, 3).to(memory_format=in_columns)]) for _ in range(2))
+    home.layers[0][1].count += 4
     store = HostStore(None, CPU)
     versions = HostVersions(home.handles, store.open(0, lay_out(home)))
     versions.publish()
@@ -527,14 +504,14 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
     with stateless.forward_context(SavedForward(None, (), (), (), 0)):
         assert layer.count is layer.also
         assert layer.count == 4.0
-        assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
-        layer.count += 1  # type: ignore[operator]
-        layer.mask = ~layer.mask  # type: ignore[operator]
+        assert torch.equal(layer.mask, home.layers[0][1].mask)
+        layer.count += 1
+        layer.mask = ~layer.mask
     assert layer.count is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
     with stateless.forward_context(SavedForward(None, (), (), (), 0)):
         assert layer.count == 5.0, "what a forward wrote is there for the next one"
-        assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
+        assert not torch.equal(layer.mask, home.layers[0][1].mask)
     assert home.layers[0][1].count == 4.0
 
 
@@ -546,7 +523,7 @@ def test_passes_at_home_read_copies_and_leave_buffers() -> None:
     read = versions.acquire(0)
     assert all(read.leaves[name].data_ptr() != leaf.data_ptr() for name, leaf in versions.peek().leaves.items())
     with versions.installed(read):
-        layer.count += 1  # type: ignore[operator]
+        layer.count += 1
     assert layer.count == 0.0
     versions.drop_copies()
     assert (layer.count, layer.also) == (1.0, 1.0)

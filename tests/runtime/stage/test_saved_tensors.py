@@ -1,6 +1,7 @@
 """The rule 'graph': old activations, newer weights, for every kind of layer; or a refusal by the parameter's name."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import delayed
@@ -46,6 +47,11 @@ def tied() -> nn.Module:
     return Built(forward, table=nn.Embedding(7, 8), shift=parameter(6, 8), scale=parameter(8))
 
 
+def draw(shape: tuple[int, ...]) -> Tensor:
+    """Returns numbers of this shape, or words."""
+    return torch.randn(shape, dtype=torch.float64) if shape else torch.randint(7, (5, 4))
+
+
 def in_loop(self: Any, x: Tensor) -> Tensor:
     """Cells in a loop: the same weights are read several times in one forward."""
     state: Any = None
@@ -54,40 +60,32 @@ def in_loop(self: Any, x: Tensor) -> Tensor:
     return state[0] if isinstance(state, tuple) else state
 
 
-def draw_rows(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(*shape, dtype=torch.float64)
-
-
-def draw_words() -> Tensor:
-    return torch.randint(7, (5, 4))
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "linear": (lambda: nn.Linear(8, 3), draw_rows(5, 8)),
-    "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), draw_rows(5, 4, 8)),
-    "bilinear": (lambda: Built(lambda self, x: self.pairs(x, x.flip(1)), pairs=nn.Bilinear(8, 8, 3)), draw_rows(5, 8)),
-    "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), draw_rows(2, 3, 9)),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), draw_rows(2, 4, 7, 7)),
-    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), draw_rows(2, 3, 5, 5)),
-    "batch norm": (lambda: nn.BatchNorm2d(3), draw_rows(4, 3, 5, 5)),
-    "layer norm": (lambda: nn.LayerNorm(8), draw_rows(5, 8)),
-    "group norm": (lambda: nn.GroupNorm(2, 4), draw_rows(5, 4, 3)),
-    "rms norm": (lambda: nn.RMSNorm(8), draw_rows(5, 8)),
-    "prelu": (lambda: nn.PReLU(3), draw_rows(5, 3)),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), draw_words),
-    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), draw_words),
-    "tied": (tied, draw_words),
-    "lstm": (lambda: first_of(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), draw_rows(3, 4, 8)),
-    "gru": (lambda: first_of(nn.GRU(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
-    "rnn": (lambda: first_of(nn.RNN(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
-    "lstm cell": (lambda: Built(in_loop, cell=nn.LSTMCell(8, 6)), draw_rows(3, 4, 8)),
-    "gru cell": (lambda: Built(in_loop, cell=nn.GRUCell(8, 6)), draw_rows(3, 4, 8)),
-    "attention": (attention, draw_rows(3, 4, 8)),
-    "multi-head attention": (lambda: first_of(nn.MultiheadAttention(8, 2, batch_first=True), 3), draw_rows(3, 4, 8)),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), draw_rows(3, 4, 8)),
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 3), (5, 8)),
+    "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), (5, 4, 8)),
+    "bilinear": (lambda: Built(lambda self, x: self.pairs(x, x.flip(1)), pairs=nn.Bilinear(8, 8, 3)), (5, 8)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), (2, 3, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), (2, 4, 7, 7)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(8), (5, 8)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
+    "rms norm": (lambda: nn.RMSNorm(8), (5, 8)),
+    "prelu": (lambda: nn.PReLU(3), (5, 3)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), ()),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), ()),
+    "tied": (tied, ()),
+    "lstm": (lambda: first_of(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), (3, 4, 8)),
+    "gru": (lambda: first_of(nn.GRU(8, 6, batch_first=True)), (3, 4, 8)),
+    "rnn": (lambda: first_of(nn.RNN(8, 6, batch_first=True)), (3, 4, 8)),
+    "lstm cell": (lambda: Built(in_loop, cell=nn.LSTMCell(8, 6)), (3, 4, 8)),
+    "gru cell": (lambda: Built(in_loop, cell=nn.GRUCell(8, 6)), (3, 4, 8)),
+    "attention": (attention, (3, 4, 8)),
+    "multi-head attention": (lambda: first_of(nn.MultiheadAttention(8, 2, batch_first=True), 3), (3, 4, 8)),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 4, 8)),
     "deep": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
-        draw_rows(5, 8),
+        (5, 8),
     ),
 }
 
@@ -128,9 +126,9 @@ def run_graph_rule(
 @pytest.mark.parametrize("kind", LAYERS)
 def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
     """The oracle swaps what autograd has saved of the weights, by storage, when the backward asks for it."""
-    make, draw = LAYERS[kind]
+    make, shape = LAYERS[kind]
     torch.manual_seed(0)
-    layer, x = make().double(), draw()
+    layer, x = make().double(), draw(shape)
     weights = {f"layer.{name}": p.detach().clone() for name, p in layer.named_parameters()}
     back, gradients, slope = run_graph_rule(layer, x, 1.5, led=led)
     stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
@@ -157,22 +155,19 @@ def cast(writes: bool = False) -> nn.Module:
     return Built(forward, weight=parameter(3, 8))
 
 
-CAST_LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {"cast": (cast, draw_rows(5, 8))} | {
-    kind: LAYERS[kind]
-    for kind in (
-        "linear", "linear of sequences", "conv1d", "conv2d", "transposed conv", "lstm", "gru", "lstm cell",
-        "multi-head attention", "transformer layer", "deep",
-    )
-}  # fmt: skip
+CAST = (
+    "cast", "linear", "linear of sequences", "conv1d", "conv2d", "transposed conv", "lstm", "gru", "lstm cell",
+    "multi-head attention", "transformer layer", "deep",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("led", [False, True])
-@pytest.mark.parametrize("kind", CAST_LAYERS)
+@pytest.mark.parametrize("kind", CAST)
 def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
     """Under autocast. The oracle's weights are in bfloat16 from the start, so that autocast has nothing to cast."""
-    make, draw = CAST_LAYERS[kind]
+    make, shape = (LAYERS | {"cast": (cast, (5, 8))})[kind]
     torch.manual_seed(0)
-    layer, x = make(), draw().float()
+    layer, x = make(), draw(shape).float()
     norms = [name for name, module in layer.named_modules() if isinstance(module, nn.LayerNorm)]
 
     def cast_weights(factor: float) -> dict[str, Tensor]:
@@ -180,9 +175,8 @@ def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
         return {f"layer.{name}": w if name.rpartition(".")[0] in norms else w.bfloat16() for name, w in weights.items()}
 
     with torch.autocast("cpu", torch.bfloat16):
-        _, flight = delayed.forward(
-            delayed.Stage([("layer", layer)], None, 0, 0.0), x.requires_grad_(), cast_weights(1.0), 0
-        )
+        stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
+        _, flight = delayed.forward(stage, x.requires_grad_(), cast_weights(1.0), 0)
     flight.swapped = cast_weights(1.5)
     back, gradients, slope = run_graph_rule(layer, x.detach(), 1.5, torch.bfloat16, led)
     input_gradients, weight_gradients = delayed.backward(flight, [slope])
@@ -190,22 +184,6 @@ def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
     assert torch.equal(back, input_gradients[0])
     for name, gradient in weight_gradients.items():
         assert torch.equal(gradients[name], gradient.float()), name
-
-
-@pytest.mark.parametrize(
-    ("layer", "autocast", "refused"),
-    [
-        (cast(), None, r"'layer.weight' \(by _to_copy\)"),
-        (cast(writes=True), torch.bfloat16, r"'layer.weight' \(by _to_copy\)"),
-        (attention(), torch.bfloat16, r"'layer.out' \(by _to_copy\)"),  # a cast of a view
-    ],
-)
-def test_what_is_no_plain_cast_of_a_weight_is_refused(
-    layer: nn.Module, autocast: torch.dtype | None, refused: str
-) -> None:
-    x = torch.randn(3, 4, 8, dtype=torch.bfloat16 if autocast is None else torch.float32)
-    with pytest.raises(pd.PipelineError, match=refused):
-        run_graph_rule(layer, x, 1.5, autocast)
 
 
 def computed(saves: bool = True) -> nn.Module:
@@ -226,44 +204,6 @@ class Copies(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Any) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return slopes[0] * weight, (slopes[0] * x).sum(0)
-
-
-def make_pruned() -> nn.Module:
-    layer = nn.Linear(8, 3)
-    prune.random_unstructured(layer, "weight", 0.5)
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("make", "names", "operation"),
-    [
-        (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), ["original0", "original1"], "_weight_norm_interface"),
-        (make_pruned, ["weight_orig"], "mul"),
-        (computed, ["layer.a", "layer.b"], "add"),
-        (lambda: Built(lambda self, x: Copies.apply(x, self.weight), weight=parameter(8)), ["layer.weight"], "clone"),
-    ],
-)
-@pytest.mark.parametrize("led", [False, True])
-def test_what_is_computed_from_weights_alone_is_refused(
-    make: Callable[[], nn.Module], names: list[str], operation: str, led: bool
-) -> None:
-    with pytest.raises(pd.PipelineError, match="rule 'graph'") as raised:
-        run_graph_rule(make(), torch.randn(5, 8), 1.5, led=led)
-    assert all(f"{name}' (by {operation})" in str(raised.value) for name in names)
-
-
-def test_what_is_not_saved_may_be_computed() -> None:
-    run_graph_rule(computed(saves=False), torch.randn(5, 8), 1.5)
-
-
-def test_the_first_forward_alone_is_watched() -> None:
-    layer = computed()
-    versions = Versions(dict(layer.named_parameters()), single=True)
-    saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
-    with pytest.raises(pd.PipelineError), saved.watching(x, versions.peek()):
-        x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
-    with saved.watching(x, versions.peek()):
-        x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
 
 
 class Keeps(torch.autograd.Function):
@@ -288,28 +228,15 @@ class KeepsCopy(Keeps):
         return x * weight
 
 
-def own_context(function: type[Keeps] = Keeps) -> nn.Module:
-    """Returns a layer with a function that does not save its weight."""
+def layer_with(function: Any) -> nn.Module:
+    """Returns a layer with a function of the user's own of its weight."""
     return Built(lambda self, x: function.apply(x, self.weight).tanh(), weight=parameter(8))
 
 
-@pytest.mark.parametrize("led", [False, True])
-def test_a_copy_of_a_weight_on_a_context_is_refused(led: bool) -> None:
-    with pytest.raises(
-        pd.PipelineError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"
-    ):
-        run_graph_rule(own_context(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
-
-
-def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None:
-    torch.manual_seed(0)
-    layer, x = own_context().double(), torch.randn(5, 8, dtype=torch.float64)
-    slopes = 1 - (x * layer.weight.detach()).tanh() ** 2
-    expected = slopes * 1.5 * layer.weight.detach()
-    back, _, slope = run_graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
-    torch.testing.assert_close(back, slope * expected)
-    with pytest.raises(pd.PipelineError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
-        run_graph_rule(own_context(), torch.randn(5, 8), 1.5, led=True)
+def pruned() -> nn.Module:
+    layer = nn.Linear(8, 3)
+    prune.random_unstructured(layer, "weight", 0.5)
+    return layer
 
 
 def part(columns: bool) -> nn.Module:
@@ -318,38 +245,98 @@ def part(columns: bool) -> nn.Module:
     return Built(lambda self, x: x @ self.weight, weight=nn.Parameter(whole[:, 2:5] if columns else whole[2:5].T))
 
 
+def offloaded(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return self.layer(x).tanh()
+
+
+def again(reentrant: bool) -> Any:
+    return lambda self, x: checkpoint(self.layer, x, use_reentrant=reentrant).tanh()
+
+
+NO_CAST = r"'layer.weight' \(by _to_copy\)"
+ELSEWHERE = r"Backward0? recomputes what it has saved, or takes it from elsewhere"
+BOTH = (False, True)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, tuple[bool, ...]]] = {
+    # Computed from weights alone:
+    "cast": (cast, NO_CAST, (False,)),
+    "normed": (
+        lambda: parametrizations.weight_norm(nn.Linear(8, 3)),
+        r"original0' \(by _weight_norm_interface\).*original1' \(by _weight_norm_interface\)",
+        BOTH,
+    ),
+    "pruned": (pruned, r"rule 'graph'.*weight_orig' \(by mul\)", BOTH),
+    "added": (computed, r"layer.a' \(by add\).*layer.b' \(by add\)", BOTH),
+    "copied": (lambda: layer_with(Copies), r"layer.weight' \(by clone\)", BOTH),
+    # On a context, where hooks do not see it:
+    "copy on a context": (
+        lambda: layer_with(KeepsCopy),
+        r"KeepsCopyBackward keeps what was computed from 'layer\.weight'",
+        BOTH,
+    ),
+    "on a context": (lambda: layer_with(Keeps), r"KeepsBackward keeps 'layer\.weight' on its context", (True,)),
+    "with holes": (
+        lambda: part(columns=True),
+        r"a part of 'layer\.weight' that lies across parameters, in one with holes",
+        (True,),
+    ),
+    # Not where autograd has put it:
+    "reentrant": (lambda: Built(again(True), layer=nn.Linear(8, 8)), ELSEWHERE, BOTH),
+    "not reentrant": (lambda: Built(again(False), layer=nn.Linear(8, 8)), ELSEWHERE, BOTH),
+    "offloaded": (lambda: Built(offloaded, layer=nn.Linear(8, 8)), ELSEWHERE, BOTH),
+}
+
+
+@pytest.mark.parametrize(("name", "led"), [(name, led) for name, (*_, leds) in REFUSED.items() for led in leds])
+def test_what_an_old_graph_cannot_give_is_refused(name: str, led: bool) -> None:
+    make, words, _ = REFUSED[name]
+    x = torch.randn(5, 8, dtype={"cast": torch.bfloat16, "with holes": torch.float64}.get(name))
+    with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
+        run_graph_rule(make(), x, 1.5, led=led)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [(cast(writes=True), NO_CAST), (attention(), r"'layer.out' \(by _to_copy\)")]
+)
+def test_what_is_no_plain_cast_of_a_weight_is_refused(layer: nn.Module, words: str) -> None:
+    """What is written, or cast from a view."""
+    with pytest.raises(pd.PipelineError, match=words):
+        run_graph_rule(layer, torch.randn(3, 4, 8), 1.5, torch.bfloat16)
+
+
+@pytest.mark.parametrize("led", BOTH)
+def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
+    """Autograd itself does not look where hooks have packed what it saves."""
+    layer = Built(lambda self, x: (x * self.weight).exp().add_(1), weight=parameter(8))
+    with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
+        run_graph_rule(layer, torch.randn(5, 8), 1.5, led=led)
+
+
+def test_the_first_forward_alone_is_watched() -> None:
+    layer = computed()
+    versions = Versions(dict(layer.named_parameters()), single=True)
+    saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
+    for expectation in (pytest.raises(pd.errors.ScheduleError), nullcontext()):
+        with expectation, saved.watching(x, versions.peek()):
+            x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
+
+
+def test_what_is_not_saved_may_be_computed() -> None:
+    run_graph_rule(computed(saves=False), torch.randn(5, 8), 1.5)
+
+
+def test_with_one_set_a_weight_on_a_context_is_the_newest() -> None:
+    torch.manual_seed(0)
+    layer, x = layer_with(Keeps).double(), torch.randn(5, 8, dtype=torch.float64)
+    slopes = 1 - (x * layer.weight.detach()).tanh() ** 2
+    expected = slopes * 1.5 * layer.weight.detach()
+    back, _, slope = run_graph_rule(layer, x, 1.5)
+    torch.testing.assert_close(back, slope * expected)
+
+
 def test_places_are_told_from_the_beginning_of_a_parameter() -> None:
     torch.manual_seed(0)
     layer, x = part(columns=False), torch.randn(5, 8, dtype=torch.float64)
     weight = layer.weight.detach().clone()
     back, _, slope = run_graph_rule(layer, x, 1.5, led=True)
     torch.testing.assert_close(back, slope @ (1.5 * weight).T)
-    with pytest.raises(
-        pd.errors.ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
-    ):
-        run_graph_rule(part(columns=True), x, 1.5, led=True)
-
-
-@pytest.mark.parametrize("led", [False, True])
-def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
-    """Autograd itself does not look where hooks have packed what it saves."""
-    with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
-        run_graph_rule(
-            Built(lambda self, x: (x * self.weight).exp().add_(1), weight=parameter(8)), torch.randn(5, 8), 1.5, led=led
-        )
-
-
-def otherwise(self: Any, x: Tensor) -> Tensor:
-    """Does not leave what its backward needs where autograd has put it."""
-    if self.way == "offloaded":
-        with torch.autograd.graph.save_on_cpu():
-            return self.layer(x).tanh()
-    again: Tensor = checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
-    return again.tanh()
-
-
-@pytest.mark.parametrize("led", [False, True])
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
-def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
-    with pytest.raises(pd.PipelineError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
-        run_graph_rule(Built(otherwise, way=way, layer=nn.Linear(8, 8)), torch.randn(5, 8), 1.5, led=led)

@@ -40,15 +40,35 @@ class Own(torch.autograd.Function):
         return weight * gradients[0], (x * gradients[0]).sum(0)
 
 
+OPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, y, w, v: F.linear(x, w, v),
+    "tanh": lambda x, y, w, v: x.tanh(),
+    "relu_": lambda x, y, w, v: (x * 1.0).relu_(),
+    "add": lambda x, y, w, v: x + y,
+    "mul": lambda x, y, w, v: x * y,
+    "gain": lambda x, y, w, v: x * v,
+    "bias": lambda x, y, w, v: x + v.unsqueeze(0),
+    "norm": lambda x, y, w, v: F.layer_norm(x, (WIDTH,), v, w[0]),
+    "cat": lambda x, y, w, v: torch.cat([x, y], 1)[:, 1 : WIDTH + 1],
+    "attend": lambda x, y, w, v: torch.softmax(x @ y.T, 1) @ y,
+    "own": lambda x, y, w, v: Own.apply(x, v),
+    "drop": lambda x, y, w, v: F.dropout(x, 0.3),
+    "detach": lambda x, y, w, v: x.detach() + y,
+    "again": lambda x, y, w, v: checkpoint(lambda value: (value @ w).tanh(), x, use_reentrant=False),
+    "row": lambda x, y, w, v: x[:, :1] * v + y.mean(0),
+    "both": lambda x, y, w, v: torch.addcmul(x, v, v.exp()),
+    "constant": lambda x, y, w, v: (w @ w)[: len(x)] + 0.0 * v,
+    "twice": lambda x, y, w, v: F.linear(x.tanh(), (w * w).T, w[0]),
+}
+"""From two values, a matrix and a vector."""
+Program = list[tuple[str, int, int, int]]
+"""Operations, two values made before, and the number of the weights; "off" multiplies by what all inputs share."""
+
+
 class Net(nn.Module):
-    """A network that does what a list of (op, operand, operand, weight) says; the operands are values made before."""
+    """A network that does what a program says."""
 
-    OPS = (
-        "linear", "tanh", "relu_", "add", "mul", "gain", "bias", "norm", "cat", "attend", "off", "own", "drop",
-        "detach", "again", "row", "both", "constant", "twice",
-    )  # fmt: skip
-
-    def __init__(self, program: list[tuple[str, int, int, int]]) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
         self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
@@ -61,46 +81,7 @@ class Net(nn.Module):
         for op, first, second, weight in self.program:
             x, y = values[first % len(values)], values[second % len(values)]
             w, v = self.matrices[weight], self.vectors[weight]
-            match op:
-                case "linear":
-                    new = F.linear(x, w, v)
-                case "tanh":
-                    new = x.tanh()
-                case "relu_":
-                    new = (x * 1.0).relu_()
-                case "add":
-                    new = x + y
-                case "mul":
-                    new = x * y
-                case "gain":
-                    new = x * v
-                case "bias":
-                    new = x + v.unsqueeze(0)
-                case "norm":
-                    new = F.layer_norm(x, (WIDTH,), v, self.vectors[0])
-                case "cat":
-                    new = torch.cat([x, y], 1)[:, 1 : WIDTH + 1]
-                case "attend":
-                    new = torch.softmax(x @ y.T, 1) @ y
-                case "off":
-                    new = x @ normed[weight]
-                case "own":
-                    new = Own.apply(x, v)
-                case "drop":
-                    new = F.dropout(x, 0.3)
-                case "detach":
-                    new = x.detach() + y
-                case "again":
-                    new = checkpoint(lambda value, w=w: (value @ w).tanh(), x, use_reentrant=False)
-                case "row":
-                    new = x[:, :1] * v + y.mean(0)
-                case "both":
-                    new = torch.addcmul(x, v, v.exp())
-                case "constant":
-                    new = (w @ w)[: len(x)] + 0.0 * v
-                case _:
-                    new = F.linear(x.tanh_() if op != "twice" else x.tanh(), (w * w).T, w[0])
-            values.append(new)
+            values.append(x @ normed[weight] if op == "off" else OPS[op](x, y, w, v))
         return values[-1], values[len(values) // 2]
 
 
@@ -113,10 +94,8 @@ def both_ways(
         torch.manual_seed(2)
         net = make()
         weights = list(net.parameters())
-        entered = [
-            x.clone().requires_grad_() * 1.0 if want else x.clone() for x, want in zip(inputs, wants, strict=True)
-        ]
-        arrived = [x for x, want in zip(entered, wants, strict=True) if want]
+        entered = [x.clone().requires_grad_(want) * 1.0 for x, want in zip(inputs, wants, strict=True)]
+        arrived = [x for x in entered if x.requires_grad]
         results = [x.clone() for x in net(*entered)]
         outputs = [x for x in results if x.requires_grad]
         generator = torch.Generator().manual_seed(1)
@@ -133,8 +112,7 @@ def both_ways(
             assert before == [g is not None for g in back]
             answers.append([*back, *(weight.grad for weight in weights)])
         else:
-            expected = torch.autograd.grad(outputs, [*arrived, *weights], gradients, allow_unused=True)
-            answers.append(list(expected))
+            answers.append(list(torch.autograd.grad(outputs, [*arrived, *weights], gradients, allow_unused=True)))
     return answers[0], answers[1]
 
 
@@ -146,18 +124,13 @@ def assert_alike(whole: list[Tensor | None], halves: list[Tensor | None]) -> Non
             torch.testing.assert_close(two, expected, rtol=1e-12, atol=1e-12)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(Net.OPS), st.integers(0, 12), st.integers(0, 12), st.integers(0, 2)),
-        min_size=1,
-        max_size=12,
-    ),
-    st.lists(st.booleans(), min_size=1, max_size=2),
-)
-def test_halves_give_the_gradients_of_the_whole(program: list[tuple[str, int, int, int]], wants: list[bool]) -> None:
+STEPS = st.tuples(st.sampled_from([*OPS, "off"]), st.integers(0, 12), st.integers(0, 12), st.integers(0, 2))
+
+
+@given(st.lists(STEPS, min_size=1, max_size=12), st.lists(st.booleans(), min_size=1, max_size=2))
+def test_halves_give_the_gradients_of_the_whole(program: Program, wants: list[bool]) -> None:
     """Branches, skips, shared weights, work in place, functions of weights, weights that are not used, inputs that
     want no gradient."""
-
     torch.manual_seed(3)
     inputs = [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants]
     assert_alike(*both_ways(lambda: Net(program), inputs, wants))

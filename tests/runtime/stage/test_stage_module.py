@@ -1,6 +1,8 @@
 """A stage's backward: autograd adds to the sums that it is given."""
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,11 @@ from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients
 
 
+def stage_of(layer: nn.Module, seed: int = 0, device: str = "cpu") -> tuple[StageModule, dict[str, nn.Parameter]]:
+    handles = dict(layer.named_parameters())
+    return StageModule([("layer", layer)], handles, torch.device(device), seed=seed), handles
+
+
 def twice() -> nn.Module:
     """Returns two weights whose gradients autograd hands out as one tensor."""
     a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
@@ -23,8 +30,7 @@ def twice() -> nn.Module:
 
 def test_sums_grow_in_place_and_share_nothing() -> None:
     layer = twice()
-    handles = dict(layer.named_parameters())
-    stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
+    stage, handles = stage_of(layer)
     versions, gradients = Versions(handles), Gradients(2)
     expected, sums = torch.zeros(3), []
     for k in range(3):
@@ -34,9 +40,8 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
         output = stage.forward(value, weights.leaves, k, is_first=False)
         scale = torch.randn(2, 3)
         accumulators = gradients.accumulators
-        weight_gradients, back = stage.backward(
-            SavedForward(weights, boxes, (output,), (True,), k), [scale], accumulators
-        )
+        saved = SavedForward(weights, boxes, (output,), (True,), k)
+        weight_gradients, back = stage.backward(saved, [scale], accumulators)
         assert k == 0 or all(new is old for new, old in zip(weight_gradients, accumulators, strict=True))
         gradients.add(weight_gradients, 1.0)
         expected += (arrived * scale).sum(0)
@@ -54,8 +59,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
 
 def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     layer = twice()
-    handles = dict(layer.named_parameters())
-    stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
+    stage, handles = stage_of(layer)
     weights = Versions(handles).acquire(0)
     output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
     saved = SavedForward(weights, (), (output,), (), 0)
@@ -73,53 +77,25 @@ def draw_from_call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def draws_from(call: int) -> nn.Module:
-    return Built(draw_from_call, call=call, calls=0, drawn=[])
-
-
-LAYERS = {
-    **{kind: ((4, 4), (2, 4)) for kind in (nn.Linear,)},
-    **{kind: ((), (2, 4)) for kind in (nn.Identity, nn.Flatten, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU)},
-    **{kind: ((), (2, 4)) for kind in (nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid)},
-    **{kind: ((), (2, 4)) for kind in (nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid)},
-    **{kind: ((), (2, 4)) for kind in (nn.Hardswish,)},
-    **{kind: ((1,), (2, 4)) for kind in (nn.Softmax, nn.LogSoftmax)},
-    nn.Unflatten: ((1, (2, 2)), (2, 4)),
-    nn.Upsample: ((8,), (2, 4, 4)),
-    nn.LocalResponseNorm: ((2,), (2, 4, 4)),
-    **{kind: ((4,), (2, 4)) for kind in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)},
-    nn.GroupNorm: ((2, 4), (2, 4, 4)),
-    **{kind: ((1,), (2, 4, 4, 4)) for kind in (nn.ZeroPad2d, nn.ReflectionPad2d)},
-    nn.ConstantPad2d: ((1, 0.0), (2, 4, 4, 4)),
-    **{
-        getattr(nn, f"{name}{d}d"): ((4, 4, 2), (2, 4, *[4] * d))
-        for name in ("Conv", "ConvTranspose")
-        for d in (1, 2, 3)
-    },
-    **{
-        getattr(nn, f"{name}{d}d"): ((4,), (2, 4, *[4] * d))
-        for name, ds in {"BatchNorm": (2, 3), "InstanceNorm": (1, 2, 3)}.items()
-        for d in ds
-    },
-    **{
-        getattr(nn, f"{name}{d}d"): ((2,), (2, 4, *[4] * d))
-        for name, ds in {
-            "MaxPool": (1, 2, 3),
-            "AvgPool": (1, 2, 3),
-            "AdaptiveMaxPool": (1, 2),
-            "AdaptiveAvgPool": (1, 2),
-        }.items()
-        for d in ds
-    },
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), (4, 4, 2)),
+    **dict.fromkeys(("Linear", "Embedding", "EmbeddingBag"), (4, 4)),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "ZeroPad", "ReflectionPad"), (1,)),
+    **dict.fromkeys(("LayerNorm", "RMSNorm", "BatchNorm", "InstanceNorm"), (4,)),
+    **dict.fromkeys(("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool", "LocalResponseNorm"), (2,)),
+    "Unflatten": (1, (2, 2)),
+    "Upsample": (8,),
+    "GroupNorm": (2, 4),
+    "ConstantPad": (1, 0.0),
 }
-OF_NUMBERS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @pytest.mark.parametrize("kind", sorted(generators._NEVER_DRAW - {nn.Bilinear}, key=lambda kind: kind.__name__))
 def test_layers_that_are_not_seeded_draw_nothing(kind: type[nn.Module]) -> None:
-    arguments, shape = ((4, 4), (2, 4)) if kind in OF_NUMBERS else LAYERS[kind]
-    layer = kind(*arguments)
-    inputs = torch.randint(4, shape) if kind in OF_NUMBERS else torch.randn(shape)
+    name, dimensions = re.fullmatch(r"(.*?)(?:([123])d)?", kind.__name__).groups()
+    more = int(dimensions) if dimensions else name in ("Upsample", "LocalResponseNorm", "GroupNorm")
+    layer, shape = kind(*ARGUMENTS.get(name, ())), (2, 4, *[4] * more)
+    inputs = torch.randint(4, shape) if name.startswith("Embedding") else torch.randn(shape)
     assert generators.never_draws(layer)
     before = torch.default_generator.get_state()
     output = layer(inputs)
@@ -136,21 +112,21 @@ def test_layers_that_may_draw_are_known() -> None:
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: torch.rand(()) * 0)
     replaced = nn.Linear(2, 2)
-    replaced.forward = lambda x: x + torch.rand(())  # type: ignore[method-assign]
+    replaced.forward = lambda x: x + torch.rand(())
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     for layer in (Noisy(2, 2), normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
         assert not generators.never_draws(layer)
     for layer in (hooked, replaced):
-        stage = StageModule([("layer", layer)], {}, torch.device("cpu"), seed=5)
+        stage, handles = stage_of(layer, seed=5)
         before = torch.default_generator.get_state()
-        stage.forward(torch.ones(2, 2), {}, 0, is_first=True)
+        stage.forward(torch.ones(2, 2), handles, 0, is_first=True)
         assert torch.equal(before, torch.default_generator.get_state()), "seeded, and restored"
 
 
 def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
     drawn = []
     for layers in (("late",), ("plain", "late", "plain again")):
-        late = draws_from(call=2)
+        late = Built(draw_from_call, call=2, calls=0, drawn=[])
         named = [(name, late if name == "late" else nn.Linear(3, 3)) for name in layers]
         stage = StageModule(named, {}, torch.device("cpu"), seed=5)
         before = torch.default_generator.get_state()
@@ -173,7 +149,7 @@ def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.Monk
     before = [generator.get_state() for generator in of_gpus]
     for device, index in (("cuda:1", 1), ("cuda", 2)):
         layer = nn.Dropout()
-        stage = StageModule([("layer", layer)], {}, torch.device(device), seed=5)
+        stage, _ = stage_of(layer, 5, device)
         layer.register_forward_hook(lambda *_: seeds.append([g.initial_seed() for g in of_gpus]))
         stage.forward(torch.ones(2), {}, 7, is_first=True)
         expected = layer_seed(5, 7, "layer")
@@ -239,8 +215,6 @@ def test_a_forward_that_moves_a_weight_is_refused() -> None:
             self.weight.data = self.weight.data.clone()
             return super().forward(x)
 
-    layer = Moving(2, 2)
-    handles = dict(layer.named_parameters())
-    stage = StageModule([("moving", layer)], handles, torch.device("cpu"), seed=0)
+    stage, handles = stage_of(Moving(2, 2))
     with pytest.raises(pd.PipelineError, match=r"moves the weight 'weight' to other memory"):
         stage.forward(torch.ones(1, 2), Versions(handles).acquire(0).leaves, 0, is_first=True)

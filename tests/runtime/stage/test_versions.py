@@ -1,5 +1,6 @@
 """Versions of weights equal copies that were made one after the other, and are never written under a reader."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -22,6 +23,19 @@ def make_handles() -> dict[str, nn.Parameter]:
     return {"a": nn.Parameter(torch.randn(3, 2)), "b": nn.Parameter(torch.randn(4))}
 
 
+def update(versions: Versions, readable: Iterable[int] = (), step: Callable[[], object] | None = None) -> None:
+    """Makes an update, by default one that adds 1; the versions in `readable` may be read later."""
+    versions.choose_storage(readable)
+    versions.move_handles()
+    if step is None:
+        with torch.no_grad():
+            for handle in versions.handles.values():
+                handle.add_(1.0)
+    else:
+        step()
+    versions.after_step()
+
+
 @given(late=st.integers(0, 5), updates=st.integers(1, 12), stepper=st.sampled_from(STEPPERS))
 def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, stepper: partial) -> None:
     handles = make_handles()
@@ -42,10 +56,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
         for name in handles:
             handles[name].grad = torch.randn_like(handles[name])
             plain[name].grad = handles[name].grad.clone()
-        versions.choose_storage(range(max(0, k + 1 - late), versions.newest + 1))
-        versions.move_handles()
-        optimizer.step()
-        versions.after_step()
+        update(versions, range(max(0, k + 1 - late), versions.newest + 1), optimizer.step)
         serial.step()
         history.append({name: p.detach().clone() for name, p in plain.items()})
         assert all(torch.equal(versions.peek().leaves[name], plain[name]) for name in plain)
@@ -58,43 +69,29 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
 
 def test_a_version_that_nobody_will_read_is_not_kept() -> None:
     """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
-    handles = make_handles()
-    versions = Versions(handles)
+    versions = Versions(make_handles())
     reading = versions.acquire(0)
     for newest in range(6):
         # Forwards to come read 0 and 3 and so on, two updates late.
-        versions.choose_storage({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
-        versions.move_handles()
-        with torch.no_grad():
-            handles["a"].add_(1.0)
-        versions.after_step()
+        update(versions, {max(0, newest - 2) // 3 * 3, newest // 3 * 3})
         assert versions.kept_count == [2, 2, 2, 3, 3, 3][newest]
         assert versions.storages == versions.peak
     versions.release(reading)
-    versions.choose_storage({3, 6})
-    versions.move_handles()
-    versions.after_step()
+    update(versions, {3, 6})
     assert (versions.kept_count, versions.newest) == (3, 7)
     with pytest.raises(KeyError):
         versions.acquire(0)
 
 
 def test_a_version_that_is_read_is_never_written() -> None:
-    handles = make_handles()
-    versions = Versions(handles)
+    versions = Versions(make_handles())
     reading = versions.acquire(0)
     before = reading.leaves["a"].detach().clone()
-    versions.choose_storage(())
-    versions.move_handles()
-    with torch.no_grad():
-        handles["a"].add_(1.0)
-    versions.after_step()
+    update(versions)
     assert torch.equal(reading.leaves["a"], before)
     versions.release(reading)
     # A free set with a reader cannot be: should it ever, the update stops.
-    versions.choose_storage(())
-    versions.move_handles()
-    versions.after_step()
+    update(versions)
     versions._free.append(reading)
     reading.readers = 1
     versions.peek().readers = 1
@@ -119,9 +116,7 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
         assert sorted(calls) == sorted([0, 1] * versions.kept_count)
 
     check()
-    versions.choose_storage({0})
-    versions.move_handles()
-    versions.after_step()
+    update(versions, {0})
     assert versions.kept_count == 2
     check()
     versions.free_unread(())
@@ -140,10 +135,7 @@ def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
     for n in range(1, 4):
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
-        versions.choose_storage({n - 1})
-        versions.move_handles()
-        optimizer.step()
-        versions.after_step()
+        update(versions, {n - 1}, optimizer.step)
         readers.append(versions.acquire(n))
         assert {reader.version for reader in readers} == {n}, "all read the newest"
         assert all(torch.equal(readers[0].leaves[name], handle) for name, handle in handles.items())
@@ -164,12 +156,7 @@ def test_kept_views_are_sets_of_their_own() -> None:
     first = versions.read_prediction(0, twice)
     assert versions.read_prediction(0, partial(fill, handles, 3.0)) is first, "kept, not computed again"
     expected = {name: 2.0 * handle.detach() for name, handle in handles.items()}
-    versions.choose_storage(())
-    versions.move_handles()
-    with torch.no_grad():
-        for handle in handles.values():
-            handle.add_(1.0)
-    versions.after_step()
+    update(versions)
     second = versions.read_prediction(1, twice)
     assert all(torch.equal(first.leaves[name], w) for name, w in expected.items())
     assert (versions.kept_count, versions.storages) == (3, 3)
