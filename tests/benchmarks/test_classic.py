@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 from hypothesis import given, strategies as st
+from marks import published
 from paper_tables import classic as classic_module, classic_states
 from paper_tables.classic import classic, solve
 from paper_tables.classic_states import CutStates
 from paper_tables.graph_txt import GraphNode, GraphText
-from published import published
 
 import pipedream as pd
 from pipedream.core.errors import PlanError

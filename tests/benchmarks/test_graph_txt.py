@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from marks import published
 from paper_tables.graph_txt import GraphNode, GraphText
-from published import published
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from commands import load_script
+from marks import published
 from paper_tables import graph_txt
 from paper_tables.graph_txt import GraphText
-from published import published
 from table_1 import TABLE_1, Row
 
 import pipedream as pd

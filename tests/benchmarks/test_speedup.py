@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import Started
 from hypothesis import given, strategies as st
-from published import published
+from marks import published
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 sys.path.append(str(FOLDER))

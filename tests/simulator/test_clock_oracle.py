@@ -9,14 +9,12 @@ from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 import pipedream as pd
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, Site, SumLink
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.schedules import build
+from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs, costs, simulate
 from pipedream.simulator.costs import bucket_costs
 
 
-def by_rank(timeline: Timeline) -> list[list[Span]]:
+def by_rank(timeline: pd.Timeline) -> list[list[Span]]:
     return [sorted(timeline.of_rank(rank)) for rank in range(timeline.workers)]
 
 
@@ -36,7 +34,7 @@ def check_same(actual: list[list[Span]], expected: list[list[Span]], kinds: str)
 @given(runs())
 def test_equals_the_slow_clock(run: tuple[pd.Schedule, Costs, int]) -> None:
     schedule, seconds, total = run
-    program = lower(schedule)
+    program = pd.lower(schedule)
     expected = slow_clock(program, seconds, total, overlap=False)
     check_same(by_rank(simulate(program, seconds, total)), expected, "F B I W U send")
 
@@ -60,7 +58,7 @@ def summed(draw: st.DrawFn) -> pd.Schedule:
     cluster = pd.Cluster.flat(schedule.plan.workers, draw(st.floats(3e6, 3e8)), latency_s)
     plan = replace(schedule.plan, stages=rows, cluster=cluster)
     splits = schedule.name not in ("pipedream", "pipedream_vertical_sync")
-    return build(schedule.name, plan, schedule.microbatches if splits else None)
+    return pd.schedules.build(schedule.name, plan, schedule.microbatches if splits else None)
 
 
 @pytest.mark.slow
@@ -69,7 +67,7 @@ def summed(draw: st.DrawFn) -> pd.Schedule:
 def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""
     assume(not schedule.plan.is_shared)
-    program, seconds = lower(schedule), costs(schedule.plan)
+    program, seconds = pd.lower(schedule), costs(schedule.plan)
     alone = replace(seconds, output_bytes=(0.0,) * len(seconds.output_bytes))
     expected = slow_clock(program, alone, total, overlap=True, alone=True)
     check_same(by_rank(simulate(program, alone, total)), expected, "F B I W U send")
@@ -80,7 +78,7 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: in
 def test_sums_and_messages_share_the_ports(schedule: pd.Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))
     seconds = costs(replace(schedule.plan, stages=rows))
-    program = lower(schedule)
+    program = pd.lower(schedule)
     expected = slow_clock(program, seconds, total, overlap=True)
     check_same(by_rank(simulate(program, seconds, total)), expected, "F B I W U send")
 

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 
 import pytest
 from drawn import runs, straight
 from hypothesis import given, strategies as st
+from programs import program_of
 
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
-from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.stage_memory import DEFERRED_SHARE
-from pipedream.core.schedule.timeline import WORK, Timeline
-from pipedream.core.schedule.weights import Stamped, WeightRule
+from pipedream.core.schedule.timeline import WORK
+from pipedream.core.schedule.weights import Stamped
 from pipedream.experimental.timeprest_interpolated import Interpolated
-from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate
 
 ROWS = tuple(
-    Stage(s, s + 1, 1, 1.0, 2.0, output_bytes=80, activation_bytes=800 + s, parameter_bytes=5000, optimizer_bytes=7)
+    pd.Stage(s, s + 1, 1, 1.0, 2.0, output_bytes=80, activation_bytes=800 + s, parameter_bytes=5000, optimizer_bytes=7)
     for s in range(3)
 )
-PLAN = Plan(ROWS, (3, 2, 1), Cluster.flat(3))
+PLAN = pd.Plan(ROWS, (3, 2, 1), pd.Cluster.flat(3))
+SIZES = ("parameter_bytes", "frozen_bytes", "optimizer_bytes", "activation_bytes", "output_bytes", "temporary_bytes")
+SIZES += ("largest_parameter_bytes", "update_temporary_bytes")
 
 
-def sizes_at(plan: Plan, stage: int) -> StageSizes:
-    row = plan.stages[stage]
-    received = plan.stages[stage - 1].output_bytes if stage else 0
-    return StageSizes(
-        parameter_bytes=row.parameter_bytes,
-        frozen_bytes=row.frozen_bytes,
-        optimizer_bytes=row.optimizer_bytes,
-        activation_bytes=row.activation_bytes,
-        input_bytes=received,
-        received_bytes=received,
-        sent_bytes=row.output_bytes if stage + 1 < len(plan.stages) else 0,
-        temporary_bytes=row.temporary_bytes,
-        freed_before_peak_bytes=row.freed_before_peak_bytes,
-        largest_parameter_bytes=row.largest_parameter_bytes,
-        update_temporary_bytes=row.update_temporary_bytes,
-    )
+def sizes_at(plan: pd.Plan, stage: int) -> StageSizes:
+    row, received = plan.stages[stage], plan.stages[stage - 1].output_bytes if stage else 0
+    sent = row.output_bytes if stage + 1 < len(plan.stages) else 0
+    row_sizes = {field.name: getattr(row, field.name) for field in fields(StageSizes) if hasattr(row, field.name)}
+    return StageSizes(**row_sizes, input_bytes=received, received_bytes=received, sent_bytes=sent)
 
 
-def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[int, ...] = (3, 2, 1)) -> int:
+def base_at(plan: pd.Plan, stage: int, versions: int, in_flight: int, most: tuple[int, ...] = (3, 2, 1)) -> int:
     """Bytes of what waits, written out once more; `most` is what each stage holds in flight."""
     row, recompute = plan.stages[stage], plan.stages[stage].recompute
     waiting = sizes_at(plan, stage).input_bytes if recompute else row.activation_bytes
@@ -59,14 +45,14 @@ def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[i
     return row.frozen_bytes + row.trained_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
-def memory_steps(timeline: Timeline, rank: int) -> tuple[tuple[float, int], ...]:
+def memory_steps(timeline: pd.Timeline, rank: int) -> tuple[tuple[float, int], ...]:
     """Returns the start of each op of a rank, the start of the run first, with the most that is held from there on."""
     begins = (span.start_s for span in timeline.of_rank(rank) if span.kind in WORK)
     return tuple(zip((0.0, *begins), timeline.memory[rank], strict=True))
 
 
 def alive_after(
-    rule: WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
+    rule: pd.schedules.WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
 ) -> int:
     """Sets of weights alive behind an op, by definition.
 
@@ -80,7 +66,7 @@ def alive_after(
     if (rule.backward_rule == "stash" and until is None) or isinstance(rule, Interpolated):
         return len({newest} | {read[k] for k in waiting if read[k] <= newest})
     begun = read.keys() - coming
-    ahead = {Kind.FORWARD: coming, Kind.BACKWARD: begun & waiting, None: set()}[until]
+    ahead = {pd.schedules.Kind.FORWARD: coming, pd.schedules.Kind.BACKWARD: begun & waiting, None: set()}[until]
     return 1 + len({read[k] for k in begun} & {read[k] for k in ahead})
 
 
@@ -90,27 +76,18 @@ def alive_after(
     st.lists(st.booleans(), min_size=8, max_size=8),
 )
 def test_bytes_of_each_op_are_those_of_what_is_alive(
-    run: tuple[Schedule, Costs, int], numbers: list[int], choices: list[bool]
+    run: tuple[pd.Schedule, Costs, int], numbers: list[int], choices: list[bool]
 ) -> None:
     drawn, seconds, total = run
     size, again = iter(numbers), iter(choices)
-    rows = tuple(
-        replace(
-            stage,
-            parameter_bytes=next(size) + (frozen := next(size)),
-            frozen_bytes=frozen,
-            optimizer_bytes=next(size),
-            activation_bytes=next(size),
-            output_bytes=next(size),
-            temporary_bytes=next(size),
-            largest_parameter_bytes=next(size),
-            update_temporary_bytes=next(size),
-            recompute=next(again) if drawn.weights.backward_rule == "stash" else stage.recompute,
-        )
-        for stage in drawn.plan.stages
-    )
-    schedule = replace(drawn, plan=replace(drawn.plan, stages=rows))
-    timeline = simulate(lower(schedule), seconds, total)
+    rows = []
+    for stage in drawn.plan.stages:
+        sizes = {name: next(size) for name in SIZES}
+        sizes["parameter_bytes"] += sizes["frozen_bytes"]
+        recompute = next(again) if drawn.weights.backward_rule == "stash" else stage.recompute
+        rows.append(replace(stage, **sizes, recompute=recompute))
+    schedule = replace(drawn, plan=replace(drawn.plan, stages=tuple(rows)))
+    timeline = simulate(pd.lower(schedule), seconds, total)
     steps = {"F": 1, "B": -1, "W": -1}
     kinds = ([span.kind for span in timeline.of_rank(first)] for first, *_ in schedule.placement.ranks)
     held_most = tuple(max(accumulate(steps.get(kind, 0) for kind in row), default=0) for row in kinds)
@@ -129,8 +106,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
         # What is in a bucket of a sum over replicas is there twice.
-        bucket_bytes = min(FIRST_BUCKET_BYTES, row.trained_bytes) if row.replicas > 1 else 0
-        summed_bytes = row.trained_bytes + bucket_bytes
+        summed_bytes = row.trained_bytes + (min(FIRST_BUCKET_BYTES, row.trained_bytes) if row.replicas > 1 else 0)
         alive = 1
         for span in timeline.of_rank(rank):
             extra = 0
@@ -145,7 +121,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 one_set = rule.backward_rule != "stash" and not isinstance(rule, (Stamped, Interpolated))
                 if one_set or until is not None:
                     alive = alive_after(rule, stage, newest, read, waiting, coming)
-                    if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
+                    if until is pd.schedules.Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
                         alive += 1  # its view is dropped after it
                     most = max(most, alive)
                 extra = pass_bytes + (summed_bytes if summed else 0)
@@ -176,7 +152,7 @@ def test_what_a_basis_takes_is_counted_and_timed() -> None:
     rows = tuple(replace(row, matrices=(Matrices(30, 40, 2, 9600),) if s < 2 else ()) for s, row in enumerate(ROWS))
     plan = replace(PLAN, stages=rows, unit="microbatch")
     plain, rotated, gpu = (
-        simulate(lower(build(name, plan)), costs(replace(plan, cluster=Cluster.flat(3, device=device))), 24)
+        simulate(program_of(name, plan), costs(replace(plan, cluster=pd.Cluster.flat(3, device=device))), 24)
         for name, device in (("pipedream", "cpu"), ("basis_rotation", "cpu"), ("basis_rotation", "V100-16GB"))
     )
     size = 2 * 2 * (30 * 30 + 40 * 40) * 4
@@ -192,13 +168,10 @@ def test_what_a_basis_takes_is_counted_and_timed() -> None:
         assert added == pytest.approx([flops * rate, flops * rate, 0], rel=1e-6, abs=1e-12)
 
 
-def test_forwards_alone_hold_one_version() -> None:
-    timeline = simulate(lower(evaluation(PLAN)), costs(PLAN), 4)
-    assert set(timeline.memory[1]) == {base_at(PLAN, 1, 1, 0)}
-
-
 def test_memory_is_saved_and_not_known_of_parts_and_of_measured_runs() -> None:
-    timeline = simulate(lower(build("pipedream", PLAN)), costs(PLAN), 4)
-    assert Timeline.from_json(timeline.to_json()) == timeline
+    forwards = simulate(pd.lower(pd.schedules.evaluation(PLAN)), costs(PLAN), 4)
+    assert set(forwards.memory[1]) == {base_at(PLAN, 1, 1, 0)}, "forwards alone hold one version"
+    timeline = simulate(program_of("pipedream", PLAN), costs(PLAN), 4)
+    assert pd.Timeline.from_json(timeline.to_json()) == timeline
     assert timeline.between(2.0, 9.0).memory == ()
-    assert Timeline("x", "measured", 1, timeline.of_rank(0), 4).memory == ()
+    assert pd.Timeline("x", "measured", 1, timeline.of_rank(0), 4).memory == ()

@@ -7,21 +7,19 @@ from math import lcm
 import pytest
 from hypothesis import example, given, settings, strategies as st
 from marks import thinned
+from programs import program_of
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.depth import full, noam
-from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.lowering import lower
 from pipedream.metrics import steady_metrics
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate, time_updates
 
 SECONDS = st.floats(0.1, 10.0)
 
 
-def run(name: str, plan: pd.Plan, microbatches: int | None, total: int, overlap: bool = True) -> pd.Timeline:
-    return simulate(lower(build(name, plan, microbatches)), costs(plan, overlap=overlap), total)
+def run(name: str, plan: pd.Plan, microbatches: int | None, total: int) -> pd.Timeline:
+    return simulate(program_of(name, plan, microbatches), costs(plan), total)
 
 
 def period_s(timeline: pd.Timeline, every: int, skip: int) -> float:
@@ -71,7 +69,7 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
 def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: float, share: float) -> None:
     c = share * min(f, b)
     plan = pd.Plan.uniform(p, f, b, c)
-    seconds, updates = time_updates(lower(build("pipedream", plan)), costs(plan), 20 * p + 60, 4 * p, 16 * p)
+    seconds, updates = time_updates(program_of("pipedream", plan), costs(plan), 20 * p + 60, 4 * p, 16 * p)
     assert seconds / updates == pytest.approx(f + b + 2 * c * (p - 1) / p)
     assert updates in (1, p), "a minibatch, or a round of what is in flight"
 
@@ -84,10 +82,10 @@ def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: flo
 @example([(1, 1.0, 2.0), (3, 1.0, 6.0), (3, 1.0, 1.0)], "pipedream", 0)
 def test_updates_are_timed_as_in_a_long_run(rows: list[tuple[int, float, float]], name: str, size: int) -> None:
     """Whether or not they repeat themselves: with replicas, and with messages that meet at ports, some never do."""
-    stages = tuple(Stage(s, s + 1, r, f, b, output_bytes=size) for s, (r, f, b) in enumerate(rows))
+    stages = tuple(pd.Stage(s, s + 1, r, f, b, output_bytes=size) for s, (r, f, b) in enumerate(rows))
     replicas = tuple(r for r, _, _ in rows)
-    plan = pd.Plan(stages, noam(replicas), Cluster.flat(sum(replicas), 1e6), unit="microbatch")
-    program = lower(build(name, plan, None if name == "pipedream" else 2 * lcm(*replicas)))
+    plan = pd.Plan(stages, noam(replicas), pd.Cluster.flat(sum(replicas), 1e6), unit="microbatch")
+    program = program_of(name, plan, None if name == "pipedream" else 2 * lcm(*replicas))
     per_update, total = program.updates.per_update[0], 120 * program.cycle
     first, last = (part * program.cycle // per_update for part in (40, 100))
     seconds, updates = time_updates(program, costs(plan), total, first, last)
@@ -99,8 +97,8 @@ def test_updates_are_timed_as_in_a_long_run(rows: list[tuple[int, float, float]]
 
 def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> pd.Plan:
     """Returns a plan whose stages take r_s times as long on r_s replicas: one period for all."""
-    rows = tuple(Stage(s, s + 1, r, forward_s * r, backward_s * r) for s, r in enumerate(replicas))
-    return pd.Plan(rows, noam(replicas), Cluster.flat(sum(replicas)), unit="microbatch")
+    rows = tuple(pd.Stage(s, s + 1, r, forward_s * r, backward_s * r) for s, r in enumerate(replicas))
+    return pd.Plan(rows, noam(replicas), pd.Cluster.flat(sum(replicas)), unit="microbatch")
 
 
 AT_NOAM = {(2, 1): 1.00, (3, 1): 1.00, (2, 2, 1): 1.00, (1, 2): 0.80, (3, 2): 0.86, (2, 3): 0.75}
@@ -129,12 +127,14 @@ def test_full_depth_hides_messages_of_replicated_plans(
     plan, delays_updates = balanced(replicas), tuple(update_delay if r > 1 else 0 for r in replicas)
     # Latency alone, as longer messages than a slot would be the bottleneck themselves; sums cost nothing here.
     # Where a lagging sum begins with the backward already, the paper's depth may be enough.
-    far = Cluster.flat(plan.workers, latency_s=slots * 3.0)
+    far = pd.Cluster.flat(plan.workers, latency_s=slots * 3.0)
     seconds, overlapped = replace(costs(plan, overlap=False), cluster=far), replace(costs(plan), cluster=far)
     round_trips = (2 * slots,) * (len(replicas) - 1)
     shares = []
     for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
-        program = lower(build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates)))
+        program = pd.lower(
+            pd.schedules.build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates))
+        )
         timeline = simulate(program, seconds, 600)
         shares.append(min(steady_metrics(timeline, skip=400).busy_shares))
         assert simulate(program, overlapped, 600).makespan_s <= timeline.makespan_s
@@ -148,14 +148,14 @@ def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
     rows = tuple(replace(stage, output_bytes=3) for stage in plan.stages)
     counts = full(replicas, (7.0, 7.0))
     assert counts == (11, 11, 1)
-    plan = replace(plan, stages=rows, cluster=Cluster.flat(5, 2.0), in_flight=counts)
+    plan = replace(plan, stages=rows, cluster=pd.Cluster.flat(5, 2.0), in_flight=counts)
     assert plan.slowest_stage_s == 3.0
-    program = lower(build("pipedream", plan))
+    program = program_of("pipedream", plan)
     assert {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"} == {
         (0, 1): 7,
         (1, 2): 6,
     }
-    timeline = simulate(program, replace(costs(plan), cluster=Cluster.flat(5, 2.0, 7.5)), 600)
+    timeline = simulate(program, replace(costs(plan), cluster=pd.Cluster.flat(5, 2.0, 7.5)), 600)
     assert min(steady_metrics(timeline, skip=400).busy_shares) == pytest.approx(1.0)
 
 
@@ -165,25 +165,27 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> pd.Plan:
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3 if levels else 4))
     eighths = st.integers(1, 24).map(lambda n: n / 8)
 
-    def stage(s: int, r: int) -> Stage:
+    def stage(s: int, r: int) -> pd.Stage:
         seconds = r * draw(eighths), r * draw(eighths), draw(st.sampled_from([0.0, 0.5]))
         output_bytes = draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])) << 20
         parameter_bytes = draw(st.sampled_from([0, 1, 6, 24])) << 20
-        return Stage(s, s + 1, r, *seconds, output_bytes, parameter_bytes, recompute=draw(st.booleans()))
+        return pd.Stage(s, s + 1, r, *seconds, output_bytes, parameter_bytes, recompute=draw(st.booleans()))
 
     rows = tuple(stage(s, r) for s, r in enumerate(replicas))
     mebibyte = 1 << 20
     rates = st.sampled_from([2.0 * mebibyte, 8.0 * mebibyte, 100.0 * mebibyte])
     latency, receiving = draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 4.0 * mebibyte]))
     machines = (sum(replicas),)
-    outer: list[Level] = []
+    outer: list[pd.Level] = []
     if levels:
         machines = tuple(draw(st.lists(st.integers(1, 4), min_size=4, max_size=4)))
         machines = (max(machines[0], sum(replicas) - sum(machines[1:])), *machines[1:])
-        outer = [Level(4, draw(rates))] if draw(st.booleans()) else [Level(2, draw(rates)), Level(2, draw(rates))]
-    inner = Level(max(machines), draw(rates), latency, receiving, sizes=machines)
+        outer = (
+            [pd.Level(4, draw(rates))] if draw(st.booleans()) else [pd.Level(2, draw(rates)), pd.Level(2, draw(rates))]
+        )
+    inner = pd.Level(max(machines), draw(rates), latency, receiving, sizes=machines)
     kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5]))) for _ in range(sum(machines)))
-    cluster = Cluster((inner, *outer), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
+    cluster = pd.Cluster((inner, *outer), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
     order: tuple[int, ...] = ()
     if levels and draw(st.booleans()):
         order = tuple(draw(st.permutations(range(cluster.workers)))[: sum(replicas)])
@@ -227,11 +229,11 @@ def test_on_levels_too_with_what_machines_and_racks_carry(plan: pd.Plan) -> None
 
 def test_stages_of_a_machine_share_its_port() -> None:
     """Six stages on three machines of two: the middle one sends gradients to the left and activations to the right."""
-    rows = tuple(Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=12 * (s % 2)) for s in range(6))
-    plan = pd.Plan(rows, (6, 5, 4, 3, 2, 1), Cluster((Level(2, 100.0), Level(3, 8.0))), unit="microbatch")
+    rows = tuple(pd.Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=12 * (s % 2)) for s in range(6))
+    plan = pd.Plan(rows, (6, 5, 4, 3, 2, 1), pd.Cluster((pd.Level(2, 100.0), pd.Level(3, 8.0))), unit="microbatch")
     assert (plan.slowest_stage_s, plan.period_s) == (2.0, 3.0)
     assert far_down_s(plan.with_depth("full")) == pytest.approx(3.0)
-    alone = replace(plan, cluster=Cluster((Level(3, 100.0), Level(2, 8.0))))
+    alone = replace(plan, cluster=pd.Cluster((pd.Level(3, 100.0), pd.Level(2, 8.0))))
     assert (alone.slowest_stage_s, alone.period_s) == (2.0, 2.0)  # the boundary between the machines has no bytes
 
 
@@ -247,9 +249,10 @@ def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int
     period = Fraction(sum(times))
     size = Fraction(quarters, 8) * period  # the middle's port carries twice as much
     rows = tuple(
-        Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 8)) for s in base.stages
+        pd.Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 8))
+        for s in base.stages
     )
-    plan = pd.Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 8.0), unit="microbatch")
+    plan = pd.Plan(rows, base.in_flight, pd.Cluster.flat(sum(replicas), 8.0), unit="microbatch")
     assert plan.slowest_stage_s == float(period)
     timeline = run("pipedream", plan.with_depth("full"), None, 400)
     # Messages that fill a port to the last byte, and share it with others on their way, would need more in flight.

@@ -10,20 +10,13 @@ from typing import NamedTuple
 from hypothesis import assume, strategies as st
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.collective import Collective
-from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
+from pipedream.core.model.profile import RankProfile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import Site
-from pipedream.core.plan.depth import raise_to_legal
-from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
-from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, uniform
-from pipedream.schedules.kit.method import looped
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch
@@ -37,27 +30,27 @@ NO_UPDATE_DELAY = (
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
-STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(STAGE_ORDERS))
+STRAIGHT = sorted({*pd.schedules.SCHEDULES, ACCUMULATED} - set(pd.schedules.STAGE_ORDERS))
 """The methods of one stage a worker."""
 
 
 @st.composite
 def laid_out(draw: st.DrawFn, most: int = 4) -> pd.Schedule:
     """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
-    name = draw(st.sampled_from(sorted(STAGE_ORDERS)))
-    step = 2 if STAGE_ORDERS[name].replicas > 1 else 1
+    name = draw(st.sampled_from(sorted(pd.schedules.STAGE_ORDERS)))
+    step = 2 if pd.schedules.STAGE_ORDERS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    chunks = draw(st.integers(1, 3)) if STAGE_ORDERS[name] in (looped, dispatched) else None
+    chunks = draw(st.integers(1, 3)) if pd.schedules.STAGE_ORDERS[name] in (pd.schedules.looped, dispatched) else None
     if name == "roundpipe":  # of any number of stages
         plan = pd.Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
-    plan = uniform(name, workers, chunks=chunks)
+    plan = pd.schedules.uniform(name, workers, chunks=chunks)
     unit = workers * (2 if name in ("chimera_doubled", "dualpipev") else 1)
     m = draw(st.integers(1, 3 * unit))
     try:
-        return build(name, plan, m)
-    except ScheduleError:  # it takes them in such units, or needs one at least
-        return build(name, plan, max(m - m % unit, unit))
+        return pd.schedules.build(name, plan, m)
+    except pd.errors.ScheduleError:  # it takes them in such units, or needs one at least
+        return pd.schedules.build(name, plan, max(m - m % unit, unit))
 
 
 def schedules() -> st.SearchStrategy[pd.Schedule]:
@@ -73,40 +66,40 @@ def straight(draw: st.DrawFn) -> pd.Schedule:
     name = draw(st.sampled_from(STRAIGHT))
     if name in NO_UPDATE_DELAY:
         update_delay = (0,) * len(replicas)  # it does not update delay
-    in_flight = raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
-    rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
-    plan = pd.Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
+    in_flight = pd.schedules.raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
+    rows = tuple(pd.Stage(s, s + 1, count) for s, count in enumerate(replicas))
+    plan = pd.Plan(rows, in_flight, pd.Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
         least = max(
             max(count_in_flight - 1, 1) * count for count_in_flight, count in zip(in_flight, replicas, strict=True)
         )
-        return build(name, plan, least + draw(st.integers(0, 3)))
+        return pd.schedules.build(name, plan, least + draw(st.integers(0, 3)))
     try:
-        return build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
-    except ScheduleError:  # it needs more microbatches for these replicas
-        return build(name, plan)
+        return pd.schedules.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
+    except pd.errors.ScheduleError:  # it needs more microbatches for these replicas
+        return pd.schedules.build(name, plan)
 
 
 @st.composite
-def clusters(draw: st.DrawFn, workers: int) -> Cluster:
+def clusters(draw: st.DrawFn, workers: int) -> pd.Cluster:
     """Draws a cluster of at least so many workers: of one to three levels, even or not, with links and speeds alike or
     not."""
     machines = draw(st.lists(st.integers(1, max(1, workers)), min_size=1, max_size=4))
     machines[0] += max(0, workers - sum(machines))
     rate = st.sampled_from([1.0, 1.0, 0.5, 3.0])
-    levels = [Level(max(machines), draw(rate), sizes=tuple(machines))]
+    levels = [pd.Level(max(machines), draw(rate), sizes=tuple(machines))]
     if len(machines) == 1:
-        levels = [Level(machines[0], 1.0)]
+        levels = [pd.Level(machines[0], 1.0)]
     elif len(machines) == 4 and draw(st.booleans()):
-        levels += [Level(2, draw(rate)), Level(2, draw(rate))]
+        levels += [pd.Level(2, draw(rate)), pd.Level(2, draw(rate))]
     else:
-        levels += [Level(len(machines), draw(rate))]
+        levels += [pd.Level(len(machines), draw(rate))]
     latencies, receiving = st.sampled_from([0.0, 0.0, 0.5]), st.sampled_from([None, None, 0.25, 2.0])
     levels = [replace(level, latency_s=draw(latencies), receive_bytes_per_s=draw(receiving)) for level in levels]
     kinds: tuple[Workers, ...] = ()
     if draw(st.booleans()):
         kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5, 1.7]))) for _ in range(sum(machines)))
-    return Cluster(tuple(levels), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
+    return pd.Cluster(tuple(levels), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
 
 
 def runtime_costs(most: float = 5.0) -> st.SearchStrategy[RuntimeCosts]:
@@ -157,19 +150,19 @@ class Case(NamedTuple):
     microbatches: int | None
     order: tuple[int, ...] = ()
 
-    def program(self) -> Program:
+    def program(self) -> pd.Program:
         plan = pd.Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
         plan = replace(plan, in_flight=self.in_flight, update_delay=self.update_delay)
-        return lower(build(self.name, plan, self.microbatches))
+        return pd.lower(pd.schedules.build(self.name, plan, self.microbatches))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any legal method, replicas, depth (also by hand), update delay and split; or stages that share workers."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    if name in STAGE_ORDERS:
-        layout, p = STAGE_ORDERS[name], 2 * draw(st.integers(1, 2))
-        order = layout.order(p, draw(st.integers(1, 3)) if layout is looped else layout.chunks or 1)
+    name = draw(st.sampled_from(sorted(pd.schedules.SCHEDULES)))
+    if name in pd.schedules.STAGE_ORDERS:
+        layout, p = pd.schedules.STAGE_ORDERS[name], 2 * draw(st.integers(1, 2))
+        order = layout.order(p, draw(st.integers(1, 3)) if layout is pd.schedules.looped else layout.chunks or 1)
         replicas = (layout.replicas,) * (len(order) // layout.replicas)
         parts = 2 * p * draw(st.integers(1, 2))  # a number that all of them take
         return Case(name, replicas, depth.noam(replicas), (0,) * len(replicas), parts, order)
@@ -192,7 +185,7 @@ def cases(draw: st.DrawFn) -> Case:
     case = Case(name, replicas, in_flight, update_delay, microbatches)
     try:
         case.program()
-    except ScheduleError:  # it needs more microbatches for these replicas
+    except pd.errors.ScheduleError:  # it needs more microbatches for these replicas
         assume(False)
     return case
 
@@ -211,12 +204,12 @@ def placements(draw: st.DrawFn, mesh: pd.Mesh, dimensions: int) -> tuple[int | N
 _MESHES = ("model:2", "data:2", "model:4", "data:2,model:2")
 
 
-def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
+def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
     """A chain, with one rank of some meshes whose shares are random: less work, and collectives."""
     count = draw.randint(1, most)
 
-    def layer(share: float) -> LayerProfile:
-        return LayerProfile(
+    def layer(share: float) -> pd.LayerProfile:
+        return pd.LayerProfile(
             forward_s=draw.choice([0.0, 1.0, 2.0, 3.0]) * share,
             backward_s=draw.choice([0.0, 1.0, 4.0, 7.0]) * share,
             output_bytes=draw.choice([0, 4, 8, 16]) // draw.choice([1, 2]),
@@ -253,7 +246,7 @@ def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
             loss_s=draw.choice([0.0, 1.0]),
         )
 
-    return Profile.of_chain(
+    return pd.Profile.of_chain(
         whole,
         batch=4,
         input_shapes=((draw.choice([0, 1, 4]),),),
@@ -266,15 +259,15 @@ def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
     )
 
 
-def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> Cluster:
+def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> pd.Cluster:
     inner, latency_s = draw.choice([1.0, 4.0, 100.0]), draw.choice([0.0, 0.0, 0.5])
     memory = draw.choice([30, 60, 100, 160]) if limited else None
     if levels == 1:
-        return Cluster.flat(draw.choice([2, 3, 4]), inner, latency_s, memory)
-    return Cluster((Level(2, inner, latency_s), Level(2, inner / draw.choice([2, 8]), latency_s)), memory)
+        return pd.Cluster.flat(draw.choice([2, 3, 4]), inner, latency_s, memory)
+    return pd.Cluster((pd.Level(2, inner, latency_s), pd.Level(2, inner / draw.choice([2, 8]), latency_s)), memory)
 
 
-def inner_site(cluster: Cluster, replicas: int) -> Site:
+def inner_site(cluster: pd.Cluster, replicas: int) -> Site:
     """The site of a stage that has neighbours, if all links were like the slowest."""
-    flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
+    flat = pd.Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
     return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)

@@ -1,7 +1,8 @@
-"""Which cases the default run and continuous integration have."""
+"""Which cases the default run and continuous integration have, and which this machine has."""
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +43,16 @@ def seeds(default: int, in_slow_run: int, total: int) -> list[Any]:
     """Returns numbers from 0 on: the first `default` unmarked, those up to `in_slow_run` slow, the others long."""
     marks = [()] * default + [pytest.mark.slow] * (in_slow_run - default) + [pytest.mark.long] * (total - in_slow_run)
     return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
+
+
+def published(model: str) -> Path:
+    """Returns the path of a model's graph.txt, published with the original PipeDream; skips where there is none.
+
+    `find_published` says where.
+    """
+    from benchmarks.scaffold import find_published  # here: it imports torch, which most tests need not
+
+    folder = find_published()
+    if folder is not None and (folder / f"{model}.txt").exists():
+        return folder / f"{model}.txt"
+    pytest.skip(f"no published profile {model}.txt: PIPEDREAM_PROFILES may name the folder that has it")

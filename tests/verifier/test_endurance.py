@@ -4,84 +4,25 @@ What is checked is read off the simulated spans by rules of this file's own, not
 to three replicas at each of three stages every method is proved: no draw can miss one.
 """
 
-import random
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from drawn import STRAIGHT, laid_out, runs, straight
+from hypothesis import given, settings, strategies as st
+from marks import long, slow
+from programs import program_of
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.plan import depth
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.experimental.roundpipe import dispatched
-from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, from_torch_csv, properties_of, to_torch_csv, uniform
-from pipedream.schedules.kit.method import looped, mirrored
+from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs, Stragglers, simulate
-from pipedream.verifier import verify
 
-PROGRAMS = 10_000
 _TINY = 1e-9
 
 
-def drawn_plan(rng: random.Random, name: str) -> pd.Plan:
-    """Returns a plan of any size for a method: stages that share workers where it has such, else replicas and lags."""
-    layout = STAGE_ORDERS.get(name)
-    if layout is not None:
-        workers = rng.choice([2, 4, 6] if layout is mirrored else range(1, 6))
-        return uniform(name, workers, chunks=rng.randint(1, 3) if layout in (looped, dispatched) else None)
-    replicas = tuple(rng.randint(1, 3) if rng.random() < 0.5 else 1 for _ in range(rng.randint(1, 4)))
-    update_delay = tuple(rng.randint(0, 1) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
-    update_delay = (0,) * len(replicas) if name == "pipedream_2bw" else update_delay
-    least = depth.noam(replicas, update_delay)
-    in_flight = least if rng.random() < 0.5 else tuple(rng.randint(1, 4) for _ in replicas)
-    plan = pd.Plan.uniform(len(replicas), replicas=replicas)
-    return replace(plan, in_flight=depth.raise_to_legal(in_flight, replicas, update_delay), update_delay=update_delay)
-
-
-def drawn_schedule(rng: random.Random, name: str) -> pd.Schedule:
-    """Returns a method's schedule; now and then as it comes back from a file in PyTorch's notation."""
-    while True:
-        plan = drawn_plan(rng, name)
-        # Of several stages a worker some methods fill both directions first, and take m in units of the workers.
-        most = 2 * plan.workers + 1 if name in STAGE_ORDERS else 8
-        try:
-            schedule = build(name, plan, rng.choice([None, *range(1, most + 1)]))
-        except ScheduleError:
-            continue
-        stays = not any(map(schedule.placement.runs_backward_elsewhere, range(len(plan.stages))))
-        if schedule.flushes and stays and max(plan.replicas) == 1 and rng.random() < 0.2:
-            return from_torch_csv(to_torch_csv(schedule), name=name, plan=plan)
-        return schedule
-
-
-def drawn_costs(rng: random.Random, schedule: pd.Schedule) -> Costs:
-    """Returns seconds and bytes of any kind, and links on which a message may take longer than all else."""
-    count, workers = len(schedule.plan.stages), schedule.placement.workers
-
-    def vector(most: float = 3.0) -> tuple[float, ...]:
-        return tuple(rng.choice([0.0, 1.0, rng.uniform(0.01, most)]) for _ in range(count))
-
-    backward_s = vector()
-    return Costs(
-        forward_s=vector(),
-        backward_s=backward_s,
-        weight_s=tuple(seconds * rng.random() for seconds in backward_s),
-        update_s=vector(1.0),
-        sync_s=vector(2.0),
-        output_bytes=vector(20.0),
-        cluster=Cluster((Level(workers, rng.choice([1.0, 10.0, 1e9]), rng.choice([0.0, 0.0, 5.0])),)),
-        input_bytes=rng.choice([0.0, 4.0]),
-        sum_bytes=vector(),
-        weight_bytes=vector(20.0),
-    )
-
-
-def check(schedule: pd.Schedule, timeline: Timeline, total: int) -> None:
+def check(schedule: pd.Schedule, timeline: pd.Timeline, total: int) -> None:
     """Checks each op of a simulated run: there once, on its rank, alone there, behind what it needs."""
     placement, weights, per_update = schedule.placement, schedule.weights, schedule.updates.per_update
     last, letters = placement.stages - 1, [kind.value for kind in schedule.kinds]
@@ -135,62 +76,51 @@ def check(schedule: pd.Schedule, timeline: Timeline, total: int) -> None:
         assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)
 
 
-def endure(programs: int, seed: int) -> None:
-    rng = random.Random(seed)
-    names = sorted(SCHEDULES)
-    for number in range(programs):
-        schedule = drawn_schedule(rng, names[number % len(names)])
-        program = lower(schedule)
-        proof = verify(program)
-        m = schedule.microbatches
-        total = m * rng.randint(1, max(1, 16 // m))
-        jitter = rng.choice([0.0, 0.5])
-        slow = {rng.randrange(schedule.placement.workers): rng.uniform(1.0, 4.0)} if rng.random() < 0.3 else {}
-        timeline = simulate(program, drawn_costs(rng, schedule), total, Stragglers(jitter, slow, number))
+@pytest.mark.parametrize("programs", [slow(50), long(10_000)])
+def test_random_programs_endure(programs: int) -> None:
+    """Some as they come back from a file in PyTorch's notation; with ranks that are slow, and ops that jitter."""
+
+    @settings(max_examples=programs)
+    @given(runs(st.one_of(straight(), laid_out(most=6))), st.data())
+    def endure(run: tuple[pd.Schedule, Costs, int], data: st.DataObject) -> None:
+        schedule, seconds, total = run
+        plan, placement, m = schedule.plan, schedule.placement, schedule.microbatches
+        stays = not any(map(placement.runs_backward_elsewhere, range(len(plan.stages))))
+        if schedule.flushes and stays and max(plan.replicas) == 1 and data.draw(st.booleans()):
+            text = pd.schedules.to_torch_csv(schedule)
+            schedule = pd.schedules.from_torch_csv(text, name=schedule.name, plan=plan)
+        slow_ranks = st.dictionaries(st.integers(0, placement.workers - 1), st.floats(1.0, 4.0), max_size=1)
+        stragglers = Stragglers(data.draw(st.sampled_from([0.0, 0.5])), data.draw(slow_ranks), data.draw(st.integers()))
+        program, total = pd.lower(schedule), -(-total // m) * m
+        seconds = replace(seconds, recompute_s=(0.0,) * len(plan.stages))  # it begins before its gradient arrives
+        proof, timeline = pd.verify(program), simulate(program, seconds, total, stragglers)
         check(schedule, timeline, total)
-        for rank, count in enumerate(timeline.peak_versions):
-            assert count <= proof.peak_versions[rank]
+        assert all(map(int.__le__, timeline.peak_versions, proof.peak_versions))
+
+    endure()
 
 
 def test_a_depth_that_rests_on_a_lag() -> None:
     """Found by one of ten thousand: ZB-H2 doubles a depth that is legal only because a stage lags."""
     plan = replace(pd.Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), update_delay=(0, 0, 1, 0))
     for name in ("1f1b", "zb_h1", "zb_h2"):
-        verify(lower(build(name, plan, 4)))
-
-
-@pytest.mark.slow
-def test_random_programs_endure() -> None:
-    endure(len(SCHEDULES), 1)
-
-
-@pytest.mark.long
-def test_ten_thousand_random_programs_endure() -> None:
-    endure(PROGRAMS, 2)
+        pd.verify(program_of(name, plan, 4))
 
 
 REPLICAS = tuple(product((1, 2, 3), repeat=3))
 
 
-@pytest.mark.parametrize(
-    ("depth", "workers"),
-    [
-        ("noam", 4),
-        pytest.param("noam", 9, marks=pytest.mark.long),
-        pytest.param("full", 6, marks=pytest.mark.slow),
-        pytest.param("full", 9, marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(STAGE_ORDERS)))
+@pytest.mark.parametrize(("depth", "workers"), [("noam", 4), long("noam", 9), slow("full", 6), long("full", 9)])
+@pytest.mark.parametrize("name", [name for name in STRAIGHT if "[" not in name])
 def test_all_replica_counts(name: str, depth: str, workers: int) -> None:
     """With m = 7, which no number of replicas but one divides, where the method takes it."""
-    properties, proved = properties_of(name), set()
+    properties, proved = pd.schedules.properties_of(name), set()
     expected = {replicas for replicas in REPLICAS if sum(replicas) <= workers}
     for replicas in expected:
         plan = pd.Plan.uniform(3, replicas=replicas).with_depth(depth)
         for m in (7, None) if properties.splits_minibatch else (None,):
-            with suppress(ScheduleError):
-                verify(lower(build(name, plan, m)))
+            with suppress(pd.errors.ScheduleError):
+                pd.verify(program_of(name, plan, m))
                 proved.add(replicas)
                 break
     assert proved == expected if properties.replicates_stages else proved

@@ -10,10 +10,9 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from programs import program_of
 
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Op
-from pipedream.schedules import build, uniform
+import pipedream as pd
 from pipedream.verifier.unrolled import Unrolled, unroll
 
 Passes = list[tuple[int, int]]
@@ -38,7 +37,8 @@ def _count_facing(run: Unrolled) -> int:
     for a, b in combinations(range(len(run.streams)), 2):
         there, back = links.get((a, b), []), links.get((b, a), [])
         moments = [
-            [at for at, instruction in enumerate(run.streams[rank]) if isinstance(instruction, Op)] for rank in (a, b)
+            [at for at, instruction in enumerate(run.streams[rank]) if isinstance(instruction, pd.schedules.Op)]
+            for rank in (a, b)
         ]
         for i in moments[0]:
             for j in moments[1]:
@@ -54,8 +54,8 @@ NEVER = ("1f1b", "gpipe", "zb_h1", "pipedream", "pipedream_2bw", "spectrain", "x
 
 
 def _count(name: str, workers: int) -> int:
-    splits = build(name, uniform(name, workers), None).microbatches > 1
-    program = lower(build(name, uniform(name, workers), 2 * workers if splits else None))
+    splits = pd.schedules.build(name, pd.schedules.uniform(name, workers), None).microbatches > 1
+    program = program_of(name, pd.schedules.uniform(name, workers), 2 * workers if splits else None)
     return _count_facing(unroll(program, 4 * max(4, program.microbatches)))
 
 

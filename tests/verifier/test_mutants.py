@@ -8,24 +8,33 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from heapq import heappop, heappush
+from math import copysign
 
 import cases
 import pytest
 from cases import Case
 from hypothesis import assume, given, settings, strategies as st
 from marks import thinned
+from programs import program_of, with_rank
 
+import pipedream as pd
 import pipedream.workflows.prepare
-from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Channel, Instruction, Move, Program, RankProgram, Transfer
-from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stamped, Stash, VerticalSync, WeightRule
+from pipedream.core.schedule.program import Channel, Instruction, Move, RankProgram, Transfer
+from pipedream.core.schedule.weights import Stamped
 from pipedream.experimental.timeprest_interpolated import Interpolated
-from pipedream.schedules import SCHEDULES, build, uniform
-from pipedream.verifier import verify
+from pipedream.schedules import (
+    SCHEDULES,
+    DoubleBuffer,
+    Flush,
+    Kind,
+    Op,
+    Stash,
+    VerticalSync,
+    WeightRule,
+    build,
+    uniform,
+)
 
 RULES = (Flush, Stash, VerticalSync, DoubleBuffer, Stamped, Interpolated)
 GIVES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
@@ -33,14 +42,14 @@ REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 
 
 @cache
-def make_program(name: str, which: int) -> Program:
+def make_program(name: str, which: int) -> pd.Program:
     """Returns a small program of a method."""
     if uniform(name, 2).worker_order:  # stages share workers
         workers = 2 + 2 * (which % 2)
-        return lower(build(name, uniform(name, workers), 2 * workers))
-    plan = Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])
+        return program_of(name, uniform(name, workers), 2 * workers)
+    plan = pd.Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])
     schedule = build(name, plan)
-    return lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
+    return pd.lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
 
 
 names = st.sampled_from(sorted(SCHEDULES))
@@ -52,7 +61,7 @@ numbers = st.integers(0, len(REPLICAS) - 1)
 class Place:
     """Where an instruction stands in a program's text."""
 
-    program: Program = field(repr=False)
+    program: pd.Program = field(repr=False)
     rank: int
     part: str
     index: int
@@ -66,24 +75,22 @@ class Place:
     def item(self) -> Instruction:
         return self.items[self.index]
 
-    def put(self, items: list[Instruction]) -> Program:
+    def put(self, items: list[Instruction]) -> pd.Program:
         """Returns the program with another text in place of that part."""
-        ranks = list(self.program.ranks)
-        ranks[self.rank] = replace(ranks[self.rank], **{self.part: tuple(items)})
-        return replace(self.program, ranks=tuple(ranks))
+        return with_rank(self.program, self.rank, **{self.part: tuple(items)})
 
-    def swap(self, other: int) -> Program:
+    def swap(self, other: int) -> pd.Program:
         items = self.items
         items[other], items[self.index] = items[self.index], items[other]
         return self.put(items)
 
-    def move(self, to: int) -> Program:
+    def move(self, to: int) -> pd.Program:
         items = self.items
         items.insert(to, items.pop(self.index))
         return self.put(items)
 
 
-def places(program: Program) -> list[Place]:
+def places(program: pd.Program) -> list[Place]:
     return [
         Place(program, rank, part, index)
         for rank, mine in enumerate(program.ranks)
@@ -92,16 +99,16 @@ def places(program: Program) -> list[Place]:
     ]
 
 
-def reason(program: Program) -> str:
+def reason(program: pd.Program) -> str:
     """Returns why a program is refused; '' if it is accepted."""
     try:
-        verify(program)
-    except ScheduleError as error:
+        pd.verify(program)
+    except pd.errors.ScheduleError as error:
         return str(error)
     return ""
 
 
-def refused(program: Program, *named: Instruction | None) -> str:
+def refused(program: pd.Program, *named: Instruction | None) -> str:
     """Checks that a program is refused, and that one of these instructions is named (by its text)."""
     text = reason(program)
     assert text, "it was accepted"
@@ -124,7 +131,7 @@ def test_an_instruction_dropped_or_doubled(times: int, name: str, which: int, da
     refused(place.put(items), *near(program, place.item))
 
 
-def near(program: Program, item: Instruction) -> Iterator[Instruction]:
+def near(program: pd.Program, item: Instruction) -> Iterator[Instruction]:
     """Yields an instruction and those that an error may name in its place: an op's messages, the other end of a
     message, the op that lacks it, the update that lacks a sum."""
     yield item
@@ -171,7 +178,7 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
     refused(place.swap(i), *near(program, place.items[i]), *near(program, place.item))
 
 
-def receives(program: Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
+def receives(program: pd.Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
     """Yields the receives, with their channels and what stands before them."""
     for place in places(program):
         if place.item.kind is Move.RECEIVE:
@@ -190,11 +197,12 @@ def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObjec
                 moves.append((place, i))
     assume(moves)
     place, i = data.draw(st.sampled_from(moves))
-    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{place.item[1]}:\d+"):
-        verify(place.move(i))
+    words = rf"rank {place.rank} waits at instruction \d+, <{place.item[1]}:\d+"
+    with pytest.raises(pd.errors.DeadlockError, match=words):
+        pd.verify(place.move(i))
 
 
-def ahead(program: Program, data: st.DataObject) -> Program:
+def ahead(program: pd.Program, data: st.DataObject) -> pd.Program:
     """Takes a message in before the op that reads the one before it on its channel."""
     moves = []
     for place, ends, items in receives(program):
@@ -214,8 +222,8 @@ def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
     program = ahead(make_program(name, which), data)
     assume(not reason(program))  # it may close a cycle by itself
     shallow = replace(program, channels=tuple(replace(channel, depth=1) for channel in program.channels))
-    with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which \d+F\d+ on rank \d would free"):
-        verify(shallow)
+    with pytest.raises(pd.errors.DeadlockError, match=r"a place in the ring of 1, which \d+F\d+ on rank \d would free"):
+        pd.verify(shallow)
 
 
 # -- versions and updates -------------------------------------------------------------------------------
@@ -254,7 +262,7 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
     # Dropped too early: one less than are read.
     text = refused(replace(program, weights=shifted(program.weights, 0, keeps=-1)))
     assert "versions of stage" in text
-    verify(replace(program, weights=shifted(program.weights, 0)))
+    pd.verify(replace(program, weights=shifted(program.weights, 0)))
 
 
 @given(ruled, st.integers(0, 1), st.integers(2, 3))
@@ -271,29 +279,20 @@ def test_a_backward_at_other_weights_than_its_rule_says() -> None:
 
     program = make_program("pipedream", 1)
     wrong = changed_rule(program.weights, "newer", backward_version=backward_version)
-    with pytest.raises(ScheduleError, match=r"0F7: .* 'newer' reads version 5 here and version 6 in the backward"):
-        verify(replace(program, weights=wrong))
+    why = reason(replace(program, weights=wrong))
+    assert re.search("0F7: .* 'newer' reads version 5 here and version 6 in the backward", why)
 
 
-def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
+def with_update(schedule: pd.Schedule, stage: int, late: int) -> pd.Schedule:
     """Returns a schedule whose updates of a stage come that many ops of its rank later, or earlier."""
 
     def order(rank: int) -> Iterator[Op]:
-        waiting: list[tuple[int, Op]] = []
-        window: list[Op] = []
-        for op in schedule.order(rank):
-            if op.kind is Kind.UPDATE and op.stage == stage:
-                if late < 0:
-                    window.insert(len(window) + late, op)
-                else:
-                    waiting.append((late, op))
-                continue
-            window.append(op)
-            waiting = [(turns - 1, update) for turns, update in waiting]
-            while waiting and waiting[0][0] == 0:
-                window.append(waiting.pop(0)[1])
+        window: list[tuple[float, Op]] = []
+        for number, op in enumerate(schedule.order(rank)):
+            is_moved = op.kind is Kind.UPDATE and op.stage == stage
+            heappush(window, (number + is_moved * (late + copysign(0.5, late)), op))
             if len(window) > 8:
-                yield window.pop(0)
+                yield heappop(window)[1]
 
     return replace(schedule, order=order)
 
@@ -307,69 +306,63 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
     ops = list(schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle))
     at = next(i for i, op in enumerate(ops) if (op.kind, op.stage, op.index) == (Kind.UPDATE, stage, 2))
     last = max(i for i, op in enumerate(ops[:at]) if op.kind in GIVES and op.stage == stage)
-    text = refused(lower(with_update(schedule, stage, last - at - more)))
+    text = refused(pd.lower(with_update(schedule, stage, last - at - more)))
     assert re.search(rf"{stage}U\d+: needs {stage}[BW]\d+, which comes later", text)
+
+
+LATE = (
+    r"S[FB]\d+: needs SU\d+, which comes later|SU\d+: S[BW]\d+ comes before it, but its gradient is for update \d+"
+    r"|sum of stage S|=\d:\d+|versions of stage S|SF\d+, for SU\d+"
+)
 
 
 @pytest.mark.parametrize("name", thinned(sorted(SCHEDULES)))
 def test_an_update_too_late(name: str) -> None:
     """It is refused, or takes the same gradients and is in time for whoever reads it."""
     for which, late in ((1, 1), (2, 2)):
-        check_late_update(name, which, late)
-
-
-def check_late_update(name: str, which: int, late: int) -> None:
-    program = make_program(name, which)
-    schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
-    for stage in range(len(program.plan.stages)):
-        changed = lower(with_update(schedule, stage, late))
-        why = reason(changed)
-        if why:
-            assert re.search(
-                rf"{stage}[FB]\d+: needs {stage}U\d+, which comes later"
-                rf"|{stage}U\d+: {stage}[BW]\d+ comes before it, but its gradient is for update \d+"
-                rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}|{stage}F\d+, for {stage}U\d+",
-                why,
-            )
-            continue
-        rank = changed.placement.ranks[stage][0]
-        indices: set[int] = set()
-        for op in (op for op in changed.instructions(rank, 6 * changed.cycle) if isinstance(op, Op)):
-            if op.stage != stage:
+        program = make_program(name, which)
+        schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
+        for stage in range(len(program.plan.stages)):
+            changed = pd.lower(with_update(schedule, stage, late))
+            if why := reason(changed):
+                assert re.search(LATE.replace("S", str(stage)), why)
                 continue
-            if op.kind in GIVES:
-                indices.add(op.index)
-            elif op.kind is Kind.UPDATE:
-                members = changed.updates.members(stage, op.index)
-                assert indices == {k for k in members if changed.placement.rank_of(stage, k) == rank}
-                indices.clear()
+            rank = changed.placement.ranks[stage][0]
+            indices: set[int] = set()
+            for op in changed.instructions(rank, 6 * changed.cycle):
+                if not isinstance(op, Op) or op.stage != stage:
+                    continue
+                if op.kind in GIVES:
+                    indices.add(op.index)
+                elif op.kind is Kind.UPDATE:
+                    members = changed.updates.members(stage, op.index)
+                    assert indices == {k for k in members if changed.placement.rank_of(stage, k) == rank}
+                    indices.clear()
 
 
 def test_an_update_behind_a_gradient_of_another() -> None:
     """PipeDream-2BW's second buffer leaves time for an update; but what lies behind it is not its own."""
-    schedule = build("pipedream_2bw", Plan.uniform(2), 2)
-    verify(lower(with_update(schedule, 1, 1)))  # behind the next forward
-    with pytest.raises(ScheduleError, match=r"1U1: 1B2 comes before it, but its gradient is for update 2"):
-        verify(lower(with_update(schedule, 1, 2)))
+    schedule = build("pipedream_2bw", pd.Plan.uniform(2), 2)
+    pd.verify(pd.lower(with_update(schedule, 1, 1)))  # behind the next forward
+    why = reason(pd.lower(with_update(schedule, 1, 2)))
+    assert "1U1: 1B2 comes before it, but its gradient is for update 2" in why
 
 
 def test_sums_and_targets_that_nobody_asked_for() -> None:
     program = make_program("gpipe", 2)
     place = Place(program, 0, "period", 0)
     for update in (0, 7, 10**9):
-        stray = Transfer(Move.SYNC, 0, update)
-        with pytest.raises(ScheduleError, match=r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+"):
-            verify(place.put([*place.items, stray]))
+        why = reason(place.put([*place.items, Transfer(Move.SYNC, 0, update)]))
+        assert re.search(r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+", why)
     channels = tuple(channel for channel in program.channels if channel.carries != "input")
     assert channels == program.channels[: len(channels)]
-    ranks = [
-        RankProgram(
-            *(tuple(i for i in part if not isinstance(i, Transfer) or i.channel < len(channels)) for part in mine)
-        )
-        for mine in ((mine.warmup, mine.period) for mine in program.ranks)
-    ]
-    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its input"):
-        verify(replace(program, channels=channels, ranks=tuple(ranks)))
+
+    def kept(part: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return tuple(item for item in part if not isinstance(item, Transfer) or item.channel < len(channels))
+
+    ranks = tuple(RankProgram(kept(mine.warmup), kept(mine.period)) for mine in program.ranks)
+    why = reason(replace(program, channels=channels, ranks=ranks))
+    assert "1F0: needs 0F0 of rank 0, but no channel brings its input" in why
 
 
 def test_forwards_out_of_order() -> None:
@@ -383,8 +376,8 @@ def test_forwards_out_of_order() -> None:
         return item if backwards else item._replace(index=moves[item.index])
 
     ranks = tuple(RankProgram((), tuple(map(other, mine.period))) for mine in program.ranks)
-    with pytest.raises(ScheduleError, match=r"0F0: comes after 0F1; microbatches are forwarded in their order"):
-        verify(replace(program, ranks=ranks))
+    why = reason(replace(program, ranks=ranks))
+    assert "0F0: comes after 0F1; microbatches are forwarded in their order" in why
 
 
 # -- what is accepted is run ----------------------------------------------------------------------------
@@ -410,22 +403,16 @@ QUICK = [case for case in RUNS if case.replicas is not None or case.schedule in 
 
 
 @cache
-def plan_of(case: Case) -> Plan:
-    return case.plan()
-
-
-@cache
-def program_of(case: Case) -> Program:
+def of_case(case: Case) -> pd.Program:
     """Returns what a pipeline makes of a case."""
-    plan = plan_of(case)
     couples = case.clip_grad_norm is not None
-    return lower(replace(build(case.schedule, plan, case.microbatches), couples_updates=couples))
+    return pd.lower(replace(build(case.schedule, case.plan(), case.microbatches), couples_updates=couples))
 
 
 @st.composite
-def accepted(draw: st.DrawFn, case: Case) -> Program:
+def accepted(draw: st.DrawFn, case: Case) -> pd.Program:
     """Draws a program whose instructions stand in another order, in rings of other depths, and passes the proof."""
-    program = program_of(case)
+    program = of_case(case)
     moved = 0
     for _ in range(draw(st.integers(2, 12))):
         place = draw(st.sampled_from(places(program)))
@@ -442,12 +429,12 @@ def accepted(draw: st.DrawFn, case: Case) -> Program:
     return program
 
 
-def check_run(case: Case, program: Program) -> None:
+def check_run(case: Case, program: pd.Program) -> None:
     """Trains by a program, with a drain in between, and compares with plain PyTorch or the method's own rule."""
     case = replace(case, epochs=2, evaluate_at=(3,))
 
-    def given_program(schedule: Schedule) -> Program:
-        return lower(schedule) if schedule.name == "evaluation" else program
+    def given_program(schedule: pd.Schedule) -> pd.Program:
+        return pd.lower(schedule) if schedule.name == "evaluation" else program
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipedream.workflows.prepare, "lower", given_program)

@@ -2,27 +2,19 @@
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from drawn import STRAIGHT, Case, cases, laid_out
 from hypothesis import assume, given, strategies as st
+from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
-from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
 from pipedream.core.plan import depth
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram
+from pipedream.core.schedule.program import Move
 from pipedream.schedules import STAGE_ORDERS, build, evaluation, uniform
-from pipedream.verifier import verify
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
-
-
-def program_of(name: str, *replicas: int, microbatches: int | None = None, in_flight: str = "noam") -> Program:
-    plan = pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(in_flight)
-    return lower(build(name, plan, microbatches))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +26,7 @@ def program_of(name: str, *replicas: int, microbatches: int | None = None, in_fl
     ],
 )
 def test_stale_gradients_are_reported(name: str, words: str) -> None:
-    note = verify(program_of(name, 1, 1, 1)).staleness_note
+    note = pd.verify(of(name, 1, 1, 1)).staleness_note
     assert note.startswith(words)
     assert bool(note) == bool(words)
 
@@ -42,7 +34,7 @@ def test_stale_gradients_are_reported(name: str, words: str) -> None:
 @given(cases())
 def test_all_methods_pass(case: Case) -> None:
     program = case.program()
-    proof = verify(program)
+    proof = pd.verify(program)
     weights, placement = program.weights, program.placement
     for rank in range(placement.workers):
         visiting = min(1, len(placement.passes_on_copies(rank, forward=True)))
@@ -60,30 +52,33 @@ def test_all_methods_pass(case: Case) -> None:
 
 @given(laid_out(most=6))
 def test_several_stages_a_worker_pass(schedule: pd.Schedule) -> None:
-    proof = verify(lower(schedule))
+    proof = pd.verify(pd.lower(schedule))
     p, m, claims = schedule.placement.workers, schedule.microbatches, schedule.claims
     if m >= claims.least(p) or schedule.name == "chimera_doubled":
         assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
     assert set(proof.staleness) == {0}
     assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
     assert schedule.name == "roundpipe" or set(proof.peak_versions) == {len(schedule.placement.stage_replicas(0))}
-    verify(lower(schedule), lanes=lambda channel: (channel.sender, channel.receiver, channel.carries, channel.source))
+    pd.verify(
+        pd.lower(schedule), lanes=lambda channel: (channel.sender, channel.receiver, channel.carries, channel.source)
+    )
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "chimera"])
-def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank(name: str) -> None:
-    schedule = build(name, uniform(name, 2), 2)
-    verify(lower(schedule.couple_updates()))
-    if name == "interleaved_1f1b":  # whose first stage is done before its second has begun
-        with pytest.raises(ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
-            verify(lower(replace(schedule, couples_updates=True)))
+def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank() -> None:
+    chimera, interleaved = (build(name, uniform(name, 2), 2) for name in ("chimera", "interleaved_1f1b"))
+    for schedule in (chimera, interleaved):
+        pd.verify(pd.lower(schedule.couple_updates()))
+    with pytest.raises(pd.errors.ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
+        pd.verify(
+            pd.lower(replace(interleaved, couples_updates=True))
+        )  # its first stage is done before its second begins
 
 
 @given(cases())
 def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
     # Two ranks that share several boundaries may read them in orders that have nothing to do with each other.
     assume(case.name not in STAGE_ORDERS)
-    verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
+    pd.verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
 
 
 def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_delay: tuple[int, ...]) -> pd.Plan:
@@ -110,17 +105,17 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
 ) -> None:
     replicas, in_flight, update_delay = case
-    program = lower(build("pipedream", unchecked(replicas, in_flight, update_delay)))
+    program = program_of("pipedream", unchecked(replicas, in_flight, update_delay))
     enough = depth.raise_to_legal(in_flight, replicas, update_delay)
     if enough != in_flight:
-        with pytest.raises(PlanError, match=re.escape(f"{enough} would do")):
+        with pytest.raises(pd.errors.PlanError, match=re.escape(f"{enough} would do")):
             depth.check_in_flight(in_flight, replicas, update_delay)
-        with pytest.raises(DeadlockError):
-            verify(program)
-        verify(lower(build("pipedream", unchecked(replicas, enough, update_delay))))
+        with pytest.raises(pd.errors.DeadlockError):
+            pd.verify(program)
+        pd.verify(program_of("pipedream", unchecked(replicas, enough, update_delay)))
         return
     depth.check_in_flight(in_flight, replicas, update_delay)
-    proof = verify(program)
+    proof = pd.verify(program)
     assert proof.staleness == tuple(count - 1 + late for count, late in zip(in_flight, update_delay, strict=True))
 
 
@@ -128,146 +123,100 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
 def test_one_lane_a_pair_deadlocks(name: str) -> None:
     """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""
     for replicas in ((1, 1), (2, 1)):
-        with pytest.raises(DeadlockError, match="same lane"):
-            verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
+        with pytest.raises(pd.errors.DeadlockError, match="same lane"):
+            pd.verify(of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
 
 
 def test_evaluation_passes() -> None:
-    proof = verify(lower(evaluation(pd.Plan.uniform(3, replicas=(2, 1, 1)))))
+    proof = pd.verify(pd.lower(evaluation(pd.Plan.uniform(3, replicas=(2, 1, 1)))))
     assert proof.peak_in_flight == (0, 0, 0, 0)
     assert proof.peak_versions == (1, 1, 1, 1)
 
 
 def test_totals_cover_every_residue_and_a_short_run() -> None:
-    proof = verify(program_of("pipedream", 2, 3))
+    proof = pd.verify(of("pipedream", 2, 3))
     assert proof.totals[0] == 1
     assert {total % 6 for total in proof.totals[1:]} == set(range(6))
     assert proof.residues == 6
     assert min(proof.totals[1:]) >= 3 * 6
-    split = verify(program_of("1f1b", 2, 1, microbatches=3))
+    split = pd.verify(of("1f1b", 2, 1, microbatches=3))
     assert split.totals[0] == 3
     assert {total % 6 for total in split.totals[1:]} == {0, 3}
 
 
-def test_prints_as_a_table() -> None:
-    text = str(verify(program_of("pipedream", 1, 1, 1)))
-    assert [line.split() for line in text.splitlines()[2:]] == [
-        ["rank", "stages", "in", "flight", "versions", "staleness"],
-        ["0", "0", "3", "3", "2"],
-        ["1", "1", "2", "2", "1"],
-        ["2", "2", "1", "1", "0"],
-    ]
-
-
-def test_prints_each_stage_of_a_worker_that_has_several() -> None:
-    proof = verify(lower(build("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4)))
-    assert [line.split() for line in str(proof).splitlines()[3:]] == [
-        ["0", "0,2", "5", "2", "0"],
-        [".", "0", "4", "1", "0"],
-        [".", "2", "2", "1", "0"],
-        ["1", "1,3", "3", "2", "0"],
-        [".", "1", "3", "1", "0"],
-        [".", "3", "1", "1", "0"],
-    ]
+def test_prints_as_a_table_with_each_stage_of_a_worker_that_has_several() -> None:
+    text = str(pd.verify(of("pipedream", 1, 1, 1)))
+    header, *rows = (" ".join(line.split()) for line in text.splitlines()[2:])
+    assert (header, rows) == ("rank stages in flight versions staleness", ["0 0 3 3 2", "1 1 2 2 1", "2 2 1 1 0"])
+    proof = pd.verify(program_of("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4))
+    assert [" ".join(line.split()) for line in str(proof).splitlines()[3:]] == [
+        "0 0,2 5 2 0", ". 0 4 1 0", ". 2 2 1 0", "1 1,3 3 2 0", ". 1 3 1 0", ". 3 1 1 0"
+    ]  # fmt: skip
     assert proof.stage_in_flight == ((4, 2), (3, 1))
     assert proof.stage_versions == ((1, 1), (1, 1))
 
 
 def test_is_quick() -> None:
     """It runs before every training run. Ten times what it needs, for machines differ."""
-    small = program_of("pipedream", 1, 1, 1, 1)
-    large = program_of("1f1b", *(1,) * 16, microbatches=64)
+    small = of("pipedream", 1, 1, 1, 1)
+    large = of("1f1b", *(1,) * 16, microbatches=64)
     start = time.process_time()
-    verify(small)
+    pd.verify(small)
     middle = time.process_time()
-    verify(large)
+    pd.verify(large)
     assert middle - start < 0.5
     assert time.process_time() - middle < 5.0
 
 
 # Programs broken on purpose. 1F1B, two stages, two microbatches, all of it in the period:
 #
-#   rank 0: ( 0F0 >2:0 >0:0 0F1 >2:1 >0:1 <1:0 0B0 <1:1 0B1 0U1 )
+#   rank 0: ( 0F0 >0:0 >2:0 0F1 >0:1 >2:1 <1:0 0B0 <1:1 0B1 0U1 )
 #   rank 1: ( <2:0 <0:0 1F0 1B0 >1:0 <2:1 <0:1 1F1 1B1 >1:1 1U1 )
 
 
-def with_period(program: Program, rank: int, period: tuple[Instruction, ...]) -> Program:
-    ranks = list(program.ranks)
-    ranks[rank] = RankProgram(ranks[rank].warmup, period)
-    return replace(program, ranks=tuple(ranks))
-
-
-def edited(program: Program, rank: int, change: Callable[[list[str]], list[str]]) -> Program:
-    """Returns the program with one rank's period changed, as words."""
-    period = program.ranks[rank].period
-    words = {str(item): item for item in period}
-    return with_period(program, rank, tuple(words[word] for word in change([str(item) for item in period])))
-
-
-def swapped(first: str, second: str) -> Callable[[list[str]], list[str]]:
-    return lambda words: [second if w == first else first if w == second else w for w in words]
-
-
-def without(word: str) -> Callable[[list[str]], list[str]]:
-    return lambda words: [w for w in words if w != word]
-
-
-def doubled(word: str) -> Callable[[list[str]], list[str]]:
-    return lambda words: [w for letter in words for w in ([letter] * (2 if letter == word else 1))]
-
-
-def moved_before(word: str, place: str) -> Callable[[list[str]], list[str]]:
-    def change(words: list[str]) -> list[str]:
-        rest = without(word)(words)
-        return [*rest[: rest.index(place)], word, *rest[rest.index(place) :]]
-
-    return change
-
-
-BROKEN: dict[str, tuple[int, Callable[[list[str]], list[str]], str]] = {
-    "backward before forward": (1, swapped("1F0", "1B0"), r"rank 1, instruction 2, 1B0: needs 1F0.* later"),
-    "an op dropped": (0, without("0B1"), r"rank 0 lacks 0B1 in a run of 2"),
-    "an op twice": (0, doubled("0B0"), r"rank 0, instruction 8, 0B0: done before, at instruction 7"),
-    "one op for another": (0, lambda words: ["0F0" if w == "0F1" else w for w in words], r"0F0: done before"),
-    "a send dropped": (0, without(">0:1"), r"rank 1, instruction 6, <0:1: .* received but never sent"),
-    "a receive dropped": (1, without("<0:1"), r"rank 0, instruction 4, >0:1: .* sent but never received"),
-    "a receive twice": (1, doubled("<0:0"), r"rank 1, instruction 2, <0:0: microbatch 0 was received before"),
-    "a send twice": (0, doubled(">0:0"), r"rank 0, instruction 2, >0:0: microbatch 0 was sent before"),
-    "a send too early": (0, moved_before(">0:0", "0F0"), r"rank 0, instruction 0, >0:0: 0F0, which makes it"),
-    "a receive too late": (1, swapped("<0:0", "1F0"), r"<0:0: 1F0, which reads it, does not follow"),
-    "an update too early": (0, moved_before("0U1", "0B1"), r"rank 0, instruction 9, 0U1: needs 0B1.* later"),
+BROKEN = {
+    "backward before forward": (1, "1F0 1B0", "1B0 1F0", r"rank 1, instruction 2, 1B0: needs 1F0.* later"),
+    "an op dropped": (0, "0B1", "", "rank 0 lacks 0B1 in a run of 2"),
+    "an op twice": (0, "0B0", "0B0 0B0", "rank 0, instruction 8, 0B0: done before, at instruction 7"),
+    "one op for another": (0, "0F1", "0F0", "0F0: done before"),
+    "a send dropped": (0, ">0:1", "", "rank 1, instruction 6, <0:1: .* received but never sent"),
+    "a receive dropped": (1, "<0:1", "", "rank 0, instruction 4, >0:1: .* sent but never received"),
+    "a receive twice": (1, "<0:0", "<0:0 <0:0", "rank 1, instruction 2, <0:0: microbatch 0 was received before"),
+    "a send twice": (0, ">0:0", ">0:0 >0:0", "rank 0, instruction 2, >0:0: microbatch 0 was sent before"),
+    "a send too early": (0, "0F0 >0:0", ">0:0 0F0", "rank 0, instruction 0, >0:0: 0F0, which makes it"),
+    "a receive too late": (1, "<0:0 1F0", "1F0 <0:0", "<0:0: 1F0, which reads it, does not follow"),
+    "an update too early": (0, "0B1 0U1", "0U1 0B1", "rank 0, instruction 9, 0U1: needs 0B1.* later"),
     "sent in another order": (
-        0,
-        lambda words: ["0F0", "0F1", ">0:1", ">0:0", ">2:0", ">2:1", *words[6:]],
-        r"rank 1, instruction 1, <0:0: message 0 .* sent as microbatch 1 and received as microbatch 0",
+        0, "0F0 >0:0 >2:0 0F1 >0:1 >2:1", "0F0 0F1 >0:1 >0:0 >2:0 >2:1",
+        "rank 1, instruction 1, <0:0: message 0 .* sent as microbatch 1 and received as microbatch 0",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("story", sorted(BROKEN))
-def test_broken_programs_are_refused(story: str) -> None:
-    rank, change, message = BROKEN[story]
-    program = program_of("1f1b", 1, 1, microbatches=2)
-    verify(program)
-    with pytest.raises(ScheduleError, match=message) as caught:
-        verify(edited(program, rank, change))
+@pytest.mark.parametrize(("rank", "old", "new", "words"), BROKEN.values(), ids=BROKEN)
+def test_broken_programs_are_refused(rank: int, old: str, new: str, words: str) -> None:
+    program = of("1f1b", 1, 1, microbatches=2)
+    pd.verify(program)
+    with pytest.raises(pd.errors.ScheduleError, match=words) as caught:
+        pd.verify(edited(program, rank, (old, new)))
     assert "1f1b" in str(caught.value)
 
 
-def test_an_update_that_makes_no_version_is_refused() -> None:
-    program = program_of("1f1b", 1, 1, microbatches=2)
-    period = program.ranks[0].period
-    with pytest.raises(ScheduleError, match=r"rank 0 lacks 0U1 in a run of 2 microbatches"):
-        verify(with_period(program, 0, (*period[:-1], period[-1]._replace(index=0))))
+def test_ops_that_are_not_of_the_program_are_refused() -> None:
+    program = of("1f1b", 1, 1, microbatches=2)
+    *period, update = program.ranks[0].period
+    with pytest.raises(pd.errors.ScheduleError, match=r"rank 0 lacks 0U1 in a run of 2 microbatches"):
+        pd.verify(with_rank(program, 0, period=(*period, update._replace(index=0))))
+    for stray, words in ((0, "0F0: an op of another rank"), (1, ">0:0: this rank is not at this end")):
+        with pytest.raises(pd.errors.ScheduleError, match=f"rank 1, instruction 0, {words}"):
+            pd.verify(with_rank(program, 1, period=(period[stray], *program.ranks[1].period)))
 
 
 def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     """Rank 0 wants a backward before it sends microbatch 1, rank 1 wants microbatch 1 before a backward."""
-    program = program_of("1f1b", 1, 1, microbatches=2)
-    program = with_period(program, 0, program_of("naive", 1, 1, microbatches=2).ranks[0].period)
-    program = with_period(program, 1, program_of("gpipe", 1, 1, microbatches=2).ranks[1].period)
-    with pytest.raises(DeadlockError) as caught:
-        verify(program)
+    naive, gpipe = (of(name, 1, 1, microbatches=2) for name in ("naive", "gpipe"))
+    with pytest.raises(pd.errors.DeadlockError) as caught:
+        pd.verify(replace(naive, name="1f1b", ranks=(naive.ranks[0], gpipe.ranks[1])))
     lines = str(caught.value).splitlines()[1:]
     assert [line.strip() for line in lines] == [
         "rank 0 waits at instruction 3, <1:0, for the gradient of microbatch 0 from rank 1",
@@ -277,7 +226,7 @@ def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     ]
 
 
-def with_depth(program: Program, depth: int) -> Program:
+def with_depth(program: pd.Program, depth: int) -> pd.Program:
     return replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
 
 
@@ -289,83 +238,65 @@ def test_a_send_waits_for_those_before_it_on_its_lane() -> None:
     channels = range(len(program.channels))
     sends = [f">{c}:{k}" for k in (0, 1, 2, 4, 6, 3, 5) for c in channels if f">{c}:{k}" in words]
     assert sorted([*forwards, *sends]) == sorted(words)
-    order = tuple(words[word] for word in [*forwards, *sends])
-    changed = replace(program, ranks=(replace(program.ranks[0], warmup=order), *program.ranks[1:]))
-    verify(changed)
-    with pytest.raises(DeadlockError, match=r"issued before it on the same lane of rank 0"):
-        verify(changed, lanes=lambda channel: channel.sender)
+    changed = with_rank(program, 0, warmup=tuple(words[word] for word in [*forwards, *sends]))
+    pd.verify(changed)
+    with pytest.raises(pd.errors.DeadlockError, match=r"issued before it on the same lane of rank 0"):
+        pd.verify(changed, lanes=lambda channel: channel.sender)
 
 
 def test_a_receive_waits_for_those_before_it_on_its_lane() -> None:
     """The receive of microbatch 2 is posted before that of 1, and replica 0 sends 2 behind the sum of 0 and 1."""
     program = Case("pipedream", (2, 1), (1, 1), (0, 0), None).program()
-    verify(program)
-    with pytest.raises(DeadlockError, match=r"issued before it on the same lane of rank 2"):
-        verify(program, lanes=lambda channel: channel.receiver)
+    pd.verify(program)
+    with pytest.raises(pd.errors.DeadlockError, match=r"issued before it on the same lane of rank 2"):
+        pd.verify(program, lanes=lambda channel: channel.receiver)
 
 
 def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:
     """Activations and inputs go out in one order and are wanted in another: two channels bear it, and so does one
     lane, for receives are posted in the sender's order. With rings of one, the lane stands still."""
-    program = with_depth(program_of("gpipe", 1, 1, microbatches=2), 1)
-    crossing = edited(program, 0, lambda words: ["0F0", "0F1", ">0:0", ">0:1", ">2:0", ">2:1", *words[6:]])
-    verify(crossing)
-    with pytest.raises(DeadlockError, match="whose receive is posted before"):
-        verify(crossing, lanes=lambda channel: (channel.sender, channel.receiver))
+    program = with_depth(of("gpipe", 1, 1, microbatches=2), 1)
+    crossing = edited(program, 0, ("0F0 >0:0 >2:0 0F1 >0:1 >2:1", "0F0 0F1 >0:0 >0:1 >2:0 >2:1"))
+    pd.verify(crossing)
+    with pytest.raises(pd.errors.DeadlockError, match="whose receive is posted before"):
+        pd.verify(crossing, lanes=lambda channel: (channel.sender, channel.receiver))
 
 
 def test_replicas_must_all_join_a_sum() -> None:
-    program = program_of("pipedream", 2, 1)
-    verify(program)
+    program = of("pipedream", 2, 1)
+    pd.verify(program)
     for rank in (0, 1):
-        with pytest.raises(ScheduleError, match=rf"rank {rank}, .*0U1: no sum over the replicas, =0:1, comes before"):
-            verify(edited(program, rank, without("=0:1")))
-    with pytest.raises(ScheduleError, match=r"rank 1, .*0U1: needs 0B1, which comes later"):
-        verify(edited(program, 1, moved_before("=0:1", "0B1")))
-
-
-def test_a_sum_for_another_update_is_refused() -> None:
-    program = program_of("gpipe", 2, 1, microbatches=2)
+        words = rf"rank {rank}, .*0U1: no sum over the replicas, =0:1, comes before"
+        with pytest.raises(pd.errors.ScheduleError, match=words):
+            pd.verify(edited(program, rank, ("=0:1", "")))
+    with pytest.raises(pd.errors.ScheduleError, match=r"rank 1, .*0U1: needs 0B1, which comes later"):
+        pd.verify(edited(program, 1, ("=0:1", ""), ("0B1", "=0:1 0B1")))
+    program = of("gpipe", 2, 1, microbatches=2)
     period = program.ranks[1].period
-    early = tuple(item._replace(index=item.index + 1) if item.kind is Move.SYNC else item for item in period)
-    with pytest.raises(ScheduleError, match=r"rank 1, .*0U1: no sum over the replicas"):
-        verify(with_period(program, 1, early))
+    later = tuple(item._replace(index=item.index + 1) if item.kind is Move.SYNC else item for item in period)
+    with pytest.raises(pd.errors.ScheduleError, match=r"rank 1, .*0U1: no sum over the replicas"):
+        pd.verify(with_rank(program, 1, period=later))
 
 
 def test_coupled_updates() -> None:
     """With a flush they cost nothing; PipeDream's output stage stands still until the input stage follows."""
     for name in ("1f1b", "gpipe", "pipedream", "pipedream_2bw"):
-        split = 4 if name != "pipedream" else None
-        verify(replace(program_of(name, 1, 1, 1, microbatches=split), couples_updates=True))
-    program = program_of("1f1b", 1, 1, microbatches=1)
+        pd.verify(replace(of(name, 1, 1, 1, microbatches=None if name == "pipedream" else 4), couples_updates=True))
     # Rank 1 keeps back the gradient until the update that rank 0 makes with it.
-    late = edited(program, 1, moved_before("1U1", ">1:0"))
-    verify(late)
-    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 4, 1U1, for rank 0 to reach the same update"):
-        verify(replace(late, couples_updates=True))
-
-
-def test_ops_of_a_stranger_are_refused() -> None:
-    program = program_of("1f1b", 1, 1, microbatches=2)
-    stranger = program.ranks[0].period[0]
-    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, 0F0: an op of another rank"):
-        verify(with_period(program, 1, (stranger, *program.ranks[1].period)))
-    send = program.ranks[0].period[1]
-    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, >0:0: this rank is not at this end"):
-        verify(with_period(program, 1, (send, *program.ranks[1].period)))
+    late = edited(of("1f1b", 1, 1, microbatches=1), 1, (">1:0 1U1", "1U1 >1:0"))
+    pd.verify(late)
+    words = r"rank 1 waits at instruction 4, 1U1, for rank 0 to reach the same update"
+    with pytest.raises(pd.errors.DeadlockError, match=words):
+        pd.verify(replace(late, couples_updates=True))
 
 
 def test_messages_without_a_channel_are_refused() -> None:
     """Nothing of a channel is left: what it brought is missed where it is read."""
-    program = program_of("1f1b", 1, 1, microbatches=1)
-    for rank, words in ((0, (">0:0", "<1:0")), (1, ("<0:0", ">1:0"))):
-        for word in words:
-            program = edited(program, rank, without(word))
-    with pytest.raises(ScheduleError, match=r"0B0: needs 1B0 of rank 1, but <1:0 is not before it"):
-        verify(program)
-    forwards = lower(evaluation(pd.Plan.uniform(2)))
-    for rank in (0, 1):
-        forwards = edited(forwards, rank, lambda words: [word for word in words if word[1:] != "0:0"])
+    program = edited(of("1f1b", 1, 1, microbatches=1), 0, (">0:0", ""), ("<1:0", ""))
+    with pytest.raises(pd.errors.ScheduleError, match=r"0B0: needs 1B0 of rank 1, but <1:0 is not before it"):
+        pd.verify(edited(program, 1, ("<0:0", ""), (">1:0", "")))
+    forwards = pd.lower(evaluation(pd.Plan.uniform(2)))
+    forwards = edited(edited(forwards, 0, (">0:0", "")), 1, ("<0:0", ""))
     renamed = replace(forwards.channels[0], carries="gradient")
-    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
-        verify(replace(forwards, channels=(renamed, *forwards.channels[1:])))
+    with pytest.raises(pd.PipelineError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
+        pd.verify(replace(forwards, channels=(renamed, *forwards.channels[1:])))

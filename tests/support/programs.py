@@ -1,0 +1,39 @@
+"""Programs of methods, and programs changed on purpose."""
+
+from dataclasses import replace
+from typing import Any
+
+import pipedream as pd
+
+
+def program_of(method: str, plan: pd.Plan, microbatches: int | None = None) -> pd.Program:
+    """Returns the program of a method on a plan."""
+    return pd.lower(pd.schedules.build(method, plan, microbatches))
+
+
+def uniform_program(method: str, *replicas: int, microbatches: int | None = None, depth: str = "noam") -> pd.Program:
+    """Returns the program of a method on equal stages with these replicas."""
+    plan = pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(depth)
+    return program_of(method, plan, microbatches)
+
+
+def with_rank(program: pd.Program, rank: int, **parts: Any) -> pd.Program:
+    """Returns the program with another `warmup` or `period` of a rank."""
+    ranks = list(program.ranks)
+    ranks[rank] = replace(ranks[rank], **parts)
+    return replace(program, ranks=tuple(ranks))
+
+
+def edited(program: pd.Program, rank: int, *changes: tuple[str, str]) -> pd.Program:
+    """Returns the program with pieces of a rank's text replaced, one after the other."""
+    rows = (*program.ranks, program.ranks[rank])  # what two ranks have is the rank's own
+    items = {str(item): item for row in rows for item in (*row.warmup, *row.period)}
+    parts = {}
+    for name in ("warmup", "period"):
+        text = f" {' '.join(map(str, getattr(program.ranks[rank], name)))} "
+        for old, new in changes:
+            text = text.replace(f" {old} ", f" {new} ".replace("  ", " "), 1)
+        parts[name] = tuple(items[word] for word in text.split())
+    changed = with_rank(program, rank, **parts)
+    assert changed != program, changes
+    return changed
