@@ -19,17 +19,7 @@ def is_gone(generation):
 """
 
 
-def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CYCLES + program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("options", "gone"), [("", [True, True]), ("age=True", [False, True]), ("freeze=True", [False, False])]
-)
-def test_garbage_of_a_pause_is_found_soon_or_later_or_never(options: str, gone: list[bool]) -> None:
-    run(
-        f"""
+KINDS = """
 with pause_collection({options}):
     assert not gc.isenabled()
     cycle = Cycle()
@@ -38,13 +28,7 @@ del cycle
 assert gc.isenabled()
 assert [is_gone(1), is_gone(2)] == {gone}
 """
-    )
-
-
-@pytest.mark.parametrize("change", ["gc.disable()", "gc.freeze()"])
-def test_what_the_caller_has_chosen_stays(change: str) -> None:
-    run(
-        f"""
+CHOSEN = """
 cycle = Cycle()
 {change}
 is_enabled = gc.isenabled()
@@ -56,12 +40,7 @@ seen = weakref.ref(cycle)
 del cycle
 assert is_gone(2) is not is_enabled
 """
-    )
-
-
-def test_the_first_use_of_a_name_imports_in_a_pause() -> None:
-    run(
-        """
+IMPORTED = """
 import pipedream
 paused = []
 class Watch:
@@ -73,4 +52,20 @@ assert paused and all(paused) and gc.isenabled()
 import pipedream.core.sweep
 assert not paused.pop()
 """
-    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [  # garbage of a pause is found soon, later or never; what the caller has chosen stays; first uses of names import
+        KINDS.format(options="", gone=[True, True]),
+        KINDS.format(options="age=True", gone=[False, True]),
+        KINDS.format(options="freeze=True", gone=[False, False]),
+        CHOSEN.format(change="gc.disable()"),
+        CHOSEN.format(change="gc.freeze()"),
+        IMPORTED,
+    ],
+    ids=["soon", "aged", "frozen", "disabled", "frozen before", "imports"],
+)
+def test_pauses(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CYCLES + program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,54 +4,38 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice, takewhile
 
+import drawn
 import pytest
-from drawn import STRAIGHT, laid_out
 from hypothesis import given, strategies as st
+from programs import program_of, with_rank
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Move, Program, Transfer, format_instructions
-from pipedream.schedules import build, evaluation
+from pipedream.core.schedule.program import Move, Transfer, format_instructions
+from pipedream.schedules import Kind, Op
+
+plans = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda r: pd.Plan.uniform(len(r), replicas=r))
+schedules = st.one_of(drawn.schedules(), plans.map(pd.schedules.evaluation))
 
 
-def schedules() -> st.SearchStrategy[pd.Schedule]:
-    return st.one_of(straight(), straight(), laid_out())
-
-
-@st.composite
-def straight(draw: st.DrawFn) -> pd.Schedule:
-    """Any method of one stage a worker, with up to three stages of up to three replicas."""
-    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-    plan = pd.Plan.uniform(len(replicas), replicas=replicas, transfer_s=draw(st.sampled_from([0.0, 3.0])))
-    plan = plan.with_depth(draw(st.sampled_from(["noam", "full"])))
-    name = draw(st.sampled_from(sorted({*STRAIGHT, "evaluation"})))
-    if name == "evaluation":
-        return evaluation(plan)
-    split = draw(st.integers(max(replicas), 7)) if name in ("naive", "gpipe", "1f1b") else None
-    return build(name, plan, split)
-
-
-def ops_of(program: Program, rank: int, total: int) -> list[Op]:
+def ops_of(program: pd.Program, rank: int, total: int) -> list[Op]:
     return [item for item in program.instructions(rank, total) if isinstance(item, Op)]
 
 
-@given(schedules(), st.integers(1, 40))
+@given(schedules, st.integers(1, 40))
 def test_ops_are_those_of_the_schedule(schedule: pd.Schedule, minibatches: int) -> None:
     """The order, folded into warm-up and period and unrolled again, is the order: for any run, drain included."""
-    program = lower(schedule)
+    program = pd.lower(schedule)
     total = minibatches * schedule.microbatches
     for rank in range(schedule.placement.workers):
         assert ops_of(program, rank, total) == list(schedule.ops(rank, total))
 
 
-@given(schedules(), st.integers(1, 12), st.data())
+@given(schedules, st.integers(1, 12), st.data())
 def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
     schedule: pd.Schedule, minibatches: int, data: st.DataObject
 ) -> None:
     """It may have executed any instructions that exist, and one more op, by which it found the end."""
-    program = lower(schedule)
+    program = pd.lower(schedule)
     total = minibatches * schedule.microbatches
     exists = program.exists(total)
     for rank in range(schedule.placement.workers):
@@ -61,10 +45,10 @@ def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
         assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
 
 
-@given(schedules())
+@given(schedules)
 def test_messages_stand_beside_their_ops(schedule: pd.Schedule) -> None:
     """A receive directly before the op that reads it, a send directly after the op that makes it."""
-    program = lower(schedule)
+    program = pd.lower(schedule)
     backward = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
     for rank in range(schedule.placement.workers):
         stream = list(program.instructions(rank, 3 * schedule.cycle))
@@ -84,9 +68,9 @@ def test_messages_stand_beside_their_ops(schedule: pd.Schedule) -> None:
             assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 
-@given(schedules())
+@given(schedules)
 def test_each_direction_has_a_channel_of_its_own(schedule: pd.Schedule) -> None:
-    program = lower(schedule)
+    program = pd.lower(schedule)
     ends = [(channel.sender, channel.receiver, channel.carries, channel.source) for channel in program.channels]
     assert len(set(ends)) == len(ends)
     for index, (sender, receiver, carries, _) in enumerate(ends):
@@ -98,7 +82,7 @@ def test_each_direction_has_a_channel_of_its_own(schedule: pd.Schedule) -> None:
 def test_rings_hold_what_may_lie_between_two_stages() -> None:
     """In flight upstream minus in flight downstream, and the one that is being read; between 2 and 8."""
     plan = replace(pd.Plan.uniform(3), in_flight=(20, 4, 1), depth_mode="hand")
-    depths = {(c.carries, c.source, c.target): c.depth for c in lower(build("pipedream", plan)).channels}
+    depths = {(c.carries, c.source, c.target): c.depth for c in program_of("pipedream", plan).channels}
     assert depths == {
         ("activation", 0, 1): 8,
         ("gradient", 1, 0): 8,
@@ -109,21 +93,21 @@ def test_rings_hold_what_may_lie_between_two_stages() -> None:
 
 
 def test_pictures() -> None:
-    program = lower(build("pipedream", pd.Plan.uniform(3)))
+    program = program_of("pipedream", pd.Plan.uniform(3))
     assert [(format_instructions(rank.warmup), format_instructions(rank.period)) for rank in program.ranks] == [
         ("0F0 >0:0 >4:0 0F1 >0:1 >4:1", "0F2 >0:2 >4:2 <1:0 0B0 0U1"),
         ("<0:0 1F0 >2:0", "<0:1 1F1 >2:1 <3:0 1B0 >1:0 1U1"),
         ("", "<4:0 <2:0 2F0 2B0 >3:0 2U1"),
     ]
-    alone = lower(build("pipedream", pd.Plan.uniform(1, replicas=(2,))))
+    alone = program_of("pipedream", pd.Plan.uniform(1, replicas=(2,)))
     assert format_instructions(alone.ranks[1].period) == "0F1 0B1 =0:1 0U1"
     assert alone.channels == ()
-    late = lower(build("pipedream", replace(pd.Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0))))
+    late = program_of("pipedream", replace(pd.Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0)))
     assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
 
 
 def test_evaluation_sends_no_gradients_and_ends() -> None:
-    program = lower(evaluation(pd.Plan.uniform(2)))
+    program = pd.lower(pd.schedules.evaluation(pd.Plan.uniform(2)))
     assert format_instructions(program.ranks[1].period) == "<2:0 <0:0 1F0"
     assert [str(item) for item in program.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]
 
@@ -137,23 +121,16 @@ def restless(rank: int) -> Iterator[Op]:
         done += number
 
 
-def test_an_order_without_a_period_is_refused() -> None:
-    schedule = replace(build("pipedream", pd.Plan.uniform(1)), order=restless)
-    with pytest.raises(ScheduleError, match=r"order of rank 0 does not (settle into a period|repeat itself)"):
-        lower(schedule)
-
-
-def test_an_order_that_ends_is_refused() -> None:
-    schedule = replace(build("pipedream", pd.Plan.uniform(1)), order=lambda rank: iter([Op(Kind.FORWARD, 0, 0)]))
-    with pytest.raises(ScheduleError, match="does not settle"):
-        lower(schedule)
-    with pytest.raises(ScheduleError, match="lacks 2 ops of a run of 1"):
-        list(schedule.ops(0, 1))
-
-
-def test_a_program_that_lacks_an_op_says_so_at_once() -> None:
-    program = lower(build("1f1b", pd.Plan.uniform(1), 2))
-    (rank,) = program.ranks
-    short = replace(program, ranks=(replace(rank, period=rank.period[:-1]),))
-    with pytest.raises(ScheduleError, match="rank 0 lacks 1 ops of 2 microbatches"):
-        list(short.instructions(0, 2))
+def test_an_order_without_a_period_or_an_end_is_refused() -> None:
+    schedule = pd.schedules.build("pipedream", pd.Plan.uniform(1))
+    ending = replace(schedule, order=lambda rank: iter([Op(Kind.FORWARD, 0, 0)]))
+    program = program_of("1f1b", pd.Plan.uniform(1), 2)
+    short = with_rank(program, 0, period=program.ranks[0].period[:-1])
+    for call, words in (
+        (lambda: pd.lower(replace(schedule, order=restless)), "order of rank 0 does not (settle into a|repeat itself)"),
+        (lambda: pd.lower(ending), "does not settle"),
+        (lambda: list(ending.ops(0, 1)), "lacks 2 ops of a run of 1"),
+        (lambda: list(short.instructions(0, 2)), "rank 0 lacks 1 ops of 2 microbatches"),
+    ):
+        with pytest.raises(pd.errors.ScheduleError, match=words):
+            call()

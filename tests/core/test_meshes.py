@@ -1,22 +1,25 @@
 """Meshes and layouts: which rank has which part of a tensor, and what is refused."""
 
 import re
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 from drawn import MESHES, placements
 from hypothesis import given, strategies as st
 
-from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Level
+import pipedream as pd
+from pipedream import Cluster, Layout, Level, Mesh, Operators, Plan
 from pipedream.core.plan.layout import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
 from pipedream.core.plan.mesh import Box, box_of, dense_strides, memory_order, meshes_of, pieces, ranks_of
 from pipedream.layouts import Exchanges, complete_partition
 
+Move = tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]
+
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]:
+def moves(draw: st.DrawFn) -> Move:
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     sender, receiver = draw(MESHES), draw(MESHES)
     return shape, sender, placements(draw, sender, len(shape)), receiver, placements(draw, receiver, len(shape))
@@ -27,9 +30,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(moves())
-def test_each_rank_receives_its_part_once_from_ranks_that_have_it(
-    move: tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]],
-) -> None:
+def test_each_rank_receives_its_part_once_from_ranks_that_have_it(move: Move) -> None:
     shape, sender, sent, receiver, received = move
     has = [elements(box_of(shape, sent, list(sender.dimensions.values()), at)) for at in sender.coordinates()]
     wants = [elements(box_of(shape, received, list(receiver.dimensions.values()), at)) for at in receiver.coordinates()]
@@ -56,17 +57,13 @@ def test_an_expanded_tensor_is_as_if_it_were_not_transposed() -> None:
     assert memory_order((2, 3), (0, 1)) == memory_order((3, 2), (1, 0)) == (0, 1)
 
 
-def test_equal_meshes_send_nothing_to_other_places() -> None:
-    mesh = Mesh("data:2,model:2")
-    sent_pieces = pieces((4, 6), mesh, (0, None), mesh, (0, None))
-    assert {(piece.sender, piece.receiver) for piece in sent_pieces} == {(0, 0), (1, 1), (2, 2), (3, 3)}
-
-
-def test_a_mesh_is_read_from_text() -> None:
+def test_a_mesh_is_read_from_text_and_sends_its_like_nothing_to_other_places() -> None:
     mesh = Mesh(" data:2, model:4 ")
     assert (mesh.size, mesh.dimensions, str(mesh)) == (8, {"data": 2, "model": 4}, "data:2,model:4")
     assert mesh.coordinates()[5] == (1, 1)
     assert (Mesh().size, Mesh().dimensions, str(Mesh())) == (1, {}, "-")
+    sent = {(piece.sender, piece.receiver) for piece in pieces((8, 8), mesh, (0, None), mesh, (0, None))}
+    assert sent == {(rank, rank) for rank in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
         assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
 
 
-FOUND = partition(
+FOUND = pd.partition(
     Operators({"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)}, "y[b, o] += x0[b, i] * p_up_weight[o, i]"), 4
 )
 
@@ -122,33 +119,19 @@ def test_a_layout_that_was_found() -> None:
     assert meshes == {"data:2": "", "data:4": "", "cut1:2": "", "cut1:2,cut2:2": ""}
 
 
-@pytest.mark.parametrize(
-    ("layout", "mesh", "words"),
-    [
-        (Layout.of(FOUND), "cut1:4", "has meshes such as cut1:2,cut2:2, without shard_weights; found cut1:4"),
-        (Layout.of(FOUND), "data:2,cut1:2", "found data:2,cut1:2; use such a mesh, and replicas"),
-        (Layout.of(FOUND), "cut2:2", "found cut2:2"),
-        (Layout(shard_weights="cut1", cuts=Layout.of(FOUND).cuts), "cut1:2", "found cut1:2 and shard_weights='cut1'"),
-        (Layout(cuts={"w": (0,)}), "cut1:2", "was found for the tensors w, none of which is a parameter"),
-    ],
-)
-def test_meshes_that_a_found_layout_does_not_fit(layout: Layout, mesh: str, words: str) -> None:
-    with pytest.raises(PlanError, match=re.escape(words)):
-        layout.check(["up.weight"], ["up"], [Mesh(mesh)])
-
-
-def test_a_found_layout_of_another_model() -> None:
-    layout = Layout(cuts={"p_up_weight": (0, 0)})
-    with pytest.raises(PlanError, match=r"shards dimension 0 of 'up.weight' over 'cut2', but its shape is \(6, 8\)"):
-        layout.parameter("up.weight", (6, 8), Mesh("cut1:2,cut2:2"))
-
-
 def test_names_are_found_by_name_and_by_pattern() -> None:
     layout = Layout(names={"*.up.weight": "d_ff d_model", "head.up.weight": "vocab d_model", "blocks.3:out": "batch"})
     assert layout.names_of("blocks.0.up.weight") == "d_ff d_model"
     assert layout.names_of("head.up.weight") == "vocab d_model"
     assert layout.names_of("blocks.3:out") == "batch"
     assert layout.names_of("blocks.0.up.bias") is None
+
+
+def check_found(mesh: str, **layout: Any) -> None:
+    Layout(**{"cuts": Layout.of(FOUND).cuts} | layout).check(["up.weight"], ["up"], [Mesh(mesh)])
+
+
+TWO_MACHINES = Cluster((Level(2, 1e10), Level(2, 1e9)))
 
 
 @pytest.mark.parametrize(
@@ -177,11 +160,21 @@ def test_names_are_found_by_name_and_by_pattern() -> None:
         (lambda: Layout("d_fff:m", names={"up": "d_ff"}).check(["up"], [], []), "d_fff:m, but .* did you mean 'd_ff'"),
         (lambda: Layout("a:data", shard_weights="dta").check([], [], [Mesh("data:2")]), "did you mean 'data'"),
         (lambda: Layout("a:m").check([], [], [Mesh("m:2,n:2")]), "the dimension 'n', which no rule uses"),
+        (lambda: check_found("cut1:4"), "such as cut1:2,cut2:2, without shard_weights; found cut1:4"),
+        (lambda: check_found("data:2,cut1:2"), "found data:2,cut1:2; use such a mesh, and replicas"),
+        (lambda: check_found("cut2:2"), "found cut2:2"),
+        (lambda: check_found("cut1:2", shard_weights="cut1"), "found cut1:2 and shard_weights='cut1'"),
+        (lambda: check_found("cut1:2", cuts={"w": (0,)}), "found for the tensors w, none of which is a parameter"),
+        (
+            lambda: Layout(cuts={"p_up_weight": (0, 0)}).parameter("up.weight", (6, 8), Mesh("cut1:2,cut2:2")),
+            r"shards dimension 0 of 'up.weight' over 'cut2', but its shape is \(6, 8\)",
+        ),
+        (lambda: Cluster.flat(3).of_meshes(2), "workers of 2 ranks each were asked for, but the cluster joins 3 ranks"),
+        (lambda: TWO_MACHINES.of_workers([1, 2, 1]), "a worker of 2 ranks from rank 1 on .*, which would be in parts"),
     ],
 )
-def test_what_is_refused(make: object, words: str) -> None:
-    assert callable(make)
-    with pytest.raises(PlanError, match=words):
+def test_what_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
         make()
 
 
@@ -203,11 +196,6 @@ def test_a_cluster_of_meshes(cluster: Cluster, ranks: int, widths: list[int]) ->
     assert joined.workers * ranks == cluster.workers
 
 
-def test_a_cluster_that_meshes_do_not_divide() -> None:
-    with pytest.raises(PlanError, match="workers of 2 ranks each were asked for, but the cluster joins 3 ranks"):
-        Cluster.flat(3).of_meshes(2)
-
-
 @pytest.mark.parametrize(
     ("levels", "ranks", "widths"),
     [
@@ -225,17 +213,8 @@ def test_a_cluster_of_workers_of_any_ranks(
     assert joined.workers == len(ranks)
 
 
-def test_a_worker_in_parts_of_two_machines() -> None:
-    with pytest.raises(
-        PlanError, match=r"a worker of 2 ranks from rank 1 on was asked for, which would be in parts of"
-    ):
-        Cluster((Level(2, 1e10), Level(2, 1e9))).of_workers([1, 2, 1])
-
-
 @given(moves())
-def test_bytes_of_the_busiest_rank_at_a_boundary(
-    move: tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]],
-) -> None:
+def test_bytes_of_the_busiest_rank_at_a_boundary(move: Move) -> None:
     """At most what it really sends or receives either way, its pieces being of one byte each; that, if all do alike."""
     shape, sender, sent, receiver, received = move
     busiest = 0
@@ -314,14 +293,12 @@ def test_the_cut_of_a_boundary() -> None:
         Crossing((7, 8), (None,), ()),
         Crossing((), (None,), ()),
     ]
-    with pytest.raises(PlanError, match=r"the output of .blocks\.3. has 7 of 'd_model', which model:2"):
+    with pytest.raises(pd.PipelineError, match=r"the output of .blocks\.3. has 7 of 'd_model', which model:2"):
         named.crossings([(4, 3, 7)], 4)
 
 
 @given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
-def test_cuts_travel_in_the_structure(
-    tensors: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
-) -> None:
+def test_cuts_travel_in_the_structure(tensors: list[Move], structure: str) -> None:
     cuts = tuple(
         Crossing(shape, sent, received, tuple(reversed(range(len(shape))))) for shape, _, sent, _, received in tensors
     )

@@ -8,11 +8,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.errors import ScheduleError
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import OccupancyRule, StageOccupancy, occupancy, stash
-from pipedream.verifier import verify
 from pipedream.workflows.methods import occupancy_of
 
 METHODS = sorted(
@@ -30,17 +26,11 @@ OWN_DEPTH = ["timeprest", "timeprest_interpolated"]
 @pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 3), (4, 4), (4, 9)])
 def test_it_is_what_the_papers_claim(stages: int, m: int) -> None:
     for name in METHODS:
-        check_claims(name, stages, m)
-
-
-def check_claims(name: str, stages: int, m: int) -> None:
-    plan = pd.Plan.uniform(stages)
-    travels = name.startswith("pipedream") and name != "pipedream_2bw"
-    built = schedules.build(name, plan, None if travels else m)
-    claims = built.claims
-    many = 99 if travels else m
-    expected = [(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages)]
-    assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected
+        travels = name.startswith("pipedream") and name != "pipedream_2bw"
+        built = schedules.build(name, pd.Plan.uniform(stages), None if travels else m)
+        of_stage = [(stages, 99 if travels else m, s) for s in range(stages)]
+        expected = [(built.claims.in_flight(*where), built.claims.versions(*where)) for where in of_stage]
+        assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected, name
 
 
 @pytest.mark.parametrize(
@@ -64,22 +54,22 @@ def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     m = data.draw(st.none() | st.integers(1, 8))
     try:
         built = schedules.build(name, plan, m)
-    except ScheduleError:
+    except pd.errors.ScheduleError:
         return
-    proof = verify(lower(built))
+    proof = pd.verify(pd.lower(built))
     for s, stage_occupancy in enumerate(occupancy(built)):
         ranks = built.placement.ranks[s]
         assert stage_occupancy.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
         assert stage_occupancy.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
 
 
-LAYER = LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_bytes=4800)
+LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_bytes=4800)
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("shape", ["2", "1-1-1", "2-1", "1-2"])
 def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
-    profile = Profile.of_chain((LAYER,) * 4, batch=8)
+    profile = pd.Profile.of_chain((LAYER,) * 4, batch=8)
     plan = pd.plan(profile, pd.Cluster.flat(3), schedule=name, shape=shape)
     flushes = schedules.build(name, plan).flushes
     timeline = pd.simulate(plan, schedule=name, minibatches=1 if flushes else -(-24 // plan.microbatches))
@@ -92,7 +82,7 @@ def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
 def test_the_planned_peak_is_no_less_than_the_simulated_one(name: str) -> None:
     """Of several stages a worker, of weights that ranks share, and of one version without a flush."""
     layers = [replace(LAYER, parameter_bytes=70 * (i % 3), temporary_bytes=500 * (i % 2)) for i in range(6)]
-    profile = Profile.of_chain(tuple(layers), batch=16, optimizer_bytes=300)
+    profile = pd.Profile.of_chain(tuple(layers), batch=16, optimizer_bytes=300)
     has_layout = schedules.stage_order_of(name) is not None
     for in_flight in ("noam",) if has_layout else ("noam", "full"):
         shape, cluster = "any" if has_layout else "straight", pd.Cluster.flat(2 if has_layout else 3, 1e4)
@@ -124,7 +114,7 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     name = data.draw(st.sampled_from(METHODS))
     counts = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     m = data.draw(st.integers(1, 12))
-    profile = Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
+    profile = pd.Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
     cluster = pd.Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
     update_delay = data.draw(st.integers(0, 1))

@@ -7,14 +7,14 @@ import pytest
 from drawn import clusters
 from hypothesis import given, strategies as st
 
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.plan.cost import SumLink, ports_s
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 
 
 @st.composite
-def stages_somewhere(draw: st.DrawFn) -> tuple[Cluster, list[tuple[int, ...]]]:
+def stages_somewhere(draw: st.DrawFn) -> tuple[pd.Cluster, list[tuple[int, ...]]]:
     """Draws one to three stages on workers of a cluster, in any order."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     cluster = draw(clusters(sum(counts)))
@@ -23,7 +23,7 @@ def stages_somewhere(draw: st.DrawFn) -> tuple[Cluster, list[tuple[int, ...]]]:
 
 
 def counted(
-    cluster: Cluster, stage_workers: list[tuple[int, ...]], sent: list[int], summed: list[int]
+    cluster: pd.Cluster, stage_workers: list[tuple[int, ...]], sent: list[int], summed: list[int]
 ) -> dict[tuple[int, int], float]:
     """Sends each minibatch of a cycle from replica to replica, and each direction of each port its bytes."""
     cycle = lcm(*map(len, stage_workers))
@@ -55,7 +55,7 @@ def counted(
 
 @given(stages_somewhere(), SIZES, SIZES)
 def test_equals_counting_minibatch_by_minibatch(
-    drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]
+    drawn: tuple[pd.Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]
 ) -> None:
     cluster, stage_workers = drawn
     predicted = ports_s(cluster, stage_workers, sent[: len(stage_workers)], summed[: len(stage_workers)])

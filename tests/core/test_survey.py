@@ -1,22 +1,28 @@
 """From measured links to a cluster: levels from machines, ports from fans, kinds from speeds."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Workers
+import pipedream as pd
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.hardware.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of, slope
 
 WORKER = MeasuredWorker("one", "cpu: a", 0.01, 8_000_000_000)
+BETWEEN, BACK = Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 9e8, 9e8)
 
 
-def survey(machines: str, **more: tuple[object, ...]) -> Survey:
+def survey(machines: str, **more: Any) -> Survey:
     """Returns the survey of a worker on each of the machines, and of two links on each level."""
     links = tuple(Link(level, 0, 1, 1e-4 * (level + 1), rate, rate) for level, rate in ((0, 1e9), (1, 1e8)))
-    measured = Survey(tuple(replace(WORKER, machine=name) for name in machines), links)
-    return replace(measured, **more)  # type: ignore[arg-type]
+    return replace(Survey(tuple(replace(WORKER, machine=name) for name in machines), links), **more)
+
+
+def of_workers(*changes: dict[str, Any]) -> pd.Cluster:
+    workers = tuple(replace(WORKER, **change) for change in changes)
+    return survey("a" * len(workers), workers=workers).cluster()
 
 
 @given(rate=st.floats(1e5, 1e10), fixed_s=st.floats(0, 1e-3), noise=st.lists(st.floats(0, 1.0), min_size=2, max_size=2))
@@ -33,30 +39,28 @@ def test_slope_where_noise_hides_the_difference() -> None:
     assert slope((1e6, 4e6), [[0.0399] * 5, [0.04] * 5]) == pytest.approx(1e8)
 
 
-def test_machines_are_neighbouring_ranks() -> None:
+def test_machines_are_neighbouring_ranks_and_each_level_has_a_link() -> None:
     assert machines_of("aabccc") == ((0, 1), (2,), (3, 4, 5))
-    with pytest.raises(PlanError, match=r"rank 2 is on the machine of rank 0.*one after the other"):
+    with pytest.raises(pd.PipelineError, match=r"rank 2 is on the machine of rank 0.*one after the other"):
         machines_of("aba")
-
-
-def test_levels_follow_the_machines() -> None:
-    single = survey("aaa").cluster()
-    assert [level.width for level in single.levels] == [3]
-    assert single.bandwidth_bytes_per_s == 1e9
-    apart = survey("abc").cluster()
-    assert [level.width for level in apart.levels] == [3]
-    even = survey("aabb").cluster()
-    assert [(level.width, level.sizes) for level in even.levels] == [(2, ()), (2, ())]
-    assert even.link(1) == (1e8, 2e-4)
-    uneven = survey("aaabcc").cluster()
-    assert uneven.levels[0].sizes == (3, 1, 2)
-    assert uneven.levels[1].width == 3
-    assert uneven.workers == 6
-
-
-def test_level_without_a_link_is_refused() -> None:
-    with pytest.raises(PlanError, match="no link of level 0"):
+    with pytest.raises(pd.PipelineError, match="no link of level 0"):
         survey("aa", links=()).cluster()
+
+
+@pytest.mark.parametrize(
+    ("machines", "levels"),
+    [
+        ("aaa", [(3, (), 1e9)]),
+        ("abc", [(3, (), 1e9)]),
+        ("aabb", [(2, (), 1e9), (2, (), 1e8)]),
+        ("aaabcc", [(3, (3, 1, 2), 1e9), (3, (), 1e8)]),
+    ],
+)
+def test_levels_follow_the_machines(machines: str, levels: list[tuple[Any, ...]]) -> None:
+    cluster = survey(machines).cluster()
+    assert [(level.width, level.sizes, level.bandwidth_bytes_per_s) for level in cluster.levels] == levels
+    assert cluster.workers == len(machines)
+    assert len(levels) == 1 or cluster.link(1) == (1e8, 2e-4)
 
 
 @pytest.mark.parametrize(
@@ -76,69 +80,49 @@ def test_widest_sum_counts() -> None:
     assert level.sum_bytes_per_s == 6e8
 
 
-def test_middle_link_counts_and_the_least_disturbed_latency() -> None:
-    links = (Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 9e8, 9e8), Link(0, 1, 2, 3e-4, 8e8, 9e8))
-    (level,) = survey("aaa", links=links).cluster().levels
-    assert level.bandwidth_bytes_per_s == 9e8
-    assert level.latency_s == 1e-4
-
-
-def test_half_duplex_link_gives_each_direction_what_is_left() -> None:
-    links = (Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 1e9, 6e8))
-    (level,) = survey("aa", links=links).cluster().levels
-    assert level.bandwidth_bytes_per_s == pytest.approx(5.5e8)
-
-
-def test_unequal_directions_are_not_half_duplex_while_one_of_them_keeps_its_own() -> None:
-    # Acknowledgements of the faster direction stand behind what the slower one sends.
-    links = (Link(0, 0, 1, 1e-4, 2.4e7, 9e6), Link(0, 1, 0, 1e-4, 1e7, 9.8e6))
-    (level,) = survey("aa", links=links).cluster().levels
-    assert level.bandwidth_bytes_per_s == pytest.approx(1.7e7)
+@pytest.mark.parametrize(
+    ("links", "rate"),
+    [
+        ([BETWEEN, BACK, Link(0, 1, 2, 3e-4, 8e8, 9e8)], 9e8),  # the middle one
+        ([BETWEEN, Link(0, 1, 0, 1e-4, 1e9, 6e8)], 5.5e8),  # half duplex: each direction has what is left
+        # Unequal directions are not, while one of them keeps its own: acknowledgements of the faster direction stand
+        # behind what the slower one sends.
+        ([Link(0, 0, 1, 1e-4, 2.4e7, 9e6), Link(0, 1, 0, 1e-4, 1e7, 9.8e6)], 1.7e7),
+    ],
+)
+def test_links_count_in_the_middle_and_as_what_both_directions_leave(links: list[Link], rate: float) -> None:
+    (level,) = survey("aaa", links=tuple(links)).cluster().levels
+    assert level.bandwidth_bytes_per_s == pytest.approx(rate)
+    assert level.latency_s == 1e-4, "of the least disturbed"
 
 
 def test_workers_that_are_unlike_become_kinds() -> None:
-    workers = (
-        WORKER,
-        replace(WORKER, work_s=0.0105),
-        replace(WORKER, work_s=0.02),
-        replace(WORKER, memory_bytes=4_000_000_000),
-    )
-    cluster = survey("aaaa", workers=workers).cluster()
+    cluster = of_workers({}, {"work_s": 0.0105}, {"work_s": 0.02}, {"memory_bytes": 4_000_000_000})
     assert cluster.speeds == pytest.approx((1.0, 1.0, 0.01 / 0.02, 1.0))
     assert cluster.memories == (8_000_000_000,) * 3 + (4_000_000_000,)
     assert [kind.count for kind in cluster.kinds] == [2, 1, 1]
 
 
 def test_alike_workers_have_no_kinds_and_the_least_memory() -> None:
-    workers = (WORKER, replace(WORKER, work_s=0.011, memory_bytes=7_800_000_000))
-    cluster = survey("aa", workers=workers).cluster()
-    assert cluster.kinds == ()
-    assert cluster.memory_bytes == 7_800_000_000
-    assert cluster.device == "cpu: a"
+    cluster = of_workers({}, {"work_s": 0.011, "memory_bytes": 7_800_000_000})
+    assert (cluster.kinds, cluster.memory_bytes, cluster.device) == ((), 7_800_000_000, "cpu: a")
 
 
 def test_rates_are_those_of_the_slowest_if_all_were_measured() -> None:
-    fast, slow = replace(WORKER, host_bytes_per_s=2e10), WORKER
-    assert survey("aa", workers=(fast, slow)).cluster().host_bytes_per_s is None
-    slow = replace(slow, host_bytes_per_s=1e10)
-    assert survey("aa", workers=(fast, slow)).cluster().host_bytes_per_s == 1e10
-    assert "; memory of the host 10.0 GB/s" in str(survey("aa", workers=(fast, slow)).cluster())
+    assert of_workers({"host_bytes_per_s": 2e10}, {}).host_bytes_per_s is None
+    cluster = of_workers({"host_bytes_per_s": 2e10}, {"host_bytes_per_s": 1e10})
+    assert cluster.host_bytes_per_s == 1e10
+    assert "; memory of the host 10.0 GB/s" in str(cluster)
 
 
 def test_cluster_can_be_saved() -> None:
-    workers = (
-        replace(WORKER, machine="a", work_s=1.0),
-        replace(WORKER, machine="a", work_s=1.0),
-        replace(WORKER, machine="b", work_s=2.0),
-    )
-    cluster = survey("aab", workers=workers).cluster()
-    assert Cluster.from_json(cluster.to_json()) == cluster
+    near, far = replace(WORKER, machine="a", work_s=1.0), replace(WORKER, machine="b", work_s=2.0)
+    cluster = survey("aab", workers=(near, near, far)).cluster()
+    assert pd.Cluster.from_json(cluster.to_json()) == cluster
     assert cluster.kinds[1] == Workers(1, "cpu: a", 0.5, 8_000_000_000)
 
 
 def test_text_names_what_was_measured() -> None:
     text = str(survey("aab", sums=(Sum(1, (0, 1, 2), 1e-4, 6e8),), fans=(Fan(0, False, (0, 1, 2), 1e9),)))
-    assert "rank 0 to rank 1" in text
-    assert "sum over 3 ranks" in text
-    assert "rank 0 from 1, 2" in text
-    assert "rank 2, machine 1: cpu: a, 1.00 times" in text
+    for words in ("rank 0 to rank 1", "over 3 ranks", "rank 0 from 1, 2", "rank 2, machine 1: cpu: a, 1.00 times"):
+        assert words in text

@@ -12,13 +12,11 @@ from delayed import nf1b
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.weights import Stamped, WeightRule
+from pipedream.core.schedule.weights import Stamped
 from pipedream.experimental.timeprest_interpolated import Interpolated, timeprest_interpolated
-from pipedream.schedules import build
-from pipedream.verifier import verify
+from pipedream.schedules import Kind, Op, WeightRule, build
 
+TAGGED = ("timeprest", "timeprest_interpolated")
 replica_counts = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 LAGS = [  # updates between a minibatch's first forward and its backward, as a reproduction of TiMePReSt measured them
@@ -52,12 +50,19 @@ def newest_at(ops: list[Op], kind: Kind) -> dict[int, int]:
 
 @given(replica_counts, st.data())
 def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], data: st.DataObject) -> None:
-    m = data.draw(st.integers(max(replicas), 2 * max(replicas) + 2))
+    m = data.draw(st.integers(max(replicas), 3 * max(replicas)))
     plan = pd.Plan.uniform(len(replicas), replicas=replicas)
-    tagged, between = build("timeprest", plan, m), build("timeprest_interpolated", plan, m)
+    tagged, between = (build(name, plan, m) for name in TAGGED)
     assert isinstance(tagged.weights, Stamped)
     assert isinstance(between.weights, Interpolated)
-    tags = {k: n for ops in followed(tagged, 0, 8) for k, n in newest_at(ops, Kind.FORWARD).items()}
+    by_replica = [newest_at(ops, Kind.FORWARD) for ops in followed(tagged, 0, 8)]
+    tags = {k: n for newest in by_replica for k, n in newest.items()}
+    # Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
+    # behind fewer updates, or the two would wait for each other at the sum.
+    for minibatch in range(8):
+        mine = range(minibatch * m, (minibatch + 1) * m)
+        read = next(by_replica[0][k] for k in mine if k in by_replica[0])
+        assert all(read <= newest[k] for newest in by_replica for k in mine if k in newest)
     for stage in range(len(replicas)):
         alive = 1
         for replica, ops in enumerate(followed(tagged, stage, 8)):
@@ -90,9 +95,7 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
                 lags["late"] = max(lags["late"], lags["B"] - before[lags["B"] * m])
             lags[what] += 1
         assert lags["late"] == delays_updates[s]
-    live, tagged, between = (
-        build(name, pd.Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
-    )
+    live, tagged, between = (build(name, pd.Plan.uniform(p), m) for name in ("v_timeprest", *TAGGED))
     for s, row in enumerate(nf1b(p, m, 8)):
         (ops,) = followed(live, s, 8)
         whole = "".join(what for what in row if what != ".").replace("B", "B" * m)  # backwards microbatch by microbatch
@@ -103,16 +106,13 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
         assert live.weights.staleness(s) == between.weights.staleness(s) == delays_updates[s]
     # A tag is the version of the input stage, and all stages are as late as that one.
     assert [tagged.weights.staleness(s) for s in range(p)] == [delays_updates[0]] * p
-    assert verify(lower(tagged)).staleness == (delays_updates[0],) * p
+    assert pd.verify(pd.lower(tagged)).staleness == (delays_updates[0],) * p
 
 
 @given(st.integers(1, 6), st.integers(1, 8))
 def test_what_is_kept(p: int, m: int) -> None:
     """The input stage needs no old version for its tags, the last one the most; a stash is the other way round."""
-    tagged, between = (
-        build("timeprest", pd.Plan.uniform(p), m).weights,
-        build("timeprest_interpolated", pd.Plan.uniform(p), m).weights,
-    )
+    tagged, between = (build(name, pd.Plan.uniform(p), m).weights for name in TAGGED)
     versions = [tagged.versions(s) for s in range(p)]
     assert versions[0] == 1
     assert versions == sorted(versions)
@@ -162,16 +162,3 @@ def test_a_share_decays_with_staleness() -> None:
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="the share of the old weights must be between 0 and 1"):
             Interpolated((1, 0), (1, 1), 2, share=share)
-
-
-@given(replica_counts, st.data())
-def test_the_reader_admits_a_minibatch_before_its_turn_is_over(replicas: tuple[int, ...], data: st.DataObject) -> None:
-    """Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
-    behind fewer updates, or the two would wait for each other at the sum."""
-    m = data.draw(st.integers(max(replicas), 3 * max(replicas)))
-    schedule = build("timeprest", pd.Plan.uniform(len(replicas), replicas=replicas), m)
-    met = [newest_at(ops, Kind.FORWARD) for ops in followed(schedule, 0, 8)]
-    for minibatch in range(8):
-        mine = range(minibatch * m, (minibatch + 1) * m)
-        read = next(met[0][k] for k in mine if k in met[0])
-        assert all(read <= newest[k] for newest in met for k in mine if k in newest)
