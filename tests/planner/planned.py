@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import pipedream as pd
-from pipedream.core.model.profile import LayerProfile
 from pipedream.planner import PlanSearch
 from pipedream.planner.dynamic_program.recurrence import State
 
@@ -24,9 +23,9 @@ def search_plan(
 def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> pd.Profile:
     """Returns layers of up to 10 ms forward, and outputs of up to so many bytes."""
 
-    def layer() -> LayerProfile:
+    def layer() -> pd.LayerProfile:
         seconds = draw.random() * 1e-2, draw.random() * 2e-2
-        return LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
+        return pd.LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
 
     return pd.Profile.of_chain(tuple(layer() for _ in range(layers)))
 

@@ -13,19 +13,17 @@ from hypothesis import example, given, settings, strategies as st
 import pipedream as pd
 from pipedream import cli, schedules
 from pipedream.cli.options import make_cluster
-from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score, select_methods
 
 FLUSHING = ("1f1b", "gpipe", "naive")
 
-SETTLES_LATE = Profile.of_chain(
+SETTLES_LATE = pd.Profile.of_chain(
     (
-        LayerProfile(1.0, 1.5863973238461657, output_bytes=27, parameter_bytes=19),
-        LayerProfile(1.6445223326150744, 1.0, output_bytes=13, parameter_bytes=8),
-        LayerProfile(2.0, 1.0, output_bytes=0, parameter_bytes=0),
+        pd.LayerProfile(1.0, 1.5863973238461657, output_bytes=27, parameter_bytes=19),
+        pd.LayerProfile(1.6445223326150744, 1.0, output_bytes=13, parameter_bytes=8),
+        pd.LayerProfile(2.0, 1.0, output_bytes=0, parameter_bytes=0),
     ),
     batch=1,
 )
@@ -33,9 +31,9 @@ SETTLES_LATE = Profile.of_chain(
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> Profile:
+def profiles(draw: st.DrawFn) -> pd.Profile:
     sizes = st.integers(0, 40), st.integers(0, 40), st.integers(0, 100)
-    layer = st.builds(LayerProfile, st.floats(0.1, 2.0), st.floats(0.1, 4.0), *sizes)
+    layer = st.builds(pd.LayerProfile, st.floats(0.1, 2.0), st.floats(0.1, 4.0), *sizes)
     layers = draw(st.lists(layer, min_size=2, max_size=5))
     if draw(st.booleans()):  # a small batch takes less time per sample
         layers = [replace(layer, backward_fixed_s=-layer.backward_s / 2) for layer in layers]
@@ -43,10 +41,10 @@ def profiles(draw: st.DrawFn) -> Profile:
         layers = [replace(layer, forward_fixed_s=layer.forward_s / 4) for layer in layers]
     batch, fixed_s = draw(st.sampled_from([1, 4, 6])), draw(st.sampled_from([0.0, 0.3]))
     update = {"update_s": 0.5, "update_fixed_s": fixed_s, "runtime": draw(runtime_costs(1.0))}
-    return Profile.of_chain(tuple(layers), batch=batch, **update)
+    return pd.Profile.of_chain(tuple(layers), batch=batch, **update)
 
 
-def periods(profile: Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
+def periods(profile: pd.Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
     """Returns the simulated seconds of every way that `choose` may take."""
     workers = cluster.workers
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
@@ -62,7 +60,7 @@ def periods(profile: Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> di
             if update_delay and name not in ("pipedream", "pipedream_vertical_sync"):
                 continue
             seconds[way] = score(plan).period_s
-        except PipelineError:
+        except pd.PipelineError:
             continue
     return seconds
 
@@ -72,14 +70,14 @@ def periods(profile: Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> di
 @example(SETTLES_LATE, 3, 20.0, None, True)
 @given(profiles(), st.integers(1, 3), st.sampled_from([2.0, 20.0, 1e9]), st.sampled_from([None, 300]), st.booleans())
 def test_no_way_is_faster(
-    profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
+    profile: pd.Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
 ) -> None:
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
     request = PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
     names = tuple(select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
     every = periods(profile, cluster, names)
     if not every:
-        with pytest.raises(PlanError, match="no method works"):
+        with pytest.raises(pd.errors.PlanError, match="no method works"):
             planning.plan_and_compare(profile, request)
         return
     comparison = planning.plan_and_compare(profile, request)
@@ -103,12 +101,12 @@ def test_methods_that_flush_are_compared() -> None:
 def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
     assert not set(select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
-    with pytest.raises(PlanError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
+    with pytest.raises(pd.PipelineError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
         planning.plan_and_compare(CHAIN, PlanRequest(pd.Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
 
 
-LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
-CHAIN = Profile.of_chain((LAYER,) * 6, batch=8)
+LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
+CHAIN = pd.Profile.of_chain((LAYER,) * 6, batch=8)
 
 
 def test_a_late_method_is_taken_only_if_allowed() -> None:
@@ -134,7 +132,7 @@ def test_memory_decides_between_methods() -> None:
 @pytest.mark.slow
 def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
     """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
-    profile = Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
+    profile = pd.Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
     cluster = make_cluster(["2", "2"], ["10Gbit/s", "1Gbit/s"], 0.0, "1.9GB")
     request = PlanRequest(cluster, schedule="auto", microbatches=4, shape="pipeline")
     comparison = planning.plan_and_compare(profile, request)
@@ -158,8 +156,8 @@ def test_never_slower_than_one_worker(rate: float) -> None:
 
 
 def test_small_batches_that_are_cheaper_are_planned_as_by_the_method_alone() -> None:
-    layers = (LayerProfile(1.0, 2.0, 1, 8, backward_fixed_s=-1.0),) * 4
-    profile, cluster = Profile.of_chain(layers, batch=4), pd.Cluster.flat(2, 100.0)
+    layers = (pd.LayerProfile(1.0, 2.0, 1, 8, backward_fixed_s=-1.0),) * 4
+    profile, cluster = pd.Profile.of_chain(layers, batch=4), pd.Cluster.flat(2, 100.0)
     request = PlanRequest(cluster, schedule="auto", shape="1-1", microbatches=4, in_flight="auto")
     chosen = planning.plan_and_compare(profile, request, ["1f1b"]).plan
     assert chosen.stages == planning.make_plan(profile, replace(request, schedule="1f1b")).stages
@@ -168,9 +166,9 @@ def test_small_batches_that_are_cheaper_are_planned_as_by_the_method_alone() -> 
 def test_what_is_said_is_kept() -> None:
     plan = pd.plan(CHAIN, pd.Cluster.flat(4), schedule="auto", microbatches=4, shape="2-2", in_flight=(2, 1))
     assert (plan.config, plan.microbatches, plan.in_flight) == ("2-2", 4, (2, 1))
-    with pytest.raises(PlanError, match="chooses the stages"):
+    with pytest.raises(pd.errors.PlanError, match="chooses the stages"):
         pd.plan(CHAIN, pd.Cluster.flat(2), schedule="auto", cuts=(3,))
-    with pytest.raises(PlanError, match="no method works with what was asked on 4 workers"):
+    with pytest.raises(pd.errors.PlanError, match="no method works with what was asked on 4 workers"):
         pd.plan(CHAIN, pd.Cluster.flat(4), schedule="auto", microbatches=2, shape="data-parallel")
 
 

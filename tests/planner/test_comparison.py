@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,10 @@ from drawn import runtime_costs
 from hypothesis import assume, example, given, settings, strategies as st
 
 import pipedream as pd
-from pipedream import cli
-from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
-from pipedream.planner import list_finalists
+from pipedream.planner import Comparison, list_finalists
 from pipedream.workflows import plan as planning, stage_search
 from pipedream.workflows.methods import score
 from pipedream.workflows.stage_search import StageSearch, make_candidate
@@ -39,29 +36,29 @@ ROWS = (
     (50, 100, 8_192, 131_000, 65_536),
     (8, 12, 1_280, 2_600, 0),
 )
-DIGITS = Profile.of_chain(
-    tuple(LayerProfile(f * US, b * US, *sizes) for f, b, *sizes in ROWS),
+DIGITS = pd.Profile.of_chain(
+    tuple(pd.LayerProfile(f * US, b * US, *sizes) for f, b, *sizes in ROWS),
     batch=32,
     update_s=200 * US,
     update_fixed_s=100 * US,
     loss_s=30 * US,
 )
 """The layers of examples/digits.py, with the bytes that it has and seconds of their order."""
-EIGHT = Cluster.flat(8, 1.25e9, 1e-4)
-FOUR = Cluster.flat(4, 1.25e9, 1e-4)
+EIGHT = pd.Cluster.flat(8, 1.25e9, 1e-4)
+FOUR = pd.Cluster.flat(4, 1.25e9, 1e-4)
 
 
-def with_fixed_seconds(layer: LayerProfile, fraction: float) -> LayerProfile:
+def with_fixed_seconds(layer: pd.LayerProfile, fraction: float) -> pd.LayerProfile:
     """Returns a layer of which each microbatch takes this fraction, however small."""
     return replace(layer, forward_fixed_s=fraction * layer.forward_s, backward_fixed_s=fraction / 2 * layer.backward_s)
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> Profile:
+def profiles(draw: st.DrawFn) -> pd.Profile:
     seconds, size = st.floats(1e-4, 1e-2), st.integers(0, 10**7)
-    layer = st.builds(LayerProfile, seconds, seconds, output_bytes=size, parameter_bytes=size, activation_bytes=size)
+    layer = st.builds(pd.LayerProfile, seconds, seconds, output_bytes=size, parameter_bytes=size, activation_bytes=size)
     layers, fixed = draw(st.lists(layer, min_size=1, max_size=8)), draw(st.sampled_from([0.0, 0.25, 1.0]))
-    return Profile.of_chain(
+    return pd.Profile.of_chain(
         tuple(with_fixed_seconds(layer, fixed) for layer in layers),
         batch=draw(st.sampled_from([1, 8, 32])),
         update_s=1e-3,
@@ -71,57 +68,19 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
+def clusters(draw: st.DrawFn) -> pd.Cluster:
     rate, latency_s = st.floats(7, 11).map(lambda power: 10**power), st.sampled_from([0.0, 1e-5, 1e-3])
     memory = draw(st.sampled_from([None, None, 10**8]))
-    levels = [Level(draw(st.integers(1, 5)), draw(rate), draw(latency_s))]
+    levels = [pd.Level(draw(st.integers(1, 5)), draw(rate), draw(latency_s))]
     if draw(st.booleans()):
-        levels = [Level(2, draw(rate), draw(latency_s)), Level(2, draw(rate), draw(latency_s))]
-    return Cluster(tuple(levels), memory)
-
-
-def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> None:
-    """Compares the answer with what every request for a shape gives."""
-
-    def planned_s(**options: Any) -> float | None:
-        try:
-            return score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
-        except PipelineError:
-            return None
-
-    chosen_s = planned_s()
-    workers = cluster.workers
-    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
-    rivals = {shape: planned_s(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
-    rivals["search"] = planned_s(strategy="search")
-    if chosen_s is None:
-        assert not any(rivals.values())
-        return
-    link_factor = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
-    assert not link_factor, f"{chosen_s} s was chosen"
-    compared = planning.plan_and_compare(profile, PlanRequest(cluster, schedule=schedule))
-    assert compared.candidates[0].period_s == chosen_s
-    for candidate in compared.candidates:
-        assert candidate.period_s is None or chosen_s <= candidate.period_s * (1 + 1e-9)
-        assert candidate.period_s is None or candidate.least_s <= candidate.period_s * (1 + 1e-9), (
-            "a bound that does not hold"
-        )
-        assert candidate.period_s or candidate.least_s >= chosen_s or not candidate.config
-    everything = (*compared.candidates, *compared.references)
-    for config in {"1", str(workers)}:
-        assert any(candidate.config == config and candidate.period_s for candidate in everything) or any(
-            candidate.why and not candidate.config and candidate.shape in ("1", "data-parallel", config)
-            for candidate in everything
-        ), f"{config} is not in the list"
+        levels = [pd.Level(2, draw(rate), draw(latency_s)), pd.Level(2, draw(rate), draw(latency_s))]
+    return pd.Cluster(tuple(levels), memory)
 
 
 BOUNDED_METHODS = ("pipedream", "pipedream_2bw", "xpipe", "pipemare", "1f1b", "gpipe", "zb_h1")
 METHODS = st.sampled_from(["pipedream", "1f1b", "gpipe", "pipedream_2bw"])
-HIDDEN_LATENCY = Profile.of_chain(
-    (LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3,
-    batch=1,
-    update_s=1e-3,
-    runtime=RuntimeCosts(message_s=2e-5),
+HIDDEN_LATENCY = pd.Profile.of_chain(
+    (pd.LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3, batch=1, update_s=1e-3, runtime=RuntimeCosts(message_s=2e-5)
 )
 """Messages keep the first stage of 2-2 busy for longer than the latency of its sum, which they hide."""
 
@@ -129,13 +88,43 @@ HIDDEN_LATENCY = Profile.of_chain(
 @pytest.mark.slow
 @settings(max_examples=2)
 @given(profiles(), clusters(), METHODS)
-@example(HIDDEN_LATENCY, Cluster((Level(2, 1e7, 1e-5), Level(2, 1e7))), "pipedream")
-def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: Cluster, schedule: str) -> None:
-    check_never_slower(profile, cluster, schedule)
+@example(HIDDEN_LATENCY, pd.Cluster((pd.Level(2, 1e7, 1e-5), pd.Level(2, 1e7))), "pipedream")
+def test_never_slower_than_what_every_request_for_a_shape_gives(
+    profile: pd.Profile, cluster: pd.Cluster, schedule: str
+) -> None:
+    def planned_s(**options: Any) -> float | None:
+        try:
+            return score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
+        except pd.PipelineError:
+            return None
+
+    chosen_s, workers = planned_s(), cluster.workers
+    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
+    rivals = {shape: planned_s(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
+    rivals["search"] = planned_s(strategy="search")
+    if chosen_s is None:
+        assert not any(rivals.values())
+        return
+    faster = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
+    assert not faster, f"{chosen_s} s was chosen"
+    compared = compare(profile, cluster, schedule=schedule)
+    assert compared.candidates[0].period_s == chosen_s
+    for candidate in compared.candidates:
+        if candidate.period_s is None:
+            assert candidate.least_s >= chosen_s or not candidate.config
+        else:
+            assert chosen_s <= candidate.period_s * (1 + 1e-9)
+            assert candidate.least_s <= candidate.period_s * (1 + 1e-9), "a bound that does not hold"
+    everything = (*compared.candidates, *compared.references)
+    for config in {"1", str(workers)}:
+        shapes = ("1", "data-parallel", config)
+        assert any(candidate.config == config and candidate.period_s for candidate in everything) or any(
+            candidate.why and not candidate.config and candidate.shape in shapes for candidate in everything
+        ), f"{config} is not in the list"
 
 
 @given(profiles(), clusters(), st.sampled_from([*BOUNDED_METHODS]), st.data())
-def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject) -> None:
+def test_no_plan_beats_its_bound(profile: pd.Profile, cluster: pd.Cluster, schedule: str, data: st.DataObject) -> None:
     """Replica counts, depth, update delay and which stages recompute are drawn, too."""
     free, counts = min(cluster.workers, 8), []
     while free and len(counts) < len(profile.layers):
@@ -148,7 +137,7 @@ def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: s
         again = tuple(replace(stage, recompute=data.draw(st.booleans())) for stage in plan.stages)
         plan = replace(plan, stages=again)
         period_s = score(plan).period_s
-    except PipelineError:
+    except pd.PipelineError:
         assume(False)
     assert make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
 
@@ -161,13 +150,13 @@ def test_no_plan_beats_its_bound(profile: Profile, cluster: Cluster, schedule: s
     st.sampled_from([1.0, 1.5, float("inf")]),
 )
 def test_searches_that_are_left_out_find_nothing_faster(
-    profile: Profile, cluster: Cluster, schedule: str, update_delay: int, link_factor: float
+    profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int, link_factor: float
 ) -> None:
     """All finalists, searched for and simulated one by one; beside a rival that is not faster than they."""
     request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
     search, seconds = StageSearch(profile, request), []
     for finalist in list_finalists("any", profile, cluster.workers):
-        with suppress(PipelineError):
+        with suppress(pd.PipelineError):
             plan = search.plan_best(*finalist)
             if profile.batch == 1 or plan.microbatches <= profile.batch:
                 seconds.append(score(plan).period_s)
@@ -177,9 +166,9 @@ def test_searches_that_are_left_out_find_nothing_faster(
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
 
-DELAYED_SUMS = Profile.of_chain(
+DELAYED_SUMS = pd.Profile.of_chain(
     tuple(
-        LayerProfile(f, b, 0, size, 0)
+        pd.LayerProfile(f, b, 0, size, 0)
         for f, b, size in [
             (0.00232, 0.005141, 0),
             (0.007663, 0.008265, 1733911),
@@ -197,19 +186,19 @@ DELAYED_SUMS = Profile.of_chain(
 
 
 @given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
-@example(DELAYED_SUMS, Cluster((Level(2, 4.75e8), Level(2, 1e7))), "pipedream", 1)
+@example(DELAYED_SUMS, pd.Cluster((pd.Level(2, 4.75e8), pd.Level(2, 1e7))), "pipedream", 1)
 def test_plans_that_cannot_win_need_no_bytes(
-    profile: Profile, cluster: Cluster, schedule: str, update_delay: int
+    profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int
 ) -> None:
     """The same plan with those that are slower than a simulated pipeline, and with all of them, planned in full."""
     request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
 
-    def choose(measured_share: float) -> Plan | str:
+    def choose(measured_share: float) -> pd.Plan | str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage_search, "MEASURED_SHARE", measured_share)
             try:
                 return replace(StageSearch(profile, request).compare(score).plan, note="")
-            except PipelineError as error:
+            except pd.PipelineError as error:
                 return str(error)
 
     assert choose(stage_search.MEASURED_SHARE) == choose(1e-9)
@@ -217,19 +206,19 @@ def test_plans_that_cannot_win_need_no_bytes(
 
 def test_the_bound_knows_what_messages_take() -> None:
     """Two equal stages, and a message as long as an op: noam's depth leaves it exposed, which the bound counts."""
-    profile = Profile.of_chain(
-        (LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0, activation_bytes=0),) * 2, batch=8
+    profile = pd.Profile.of_chain(
+        (pd.LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0, activation_bytes=0),) * 2, batch=8
     )
     for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
-        plan = pd.plan(profile, Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
+        plan = pd.plan(profile, pd.Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
         assert 0.98 * seconds * (1 - 1e-9) <= make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
         assert score(plan).period_s == pytest.approx(seconds)
 
 
 def test_the_bound_knows_that_unequal_replicas_take_turns() -> None:
     """Of 3 microbatches each of two replicas has 2 in every other minibatch: 4 s, and 2 s if the fast one has them."""
-    profile = Profile.of_chain((LayerProfile(2.0, 4.0, 0, 0, 0),), batch=8)
-    cluster = Cluster((Level(2, 1e9),), kinds=(Workers(1, speed=2.0), Workers(1)))
+    profile = pd.Profile.of_chain((pd.LayerProfile(2.0, 4.0, 0, 0, 0),), batch=8)
+    cluster = pd.Cluster((pd.Level(2, 1e9),), kinds=(Workers(1, speed=2.0), Workers(1)))
     plan = pd.plan(profile, cluster, schedule="1f1b", shape=(2,), microbatches=3)
     assert make_candidate(plan, "").least_s == pytest.approx(3.0)
     assert score(plan).period_s == pytest.approx(3.0)
@@ -246,13 +235,16 @@ def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
     assert "the pipeline 4-4 takes" in plan.note
 
 
+def compare(profile: pd.Profile, cluster: pd.Cluster, *names: str, **request: Any) -> Comparison:
+    return planning.plan_and_compare(profile, PlanRequest(cluster, **request), names)
+
+
 def test_each_row_has_its_samples_per_update() -> None:
     """PipeDream's replicas each train a minibatch of their own; a method that flushes divides one."""
+    both = (compare(DIGITS, FOUR, schedule=name) for name in ("pipedream", "1f1b"))
     rows = {
         (candidate.schedule, candidate.config): candidate.samples_per_update
-        for comparison in (
-            planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule=name)) for name in ("pipedream", "1f1b")
-        )
+        for comparison in both
         for candidate in (*comparison.candidates, *comparison.references)
         if candidate.period_s is not None
     }
@@ -263,34 +255,30 @@ def test_each_row_has_its_samples_per_update() -> None:
 
 def test_fixed_seconds_of_microbatches_are_counted_and_shown() -> None:
     """The bound of a worker alone is exact with them; plan and comparison have a column for them."""
-    profile = Profile.of_chain((with_fixed_seconds(LayerProfile(1.0, 2.0, 8, 0, 0), 0.5),) * 4, batch=8, update_s=0.0)
-    comparison = planning.plan_and_compare(
-        profile, PlanRequest(Cluster.flat(2, 1e9), schedule="auto", microbatches=4), names=("1f1b",)
-    )
+    layer = with_fixed_seconds(pd.LayerProfile(1.0, 2.0, 8, 0, 0), 0.5)
+    profile = pd.Profile.of_chain((layer,) * 4, batch=8, update_s=0.0)
+    comparison = compare(profile, pd.Cluster.flat(2, 1e9), "1f1b", schedule="auto", microbatches=4)
     alone = next(candidate for candidate in comparison.candidates if candidate.config == "1")
     assert (alone.fixed_s, alone.least_s) == (4 * 4 * 1.0, 4 * (3.0 + 3 * 1.0))
     assert alone.period_s in (None, pytest.approx(alone.least_s))
     assert "  minibatch      fixed  samples/s" in str(comparison)
     assert "backward   fixed  update" in str(comparison.plan)
-    assert "fixed" not in str(planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule="pipedream")))
+    assert "fixed" not in str(compare(DIGITS, FOUR, schedule="pipedream"))
 
 
 def test_what_is_asked_is_compared_too() -> None:
     """A shape that is asked for is planned, and the verdict says what is faster."""
-    comparison = planning.plan_and_compare(DIGITS, PlanRequest(EIGHT, shape="straight", schedule="pipedream"))
+    comparison = compare(DIGITS, EIGHT, shape="straight", schedule="pipedream")
     assert comparison.plan.config == "1-1-1-1-1-1-1-1"
-    assert [(candidate.schedule, candidate.config) for candidate in comparison.references] == [
-        ("pipedream", "8"),
-        ("1f1b", "8"),
-        ("pipedream", "1"),
-    ]
+    rivals = [(candidate.schedule, candidate.config) for candidate in comparison.references]
+    assert rivals == [("pipedream", "8"), ("1f1b", "8"), ("pipedream", "1")]
     assert comparison.verdict.startswith("use DDP on 8 workers: ")
     assert "; a straight pipeline of 8 stages takes " in comparison.verdict
 
 
 def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     """With 128 samples per update data parallelism is faster than any way with 32, and is not named the best."""
-    comparison = planning.plan_and_compare(DIGITS, PlanRequest(FOUR, schedule="auto", microbatches=8), names=("1f1b",))
+    comparison = compare(DIGITS, FOUR, "1f1b", schedule="auto", microbatches=8)
     assert {candidate.samples_per_update for candidate in comparison.candidates} == {32, None}
     parallel = next(candidate for candidate in comparison.references if candidate.is_data_parallel)
     assert parallel.period_s < comparison.candidates[0].period_s
@@ -299,16 +287,14 @@ def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
 
 
 def test_one_worker_is_named() -> None:
-    assert planning.plan_and_compare(
-        DIGITS, PlanRequest(Cluster.flat(2, 1e3), schedule="pipedream")
-    ).verdict.startswith("use one worker: ")
-    alone = planning.plan_and_compare(DIGITS, PlanRequest(Cluster.flat(1), schedule="pipedream"))
+    slow, alone = (compare(DIGITS, pd.Cluster.flat(n, 1e3), schedule="pipedream") for n in (2, 1))
+    assert slow.verdict.startswith("use one worker: ")
     assert (len(alone.candidates), alone.references) == (1, ())
 
 
 def test_what_does_not_fit_is_named() -> None:
-    heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
-    comparison = planning.plan_and_compare(heavy, PlanRequest(Cluster.flat(4, memory_bytes=7000), schedule="1f1b"))
+    heavy = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
+    comparison = compare(heavy, pd.Cluster.flat(4, memory_bytes=7000), schedule="1f1b")
     whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
     assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
@@ -317,34 +303,31 @@ def test_what_does_not_fit_is_named() -> None:
     short = str(comparison.keep_best()).splitlines()
     assert [line for line in short if re.fullmatch(r"DDP on 4 workers: none of [^;]*, a worker has 7.00 kB", line)]
     assert not any(";" in line for line in short)
-    with pytest.raises(PlanError, match="none of the plans"):
-        planning.plan_and_compare(heavy, PlanRequest(Cluster.flat(4, memory_bytes=1000), schedule="1f1b"))
+    with pytest.raises(pd.PipelineError, match="none of the plans"):
+        compare(heavy, pd.Cluster.flat(4, memory_bytes=1000), schedule="1f1b")
 
 
-def test_the_first_line_is_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_is_the_verdict(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
     DIGITS.save(tmp_path / "digits.json")
-    command = ["plan", str(tmp_path / "digits.json"), "--workers", "8", "--bandwidth", "1.25e9", "--latency", "1e-4"]
-    assert cli.main(command) == 0
-    verdict, _, head, *rest = capfd.readouterr().out.splitlines()
+    command = ("plan", tmp_path / "digits.json", "--workers", 8, "--bandwidth", "1.25e9", "--latency", "1e-4")
+    plain, as_json, searched = (run_command(*command, *more)[1] for more in ((), ("--json",), ("--strategy", "search")))
+    verdict, _, head, *rest = plain.splitlines()
     assert verdict.startswith("verdict: use DDP on 8 workers: ")
     assert "(256 samples per update)" in verdict
     assert head.split()[:2] == ["method", "plan"]
     assert "for comparison:" in rest
-    assert cli.main([*command, "--json"]) == 0
-    output = json.loads(capfd.readouterr().out)
+    output = json.loads(as_json)
     assert (f"verdict: {output['verdict']}", output["samples_per_update"]) == (verdict, 256)
     assert output["simulated_s"] == output["candidates"][0]["period_s"]
     assert {row["samples_per_update"] for row in output["references"]} == {32}
-    assert cli.main([*command, "--strategy", "search"]) == 0
-    searched = capfd.readouterr().out.splitlines()
-    assert searched[0].startswith("verdict: use DDP on 8 workers: ")
-    assert any(line.startswith("Plan 1-5-1-1 ") for line in searched)
+    assert searched.startswith("verdict: use DDP on 8 workers: ")
+    assert "\nPlan 1-5-1-1 " in searched
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
 def test_gpus_planned_from_a_cpus_profile_give_a_warning(schedule: str) -> None:
-    cluster = Cluster.flat(1, 1e9, device="V100")
+    cluster = pd.Cluster.flat(1, 1e9, device="V100")
     with pytest.warns(UserWarning, match="workers have V100, but the profile was measured on cpu"):
         pd.plan(DIGITS, cluster, schedule=schedule)
-    pd.plan(replace(DIGITS, device="V100-16GB"), cluster, schedule=schedule)
-    pd.plan(replace(DIGITS, device="unknown"), cluster, schedule=schedule)
+    for device in ("V100-16GB", "unknown"):
+        pd.plan(replace(DIGITS, device=device), cluster, schedule=schedule)

@@ -8,21 +8,21 @@ from operator import and_, or_
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.model.graph import Layer, LayerGraph
+import pipedream as pd
 from pipedream.planner.cuts import Lattice, bit_indices, min_cut_downset, narrowest_cuts
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> LayerGraph:
+def graphs(draw: st.DrawFn) -> pd.LayerGraph:
     count = draw(st.integers(1, 7))
     pairs = [(i, j) for j in range(count) for i in range(j)]
     edges = draw(st.lists(st.sampled_from(pairs), max_size=12)) if pairs else []
     ties = draw(st.lists(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True), max_size=2))
-    layers = tuple(Layer(f"l{i}", "Layer") for i in range(count))
-    return LayerGraph(layers, tuple(sorted(set(edges))), tuple(map(tuple, ties)))
+    layers = tuple(pd.Layer(f"l{i}", "Layer") for i in range(count))
+    return pd.LayerGraph(layers, tuple(sorted(set(edges))), tuple(map(tuple, ties)))
 
 
-def every_downset(graph: LayerGraph) -> set[int]:
+def every_downset(graph: pd.LayerGraph) -> set[int]:
     """All subsets, tried by definition."""
     downsets = set()
     for row in product([False, True], repeat=len(graph.layers)):
@@ -33,7 +33,7 @@ def every_downset(graph: LayerGraph) -> set[int]:
 
 
 @given(graphs())
-def test_downsets_are_all_that_there_are(graph: LayerGraph) -> None:
+def test_downsets_are_all_that_there_are(graph: pd.LayerGraph) -> None:
     lattice = Lattice.of(graph)
     expected = every_downset(graph)
     downsets = lattice.downsets(len(expected))
@@ -45,7 +45,7 @@ def test_downsets_are_all_that_there_are(graph: LayerGraph) -> None:
 
 
 @given(graphs(), st.data())
-def test_what_crosses_counts_once(graph: LayerGraph, data: st.DataObject) -> None:
+def test_what_crosses_counts_once(graph: pd.LayerGraph, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 10**15), min_size=len(graph.layers), max_size=len(graph.layers)))
     downsets = sorted(every_downset(graph))
     expected = [
@@ -60,7 +60,7 @@ def test_what_crosses_counts_once(graph: LayerGraph, data: st.DataObject) -> Non
 
 
 @given(graphs(), st.integers(0, 5))
-def test_prefixes_are_one_order(graph: LayerGraph, seed: int) -> None:
+def test_prefixes_are_one_order(graph: pd.LayerGraph, seed: int) -> None:
     lattice = Lattice.of(graph)
     prefixes = lattice.prefixes(lambda g: g * seed % 7)
     assert set(prefixes) <= every_downset(graph)
@@ -70,7 +70,7 @@ def test_prefixes_are_one_order(graph: LayerGraph, seed: int) -> None:
 
 
 @given(graphs(), st.data())
-def test_free_layers_run_as_soon_as_they_can(graph: LayerGraph, data: st.DataObject) -> None:
+def test_free_layers_run_as_soon_as_they_can(graph: pd.LayerGraph, data: st.DataObject) -> None:
     """Each downset has one of those that are left which costs the same, sends no more, and keeps chains chains."""
     count = len(graph.layers)
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
@@ -90,7 +90,7 @@ def test_free_layers_run_as_soon_as_they_can(graph: LayerGraph, data: st.DataObj
 
 @pytest.mark.parametrize("count", [1, 2, 2000])
 def test_chains_are_quick(count: int) -> None:
-    graph = LayerGraph.chain(tuple(Layer(f"l{i}", "Layer") for i in range(count)))
+    graph = pd.LayerGraph.chain(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)))
     assert Lattice.of(graph).downsets(count + 1) == [(1 << i) - 1 for i in range(count + 1)]
 
 
@@ -103,7 +103,7 @@ def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
         count = draw.randint(3, 6)
         edges = {(a, b) for b in range(count) for a in range(b) if draw.random() < 0.4}
         ties = (tuple(draw.sample(range(count), 2)),) if draw.random() < 0.2 else ()
-        graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+        graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
         sizes = [draw.randint(0, 5) for _ in range(count)]
         lattice = Lattice.of(graph)
         downsets = lattice.downsets(1 << count) or []
@@ -121,7 +121,7 @@ def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
 
 
 @given(graphs(), st.data(), st.integers(1, 9))
-def test_narrowest_cuts_are_nested(graph: LayerGraph, data: st.DataObject, count: int) -> None:
+def test_narrowest_cuts_are_nested(graph: pd.LayerGraph, data: st.DataObject, count: int) -> None:
     layers = len(graph.layers)
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))
     costs = data.draw(st.lists(st.integers(1, 9).map(float), min_size=layers, max_size=layers))

@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import schedules
-from pipedream.core.errors import PlanError
 from pipedream.core.schedule import lowering
 from pipedream.planner import MeshSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
@@ -46,7 +45,7 @@ def test_is_the_fastest_with_so_short_a_cycle(
             got = PipelineSearch.of(space).best_pipeline(whole)
         try:
             best = exhaustive(space, among)
-        except PlanError:
+        except pd.errors.PlanError:
             assert got is None or cycle_of(got) > most  # refused when its memory is counted
             continue
         assert tie_break_key(got) == tie_break_key(best)
@@ -88,5 +87,5 @@ def test_every_plan_builds_its_program(
 
 
 def test_counts_that_cannot_be_proved_are_refused() -> None:
-    with pytest.raises(PlanError, match="repeats after 4221 microbatches"):
+    with pytest.raises(pd.errors.PlanError, match="repeats after 4221 microbatches"):
         search_plan(random_chain(random.Random(0), 2, 10**6), pd.Cluster.flat(130, 1e9), shape=(67, 63))

@@ -6,71 +6,68 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 from marks import seeds
+from programs import program_of
 
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
+import pipedream as pd
 from pipedream.core.plan import depth
-from pipedream.core.schedule.lowering import lower
 from pipedream.planner import SearchSpace, manual_plan
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from tests.planner.planned import search_plan
 
-FOUR = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
+FOUR = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
 
 
 def test_depth_is_applied_and_memory_checked_again() -> None:
-    roomy = search_plan(FOUR, Cluster.flat(4, 100.0), shape="straight", in_flight="full")
+    roomy = search_plan(FOUR, pd.Cluster.flat(4, 100.0), shape="straight", in_flight="full")
     # The period is 6 s, of 300 bytes in and 300 out; messages queue at the ports of the stages in the middle.
     assert (roomy.depth_mode, roomy.in_flight) == ("full", (10, 7, 4, 1))
     # Versions, and activations of all but the one whose gradients have taken their place; three messages posted.
     assert roomy.stages[0].peak_bytes == 11 * 1000 + 9 * 100 + 3 * 300
-    parallel = search_plan(FOUR, Cluster.flat(4, 1e9), shape="data-parallel", in_flight="full")
+    parallel = search_plan(FOUR, pd.Cluster.flat(4, 1e9), shape="data-parallel", in_flight="full")
     assert (parallel.depth_mode, parallel.in_flight) == ("full", (1,))
-    tight = Cluster.flat(4, 100.0, memory_bytes=8_000)
+    tight = pd.Cluster.flat(4, 100.0, memory_bytes=8_000)
     assert search_plan(FOUR, tight, shape="straight").in_flight == (4, 3, 2, 1)
     says = (
         r"at depth full stage 0 \(layers 0 to 0\) holds 10 in flight and needs 12\.8 kB, .* 8\.00 kB; ask "
         r"for --in-flight auto"
     )
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(pd.errors.PlanError, match=says):
         search_plan(FOUR, tight, shape="straight", in_flight="full")
     by_count = search_plan(FOUR, tight, shape="straight", in_flight=(2, 2, 1, 1))
     assert (by_count.depth_mode, by_count.in_flight) == ("hand", (2, 2, 1, 1))
     assert by_count.stages == manual_plan(FOUR, tight, (1, 2, 3), in_flight=(2, 2, 1, 1)).stages
-    with pytest.raises(PlanError, match="are for 3 stages, the plan has 4"):
+    with pytest.raises(pd.errors.PlanError, match="are for 3 stages, the plan has 4"):
         search_plan(FOUR, tight, shape="straight", in_flight=(3, 2, 1))
 
 
 def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> None:
-    roomy, tight = Cluster.flat(4, 100.0), Cluster.flat(4, 100.0, memory_bytes=8_000)
+    roomy, tight = pd.Cluster.flat(4, 100.0), pd.Cluster.flat(4, 100.0, memory_bytes=8_000)
     best = search_plan(FOUR, roomy, shape="straight", in_flight="auto")
     full = search_plan(FOUR, roomy, shape="straight", in_flight="full")
     assert (best.depth_mode, best.in_flight, best.stages) == ("auto", full.in_flight, full.stages)
     # A version and activations are 1100 bytes for each in flight, beside gradients and messages.
     assert search_plan(FOUR, tight, shape="straight", in_flight="auto").in_flight == (5, 3, 2, 1)
     least = max(stage.peak_bytes for stage in search_plan(FOUR, roomy, shape="straight").stages)
-    exact = Cluster.flat(4, 100.0, memory_bytes=least)
+    exact = pd.Cluster.flat(4, 100.0, memory_bytes=least)
     assert search_plan(FOUR, exact, shape="straight", in_flight="auto").in_flight == (4, 3, 2, 1)
-    short = Cluster.flat(4, 100.0, memory_bytes=least - 1)
-    with pytest.raises(PlanError, match="none of the straight pipelines of 4 stages fits"):
+    short = pd.Cluster.flat(4, 100.0, memory_bytes=least - 1)
+    with pytest.raises(pd.errors.PlanError, match="none of the straight pipelines of 4 stages fits"):
         search_plan(FOUR, short, shape="straight", in_flight="auto")
-    with pytest.raises(PlanError, match=r"at depth noam stage 1 .* holds 3 in flight"):
+    with pytest.raises(pd.errors.PlanError, match=r"at depth noam stage 1 .* holds 3 in flight"):
         manual_plan(FOUR, short, (1, 2, 3), in_flight="auto")
     assert manual_plan(FOUR, short, (1, 2, 3), in_flight=(3, 2, 2, 1)).depth_mode == "hand"
 
 
 def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
     """Noam is (6, 2, 1); stage 1 updating behind its next forward needs one more in front of it."""
-    five = Profile.of_chain((LayerProfile(1.0, 2.0, 0, 1000, 100),) * 3)
-    free = search_plan(five, Cluster.flat(5, 1e9), shape="1-3-1", update_delay=1)
+    five = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 0, 1000, 100),) * 3)
+    free = search_plan(five, pd.Cluster.flat(5, 1e9), shape="1-3-1", update_delay=1)
     assert (free.in_flight, free.update_delay) == ((6, 2, 1), (0, 1, 0))
-    assert search_plan(five, Cluster.flat(5, 1e9), shape="1-3-1").in_flight == (5, 2, 1)
+    assert search_plan(five, pd.Cluster.flat(5, 1e9), shape="1-3-1").in_flight == (5, 2, 1)
     assert free.stages[0].peak_bytes == 7 * 1000 + 5 * 100
-    tight = Cluster.flat(5, 1e9, memory_bytes=free.stages[0].peak_bytes - 1)
-    with pytest.raises(PlanError, match=r"stage 0 .* holds 6 in flight"):
+    tight = pd.Cluster.flat(5, 1e9, memory_bytes=free.stages[0].peak_bytes - 1)
+    with pytest.raises(pd.errors.PlanError, match=r"stage 0 .* holds 6 in flight"):
         search_plan(five, tight, shape="1-3-1", update_delay=1)
     assert search_plan(five, tight, shape="1-3-1").in_flight == (5, 2, 1)
 
@@ -79,11 +76,11 @@ def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
 def plans(draw: st.DrawFn) -> tuple[SearchSpace, tuple[int, ...], tuple[int, ...]]:
     counts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     layer = st.builds(
-        LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)
+        pd.LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)
     )
     layers = draw(st.lists(layer, min_size=len(counts), max_size=len(counts)))
-    profile = Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
-    cluster = Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))
+    profile = pd.Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
+    cluster = pd.Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))
     return SearchSpace.of(profile, cluster, update_delay=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
 
 
@@ -93,8 +90,8 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
     base = space.build_plan(cuts, counts)
     try:
         low = apply_depth(space, base, "noam")
-    except PlanError:
-        with pytest.raises(PlanError, match="at depth noam stage"):
+    except pd.errors.PlanError:
+        with pytest.raises(pd.errors.PlanError, match="at depth noam stage"):
             apply_depth(space, base, "auto")
         return
     deep, full = apply_depth(space, base, "auto"), base.with_depth("full")
@@ -104,7 +101,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
     assert max(stage.peak_bytes for stage in deep.stages) <= limit
     try:
         assert apply_depth(space, base, "full").in_flight == deep.in_flight, "full fits"
-    except PlanError:
+    except pd.errors.PlanError:
         assert deep.in_flight != full.in_flight
 
 
@@ -114,14 +111,14 @@ def test_auto_is_never_slower_than_noam(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(5):
         counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(2, 4)))
-        layers = [LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
-        space = SearchSpace.of(Profile.of_chain(tuple(layers)), Cluster.flat(sum(counts), 10.0))
+        layers = [pd.LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
+        space = SearchSpace.of(pd.Profile.of_chain(tuple(layers)), pd.Cluster.flat(sum(counts), 10.0))
         cuts = tuple(range(1, len(counts)))
         base, full = space.build_plan(cuts, counts), space.build_plan(cuts, counts).with_depth("full")
         room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))
         between = depth.fit_counts(base.in_flight, full.in_flight, room, counts)
         spans = [
-            simulate(lower(build("pipedream", base.with_depth(which))), costs(base), 240).makespan_s
+            simulate(program_of("pipedream", base.with_depth(which)), costs(base), 240).makespan_s
             for which in ("noam", between, "full")
         ]
         assert spans[1] <= spans[0] * 1.02, (counts, between)

@@ -10,27 +10,25 @@ from exactly import best_plans
 from marks import seeds
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
+from pipedream.core.model.profile import TiedParameters
 from pipedream.core.plan.cost import Site
 from pipedream.planner import SearchSpace, cuts
 from tests.planner.planned import search_plan
 
 
-def random_graph(draw: random.Random, most: int = 7) -> Profile:
+def random_graph(draw: random.Random, most: int = 7) -> pd.Profile:
     """A graph of a few layers; costs are whole numbers, so that sums are exact in any order."""
     count = draw.randint(1, most)
     width = draw.choice([1, 2, 3])
     edges = {(max(0, j - draw.randint(1, width)), j) for j in range(1, count) for _ in range(2) if draw.random() < 0.8}
     costs = [0.0, 0.0, 1.0, 2.0, 5.0], [0.0, 0.0, 1.0, 3.0, 9.0], [0, 1, 3, 10], [0, 0, 2, 8], [0, 1, 3]
-    layers = tuple(LayerProfile(*map(draw.choice, costs)) for _ in range(count))
+    layers = tuple(pd.LayerProfile(*map(draw.choice, costs)) for _ in range(count))
     ties = (tuple(draw.sample(range(count), 2)),) if count > 2 and draw.random() < 0.2 else ()
-    graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
-    return Profile("graph", graph, layers, batch=1, loss_s=draw.choice([0.0, 1.0]))
+    graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+    return pd.Profile("graph", graph, layers, batch=1, loss_s=draw.choice([0.0, 1.0]))
 
 
-def with_tied(draw: random.Random, profile: Profile) -> Profile:
+def with_tied(draw: random.Random, profile: pd.Profile) -> pd.Profile:
     """The same with parameters that several layers use; the first of each counts their bytes."""
     layers, tied = list(profile.layers), []
     for _ in range(draw.choice([1, 1, 2])):
@@ -43,7 +41,7 @@ def with_tied(draw: random.Random, profile: Profile) -> Profile:
     return replace(profile, layers=tuple(layers), tied=tuple(tied))
 
 
-def least_period(profile: Profile, cluster: pd.Cluster) -> float:
+def least_period(profile: pd.Profile, cluster: pd.Cluster) -> float:
     """The best of all chains of downsets, with any replicas: by definition, without the planner's sums."""
     graph, layers = profile.graph, profile.layers
     count = len(layers)
@@ -93,7 +91,7 @@ def least_period(profile: Profile, cluster: pd.Cluster) -> float:
     return float(best[-1][0])
 
 
-def check_stages(plan: pd.Plan, profile: Profile) -> None:
+def check_stages(plan: pd.Plan, profile: pd.Profile) -> None:
     """Stages hold each layer once, and nothing reads what runs in a later one."""
     names = [name for stage in plan.stages for name in stage.names]
     assert sorted(names) == sorted(layer.name for layer in profile.graph.layers)
@@ -187,9 +185,15 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
 
 def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that costs nothing may still keep bytes, so that the cuts without it are not all that matter."""
-    layers = (LayerProfile(1.0, 1.0, 4, 0, 1), *[LayerProfile(0.0, 0.0, 1, 0, 9)] * 4, LayerProfile(1.0, 1.0, 1, 0, 1))
+    layers = (
+        pd.LayerProfile(1.0, 1.0, 4, 0, 1),
+        *[pd.LayerProfile(0.0, 0.0, 1, 0, 9)] * 4,
+        pd.LayerProfile(1.0, 1.0, 1, 0, 1),
+    )
     edges = tuple((0, i) for i in range(1, 6))
-    profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
+    profile = pd.Profile(
+        "views", pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1
+    )
     limited = pd.Cluster.flat(2, 1e9, memory_bytes=100)
     assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
     monkeypatch.setattr(cuts, "MAX_DOWNSETS", 10)
@@ -210,7 +214,7 @@ def test_memory_is_kept() -> None:
             continue
         try:
             planned = search_plan(profile, space.cluster)
-        except PlanError:
+        except pd.errors.PlanError:
             assert best != least
             continue
         assert max(stage.peak_bytes for stage in planned.stages) <= (space.cluster.memory_bytes or 0)

@@ -6,9 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.profile import LayerProfile, Profile
+import pipedream as pd
 from pipedream.planner import pipeline_search
 from tests.planner.planned import random_chain, search_plan
 
@@ -17,7 +15,7 @@ from tests.planner.planned import random_chain, search_plan
 def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
     draw: random.Random, layers: int, workers: int, all_workers: bool
 ) -> None:
-    profile, cluster = random_chain(draw, layers), Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
+    profile, cluster = random_chain(draw, layers), pd.Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
     small = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_search, "_MAX_STATES", 16.0 * workers**2)  # four parts at most
@@ -33,22 +31,22 @@ def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
 def test_a_plan_of_joined_layers_states_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = random_chain(random.Random(3), 12)
     monkeypatch.setattr(pipeline_search, "_MAX_STATES", 1_000.0)
-    planned = search_plan(profile, Cluster.flat(8, 1e9), shape="pipeline")
+    planned = search_plan(profile, pd.Cluster.flat(8, 1e9), shape="pipeline")
     assert planned.gap > 0
     assert str(planned).splitlines()[-1].startswith("proven bound ")
-    with pytest.raises(PlanError, match="none of the pipelines of 2 to 8 stages fits"):
-        search_plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
+    with pytest.raises(pd.errors.PlanError, match="none of the pipelines of 2 to 8 stages fits"):
+        search_plan(profile, pd.Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
 
 
 def test_a_thousand_layers_on_a_thousand_workers() -> None:
     """The replicas are powers of two or three times one, and the plan is near its bound."""
     draw = random.Random(0)
     layers = tuple(
-        LayerProfile(draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**8))
+        pd.LayerProfile(draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**8))
         for _ in range(1000)
     )
-    cluster = Cluster(tuple(Level(width, rate) for width, rate in ((8, 1e11), (16, 1e10), (8, 2.5e9))))
-    planned = search_plan(Profile.of_chain(layers), cluster)
+    cluster = pd.Cluster(tuple(pd.Level(width, rate) for width, rate in ((8, 1e11), (16, 1e10), (8, 2.5e9))))
+    planned = search_plan(pd.Profile.of_chain(layers), cluster)
     assert planned.workers <= 1024
     assert {count & -count for count in planned.replicas} <= {1 << k for k in range(11)}
     assert all(count & -count in (count, count // 3) for count in planned.replicas)

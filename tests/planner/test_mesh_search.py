@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -10,16 +11,22 @@ import pytest
 from drawn import meshed_cluster, meshed_profile
 from marks import seeds
 
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.mesh import Mesh, profile_of_rank
-from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.mesh import profile_of_rank
 from pipedream.planner import MeshSearch, SearchSpace, mesh_search
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.mesh_search import fits_rank_memory
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from tests.planner.planned import search_plan
+
+
+def drawn(draw: random.Random, most: int = 4, **how: Any) -> tuple[pd.Profile, pd.Cluster, list[pd.Mesh]]:
+    """Returns a profile, a cluster and the meshes of both; `how`: see `meshed_cluster`."""
+    profile, cluster = meshed_profile(draw, most), meshed_cluster(draw, **how)
+    meshes = [pd.Mesh(), *(pd.Mesh(rank.mesh) for rank in profile.ranks)]
+    return profile, cluster, [mesh for mesh in meshes if mesh.size <= cluster.workers]
 
 
 def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:
@@ -63,9 +70,7 @@ def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: 
 def test_equals_exhaustive_search(seed: int) -> None:
     """Flat and on two levels, with and without a limit on memory; and the bounds are bounds."""
     draw = random.Random(seed)
-    profile = meshed_profile(draw)
-    cluster = meshed_cluster(draw, limited=seed % 2 == 1, levels=1 + seed // 2 % 2)
-    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    profile, cluster, meshes = drawn(draw, limited=seed % 2 == 1, levels=1 + seed // 2 % 2)
     all_ranks, single = draw.random() < 0.3, draw.random() < 0.7
     recompute = draw.choice(["never", "never", "auto"])
     choices = Choices(recompute=recompute)
@@ -92,20 +97,17 @@ def test_equals_exhaustive_search(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(6, 24, 60))
 def test_no_single_mesh_is_faster(seed: int) -> None:
     draw = random.Random(seed)
-    profile = meshed_profile(draw, 6)
-    limited, levels = draw.random() < 0.5, draw.choice([1, 2])
-    cluster = meshed_cluster(draw, limited=limited, levels=levels)
-    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    profile, cluster, meshes = drawn(draw, 6, limited=draw.random() < 0.5, levels=draw.choice([1, 2]))
     by_hand = []
     for mesh in meshes:
         of_rank = profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
         try:
             by_hand.append(search_plan(of_rank, cluster.of_meshes(mesh.size)).slowest_stage_s)
-        except PlanError:
+        except pd.errors.PlanError:
             continue
     try:
         fastest = MeshSearch.of(profile, cluster, meshes).best("any")
-    except PlanError:
+    except pd.errors.PlanError:
         assert not by_hand
         return
     assert fastest.slowest_stage_s <= min(by_hand, default=float("inf")) * (1 + 1e-9)
@@ -117,14 +119,13 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
     """Without the exact program: the best plan is between the bound and what is found, which fits whenever one does."""
     monkeypatch.setattr(mesh_search, "_MAX_WORK", 0.0)
     draw = random.Random(seed)
-    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
-    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    profile, cluster, meshes = drawn(draw, limited=True, levels=1 + seed % 2)
     recompute, all_ranks = draw.choice(["never", "never", "auto", "always"]), draw.random() < 0.3
     search = MeshSearch.of(profile, cluster, meshes, choices=Choices(recompute=recompute), all_ranks=all_ranks)
     best_s = exhaustive_s(search.space, single=True, all_ranks=all_ranks, recompute=recompute)
     try:
         plan = search._search(search.space, "any")
-    except PlanError:
+    except pd.errors.PlanError:
         assert best_s == float("inf")
         return
     assert fits_rank_memory(search.space, search.space.choices_of(plan))
@@ -138,37 +139,32 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     draw = random.Random(seed)
     monkeypatch.setattr(mesh_search, "_MAX_WORK", draw.choice([0.0, 3e8]))
-    profile, cluster = meshed_profile(draw, 6), meshed_cluster(draw, limited=seed % 3 > 0, levels=1 + seed % 2)
-    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
-    options: dict[str, Any] = {
-        "choices": Choices(recompute=draw.choice(["never", "auto"])),
-        "update_delay": draw.choice([0, 1]),
-    }
-    shared = MeshSearch.of(profile, cluster, meshes, **options)
+    profile, cluster, meshes = drawn(draw, 6, limited=seed % 3 > 0, levels=1 + seed % 2)
+    choices, delay = Choices(recompute=draw.choice(["never", "auto"])), draw.choice([0, 1])
+    make = partial(MeshSearch.of, profile, cluster, meshes, choices=choices, update_delay=delay)
+    shared = make()
 
-    def find(search: MeshSearch, shape: Any, link_factor: float) -> Plan | str:
+    def find(search: MeshSearch, shape: Any, link_factor: float) -> pd.Plan | str:
         try:
             return search.best(shape, link_factor=link_factor)
-        except PlanError as error:
+        except pd.errors.PlanError as error:
             return str(error)
 
     for shape in ("any", "pipeline", (1, 1)):
         for link_factor in (1.0, 4.0):
-            alone = find(MeshSearch.of(profile, cluster, meshes, **options), shape, link_factor)
+            alone = find(make(), shape, link_factor)
             assert find(shared, shape, link_factor) == alone
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
     """Where each rank's own bytes are all that crosses a boundary."""
-    draw = random.Random(seed)
-    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
+    profile, cluster, meshes = drawn(random.Random(seed), limited=True, levels=1 + seed % 2)
     none = tuple(replace(layer, output_bytes=0) for layer in profile.layers)
     ranks = tuple(
         replace(rank, layers=tuple(replace(layer, output_bytes=0) for layer in rank.layers)) for rank in profile.ranks
     )
     profile = replace(profile, layers=none, ranks=ranks, input_shapes=())
-    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
     periods = MeshPeriods(space := MeshSpace.over(SearchSpace.of(profile, cluster), meshes))
     best = MeshProgram(space).best()
     if best is None:

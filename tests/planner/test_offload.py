@@ -9,17 +9,16 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.errors import PlanError, ShortageError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 
-LAYER = LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
-CHAIN = Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
+LAYER = pd.LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
+CHAIN = pd.Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 
-def plan_of(memory_bytes: int | None, rate: float | None = None, profile: Profile = CHAIN, **request: Any) -> Plan:
+def plan_of(
+    memory_bytes: int | None, rate: float | None = None, profile: pd.Profile = CHAIN, **request: Any
+) -> pd.Plan:
     """`rate`: of copies, by default such that passes hide them."""
     cluster = replace(pd.Cluster.flat(4, memory_bytes=memory_bytes), host_bytes_per_s=rate)
     cluster = request.pop("cluster", cluster)
@@ -42,7 +41,7 @@ def test_a_stage_offloads_only_if_it_does_not_fit(share: float, method: tuple[st
     limit = int(share * max(stage.peak_bytes for stage in free.stages))
     try:
         plan = plan_of(limit, **how)
-    except PlanError:
+    except pd.errors.PlanError:
         return
     for stage, before in zip(plan.stages, free.stages, strict=True):
         assert stage.peak_bytes <= limit
@@ -64,7 +63,7 @@ def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     assert (slow.stages[0].forward_s, slow.stages[0].backward_s) == (pytest.approx(1.149), 2.0)
     assert slow.stages[3].forward_s == 1.0, "it keeps its activations"
     assert pd.simulate(slow, minibatches=20).makespan_s > pd.simulate(fast, minibatches=20).makespan_s + 2
-    with pytest.raises(ShortageError, match="offloading would make its passes over 5% longer at") as refusal:
+    with pytest.raises(pd.errors.ShortageError, match="offloading would make its passes over 5% longer at") as refusal:
         plan_of(limit, 100_000 / 1.151)
     assert "150 kB are missing: with the same cuts --recompute auto saves 296 kB" in str(refusal.value)
 
@@ -73,7 +72,7 @@ def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
 def test_no_stage_offloads_what_its_passes_do_not_hide(rate: float, share: float) -> None:
     try:
         plan = plan_of(int(share * NEEDS[0]), rate)
-    except ShortageError:
+    except pd.errors.ShortageError:
         return
     for stage in plan.stages:
         assert stage.forward_s == pytest.approx(max(1.0, stage.offload * 100_000 / rate))
@@ -93,8 +92,8 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
 ) -> None:
     """As fast as the best of all cuts, but for the copies, which the search does not see."""
     how = dict(zip(("schedule", "microbatches"), method, strict=True))
-    layers = (LayerProfile(float(s), 2.0 * s, 10, 100, activation_bytes=1000 * size) for s, size in rows)
-    profile, peaks = Profile.of_chain(tuple(layers), batch=8), []
+    layers = (pd.LayerProfile(float(s), 2.0 * s, 10, 100, activation_bytes=1000 * size) for s, size in rows)
+    profile, peaks = pd.Profile.of_chain(tuple(layers), batch=8), []
     cuts = [*combinations(range(1, len(rows)), stages - 1)]
     cluster = pd.Cluster.flat(stages)
     for cut in cuts:
@@ -103,12 +102,12 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
     cluster = replace(pd.Cluster.flat(stages, memory_bytes=int(share * max(peaks))), host_bytes_per_s=rate)
     periods = []
     for cut in cuts:
-        with suppress(PlanError):
+        with suppress(pd.errors.PlanError):
             periods.append(
                 plan_of(None, profile=profile, cluster=cluster, shape="any", cuts=cut, **how).slowest_stage_s
             )
     if not periods:
-        with pytest.raises(ShortageError):
+        with pytest.raises(pd.errors.ShortageError):
             plan_of(None, profile=profile, cluster=cluster, **how)
         return
     plan = plan_of(None, profile=profile, cluster=cluster, **how)
@@ -141,7 +140,7 @@ def test_copies_take_time() -> None:
 
 def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     plan = plan_of(NEEDS[0] - 150_000)
-    again = Plan.from_json(plan.to_json())
+    again = pd.Plan.from_json(plan.to_json())
     assert again == plan
     assert plan.choices.activations == "host"
     assert "activations in the memory of the machine: stage 0 " in str(plan)
@@ -149,7 +148,7 @@ def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
 
 def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
     limit = NEEDS[0] - 150_000
-    with pytest.raises(ShortageError):
+    with pytest.raises(pd.errors.ShortageError):
         plan_of(limit, activations="none")
     assert plan_of(None, activations="none", recompute="always") == plan_of(None, activations="", recompute="always")
     unmoved = plan_of(limit).choosing(activations="none")
@@ -158,7 +157,7 @@ def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
 
 
 def test_recomputation_and_offloading_exclude_each_other() -> None:
-    with pytest.raises(PlanError, match="a stage that recomputes keeps nothing but its input"):
+    with pytest.raises(pd.errors.PlanError, match="a stage that recomputes keeps nothing but its input"):
         plan_of(None, recompute="always")
     moved = plan_of(None).choosing(activations="host")
     assert all(stage.offload for stage in moved.stages)
@@ -190,7 +189,7 @@ def test_a_refusal_says_what_choices_save(request_: dict[str, Any]) -> None:
     free = plan_on_gpus(None, **request_).worker_bytes
     fullest = max(free, key=free.__getitem__)
     need_bytes = free[fullest]
-    with pytest.raises(ShortageError) as refusal:
+    with pytest.raises(pd.errors.ShortageError) as refusal:
         plan_on_gpus(need_bytes - 1, **request_)
     savings = refusal.value.savings
     assert savings
@@ -200,7 +199,7 @@ def test_a_refusal_says_what_choices_save(request_: dict[str, Any]) -> None:
         plan = plan_on_gpus(need_bytes - 1, **request_, **{name: value})
         assert plan.worker_bytes[fullest] == need_bytes - saved_bytes, option
         assert f"{option} saves {format_bytes(saved_bytes)}" in str(refusal.value)
-    with pytest.raises(ShortageError) as refusal:
+    with pytest.raises(pd.errors.ShortageError) as refusal:
         plan_on_gpus(need_bytes - 1, 1, **request_)
     assert set(refusal.value.savings) == set(savings) - {"--activations host", "--optimizer-state host"}
 
@@ -208,6 +207,6 @@ def test_a_refusal_says_what_choices_save(request_: dict[str, Any]) -> None:
 def test_a_refusal_leaves_out_what_the_method_or_another_option_excludes() -> None:
     """PACI's backward does not recompute; without GPUs there is no other memory."""
     need_bytes = max(plan_of(None, activations="", schedule="paci").worker_bytes.values())
-    with pytest.raises(ShortageError) as refusal:
+    with pytest.raises(pd.errors.ShortageError) as refusal:
         plan_of(need_bytes - 1, activations="", schedule="paci")
     assert "saves" not in str(refusal.value)

@@ -7,25 +7,20 @@ import pytest
 from drawn import inner_site
 from marks import seeds
 
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.model.graph import LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
+import pipedream as pd
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
-from pipedream.planner.dynamic_program.recurrence import (
-    DynamicProgram,
-    states_of_counts,
-    straight_states,
-)
+from pipedream.planner.dynamic_program.recurrence import DynamicProgram, states_of_counts, straight_states
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import replicated_states
 
 
-def random_profile(draw: random.Random) -> Profile:
+def random_profile(draw: random.Random) -> pd.Profile:
     count = draw.randint(8, 16)
     layers = tuple(
-        LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
+        pd.LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
         for _ in range(count)
     )
     rest = {
@@ -33,20 +28,20 @@ def random_profile(draw: random.Random) -> Profile:
         "update_s": draw.choice([0.5, 1.0]),
         "update_fixed_s": draw.choice([0.0, 0.5]),
     }
-    chain = Profile.of_chain(layers, **rest)
+    chain = pd.Profile.of_chain(layers, **rest)
     if draw.random() < 0.3:
         return chain
     edges = {(max(0, j - draw.randint(1, 3)), j) for j in range(1, count) for _ in range(2)}
-    return replace(chain, graph=LayerGraph(chain.graph.layers, tuple(sorted(edges))))
+    return replace(chain, graph=pd.LayerGraph(chain.graph.layers, tuple(sorted(edges))))
 
 
-def random_cluster(draw: random.Random) -> Cluster:
+def random_cluster(draw: random.Random) -> pd.Cluster:
     memory, latency_s = draw.choice([None, None, 60, 100]), draw.choice([0.0, 0.1])
     if draw.random() < 0.5:
-        return Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), latency_s, memory)
-    levels = Level(2, draw.choice([5.0, 1e9]), latency_s), Level(2, draw.choice([1.0, 5.0]), latency_s)
+        return pd.Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), latency_s, memory)
+    levels = pd.Level(2, draw.choice([5.0, 1e9]), latency_s), pd.Level(2, draw.choice([1.0, 5.0]), latency_s)
     kinds = (Workers(2, speed=draw.choice([0.5, 2.0])), Workers(2, memory_bytes=memory)) if draw.random() < 0.5 else ()
-    return Cluster(levels, None if kinds else memory, kinds=kinds)
+    return pd.Cluster(levels, None if kinds else memory, kinds=kinds)
 
 
 @pytest.mark.parametrize("seed", seeds(3, 5, 10))
@@ -75,8 +70,8 @@ def test_the_best_plan_stays(seed: int) -> None:
 
 def test_counts_the_fewest_workers() -> None:
     """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
-    profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
-    space = SearchSpace.of(profile, Cluster.flat(8))
+    profile = pd.Profile.of_chain(tuple(pd.LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
+    space = SearchSpace.of(profile, pd.Cluster.flat(8))
     sites = {count: [inner_site(space.cluster, count)] for count in range(1, 9)}
     before, after = fewest_workers(space, 2.0, sites, 8)
     assert before.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four

@@ -10,18 +10,11 @@ from hypothesis import assume, given, strategies as st
 from marks import seeds
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
+from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
-from pipedream.planner.dynamic_program.recurrence import (
-    DynamicProgram,
-    State,
-    states_of_counts,
-    straight_states,
-)
+from pipedream.planner.dynamic_program.recurrence import DynamicProgram, State, states_of_counts, straight_states
 from tests.planner.planned import replicated_states, search_plan
 
 RULES: dict[str, VersionsRule] = {
@@ -31,7 +24,7 @@ RULES: dict[str, VersionsRule] = {
 }
 
 
-def straight(profile: Profile, cluster: pd.Cluster, *, stages: int, **options: Any) -> pd.Plan:
+def straight(profile: pd.Profile, cluster: pd.Cluster, *, stages: int, **options: Any) -> pd.Plan:
     return search_plan(profile, cluster, shape=(1,) * stages, **options)
 
 
@@ -39,14 +32,16 @@ def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
     return DynamicProgram(space, straight_states(stages), ((stages, 1),))
 
 
-def random_profile(draw: random.Random, most: int = 8) -> Profile:
+def random_profile(draw: random.Random, most: int = 8) -> pd.Profile:
     """A chain of a few layers with small costs, so that equal ones are common, sometimes with ties and skips."""
     count = draw.randint(1, most)
     tenths = draw.random() < 0.5  # seconds that are not sums of powers of two: equal sums must still be equal
     seconds = [0, 1, 1, 2, 3] if not tenths else [0.0, 0.1, 0.1, 0.2, 0.7]
     launches = draw.choice([[0.0], [0.0], [0.0, 0.5, 4.0]])  # of a GPU
     costs = seconds, seconds, [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8]
-    layers = tuple(LayerProfile(*map(draw.choice, costs), forward_launch_s=draw.choice(launches)) for _ in range(count))
+    layers = tuple(
+        pd.LayerProfile(*map(draw.choice, costs), forward_launch_s=draw.choice(launches)) for _ in range(count)
+    )
     edges = {(i, i + 1) for i in range(count - 1)}
     ties: tuple[tuple[int, ...], ...] = ()
     if count > 2 and draw.random() < 0.3:
@@ -57,12 +52,12 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
     if ties and draw.random() < 0.5:  # separated, by a method whose stages all make the same updates
         users = tuple(sorted(ties[0]))
         tied, ties = (TiedParameters(("w",), users, min(layers[users[0]].parameter_bytes, 4)),), ()
-    graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+    graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
     shapes, update_s = ((draw.choice([0, 1, 4]),),), draw.choice([0.0, 1.0, 2.5])
     update = {"update_s": update_s, "update_fixed_s": update_s * draw.choice([0.0, 0.5])}
     update |= {"copy_s": draw.choice([0.0, 1.0, 4.0]), "optimizer_bytes": draw.choice([0, 7, 20])}
     rest = {"loss_s": draw.choice([0.0, 1.0]), "tied": tied, "runtime": random_runtime(draw)}
-    return Profile("random", graph, layers, batch=4, input_shapes=shapes, **update, **rest)
+    return pd.Profile("random", graph, layers, batch=4, input_shapes=shapes, **update, **rest)
 
 
 def random_runtime(draw: random.Random) -> RuntimeCosts:
@@ -78,11 +73,11 @@ def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> Profile:
+def chains(draw: st.DrawFn) -> pd.Profile:
     cost = st.floats(0.0, 1e3, allow_subnormal=False)
     size = st.integers(0, 10**12)
-    layers = draw(st.lists(st.builds(LayerProfile, cost, cost, size, size, size), min_size=1, max_size=9))
-    return Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
+    layers = draw(st.lists(st.builds(pd.LayerProfile, cost, cost, size, size, size), min_size=1, max_size=9))
+    return pd.Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
 
 
 def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[State, ...] | None, bool, Any]:
@@ -117,7 +112,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
         pipelines = DynamicProgram(space, states, starts, whole)
         try:
             best = exhaustive(space, among)
-        except PlanError:
+        except pd.errors.PlanError:
             refused += 1
             assert pipelines.best() is None
             continue
@@ -149,24 +144,24 @@ def test_many_workers_are_planned_in_seconds() -> None:
     """Ten times what it needs, for machines differ."""
     draw = random.Random(0)
     layers = [
-        LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
+        pd.LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
     ]
     start = time.process_time()
-    best = search_plan(Profile.of_chain(tuple(layers)), pd.Cluster.flat(64, 1e9, 1e-5))
+    best = search_plan(pd.Profile.of_chain(tuple(layers)), pd.Cluster.flat(64, 1e9, 1e-5))
     assert time.process_time() - start < 30
     assert best.workers <= 64
     assert max(best.replicas) > 1
 
 
 @given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
-def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share: float, rule: str) -> None:
+def test_memory_limit_is_obeyed_to_the_byte(profile: pd.Profile, stages: int, share: float, rule: str) -> None:
     assume(stages <= len(profile.layers))
     free = SearchSpace.of(profile, pd.Cluster.flat(5), versions=RULES[rule])
     least = of_stages(free, stages).least_bytes
     limit = max(1, int(least * share))
     cluster = pd.Cluster.flat(5, memory_bytes=limit)
     if limit < least:
-        with pytest.raises(PlanError, match=rf"\({least} bytes\)"):
+        with pytest.raises(pd.errors.PlanError, match=rf"\({least} bytes\)"):
             straight(profile, cluster, stages=stages, versions=RULES[rule])
         return
     best = straight(profile, cluster, stages=stages, versions=RULES[rule])

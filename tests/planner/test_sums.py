@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Level
 from pipedream.core.model.matrices import Matrices
-from pipedream.core.model.profile import LayerProfile
 from pipedream.core.plan.sums import SumMethod
 from pipedream.metrics import run_metrics
 from pipedream.plan_request import PlanRequest
@@ -90,9 +87,9 @@ def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
 def test_rare_sums_cross_between_sites_and_messages_do_not(
     width: int, forwards_s: tuple[float, ...], config: str, order: tuple[int, ...]
 ) -> None:
-    layers = tuple(LayerProfile(seconds, 2 * seconds, 1_000_000, 1_000_000) for seconds in forwards_s)
+    layers = tuple(pd.LayerProfile(seconds, 2 * seconds, 1_000_000, 1_000_000) for seconds in forwards_s)
     profile = pd.Profile.of_chain(layers, batch=8)
-    fast, sites = (pd.Cluster((Level(width, 1e8, 1e-4), Level(2, rate, 1e-4))) for rate in (1e8, 2e6))
+    fast, sites = (pd.Cluster((pd.Level(width, 1e8, 1e-4), pd.Level(2, rate, 1e-4))) for rate in (1e8, 2e6))
     request = {"schedule": "1f1b", "shape": "pipeline", "all_workers": True, "sums": "diloco:30"}
     plan, near = pd.plan(profile, sites, **request), pd.plan(profile, fast, **request)
     assert (plan.config, plan.worker_order) == (config, order)
@@ -115,7 +112,7 @@ def test_replicas_hold_errors_and_outer_weights(wide: pd.Profile) -> None:
 
 def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
     old = replace(wide, layers=tuple(replace(layer, matrices=()) for layer in wide.layers))
-    with pytest.raises(PlanError, match="does not say which shapes weights have; profile the model again"):
+    with pytest.raises(pd.errors.PlanError, match="does not say which shapes weights have; profile the model again"):
         pd.plan(old, SLOW, shape="data-parallel", sums="powersgd:4")
     plan = pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16")
     assert str(plan.choices.sums) == "bfloat16"
@@ -140,7 +137,7 @@ def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None
 
 def test_bytes_of_factors_are_not_scaled(wide: pd.Profile) -> None:
     plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
-    with pytest.raises(PlanError, match=r"byte scale 0\.1 was asked for with sums='powersgd:4'"):
+    with pytest.raises(pd.errors.PlanError, match=r"byte scale 0\.1 was asked for with sums='powersgd:4'"):
         scale_plan(plan, byte_scale=0.1)
 
 

@@ -5,16 +5,13 @@ from dataclasses import replace
 import pytest
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import two_bw
 from pipedream.planner.two_bw import two_bw_s
 from pipedream.workflows.methods import occupancy_of, score
 
-LAYER = LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
-CHAIN = Profile.of_chain((LAYER,) * 4, batch=16)
+LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
+CHAIN = pd.Profile.of_chain((LAYER,) * 4, batch=16)
 
 
 def test_the_papers_seconds_by_hand() -> None:
@@ -35,7 +32,7 @@ def test_the_papers_seconds_by_hand() -> None:
 def test_links_and_weights_decide_between_replicas_and_stages(rate: float, parameter_bytes: int, config: str) -> None:
     """At 20 bytes/s a minibatch takes 11 s in four stages, max(5, 6) s in two of two replicas, 18 s in four replicas;
     with ten times the weights 11, 60 and 180 s."""
-    profile = Profile.of_chain((replace(LAYER, parameter_bytes=parameter_bytes),) * 4, batch=16)
+    profile = pd.Profile.of_chain((replace(LAYER, parameter_bytes=parameter_bytes),) * 4, batch=16)
     cluster = pd.Cluster.flat(4, rate)
     plan = pd.plan(profile, cluster, strategy="2bw")
     assert (plan.config, plan.schedule) == (config, "pipedream_2bw")
@@ -54,7 +51,7 @@ def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
     plan = pd.plan(CHAIN, pd.Cluster.flat(4, 20.0), strategy="2bw")
     assert plan.microbatches // plan.replicas[0] >= len(plan.stages)
     assert score(plan).period_s > 0  # the method works with it
-    with pytest.raises(PlanError, match="ask for a multiple of the workers"):
+    with pytest.raises(pd.errors.PlanError, match="ask for a multiple of the workers"):
         pd.plan(CHAIN, pd.Cluster.flat(4), strategy="2bw", microbatches=3)
 
 
@@ -67,7 +64,7 @@ def test_memory_is_two_versions_and_what_is_in_flight() -> None:
     tight = pd.Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
     finer = pd.plan(CHAIN, tight, strategy="2bw")
     assert finer.microbatches == 8
-    with pytest.raises(PlanError, match="no plan of PipeDream-2BW's planner fits"):
+    with pytest.raises(pd.errors.PlanError, match="no plan of PipeDream-2BW's planner fits"):
         pd.plan(CHAIN, pd.Cluster.flat(2, 20.0, memory_bytes=400), strategy="2bw")
 
 
@@ -88,7 +85,7 @@ def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> No
 
 def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:
     """Two layers side by side allow at most two stages, though they have three cuts and an end."""
-    graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
-    profile = Profile("net", graph, (LAYER,) * 2, batch=12)
+    graph = pd.LayerGraph((pd.Layer("a", "Linear"), pd.Layer("b", "Linear")), ())
+    profile = pd.Profile("net", graph, (LAYER,) * 2, batch=12)
     best = two_bw(profile, pd.Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
     assert len(best.stages) == 1

@@ -10,9 +10,9 @@ import pytest
 from exactly import best_plans
 from marks import seeds
 
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.model.profile import LayerProfile, Profile
+import pipedream as pd
+from pipedream.core.hardware.cluster import Workers
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
 from pipedream.core.schedule.occupancy import stash
@@ -37,15 +37,15 @@ COSTS = ([0.0, 1.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0], [0, 1, 1, 2, 5], [0, 0
 UPDATE = {"update_fixed_s": [0.0, 0.5, 1.0], "copy_s": [0.0, 2.0], "optimizer_bytes": [0, 7], "loss_s": [0.0, 1.0]}
 
 
-def random_tree(draw: random.Random) -> Cluster:
+def random_tree(draw: random.Random) -> pd.Cluster:
     """One to three levels, slower outward and sometimes not, at times uneven machines, unlike workers, or both."""
     shape = draw.choice(SHAPES)
     levels = tuple(
-        Level(width, *map(draw.choice, RATES), sizes)
+        pd.Level(width, *map(draw.choice, RATES), sizes)
         for width, sizes in shape  # type: ignore[misc]
     )
     limit = draw.choice([None, None, 20, 40, 60, 90])
-    bare = Cluster(levels, limit, all_reduce=draw.choice(["ring", "ring", "tree"]))
+    bare = pd.Cluster(levels, limit, all_reduce=draw.choice(["ring", "ring", "tree"]))
     if draw.random() < 0.5:
         return bare
     first = draw.randint(1, bare.workers - 1)
@@ -53,18 +53,26 @@ def random_tree(draw: random.Random) -> Cluster:
         Workers(first, "slow", draw.choice([1.0, 0.5]), limit),
         Workers(bare.workers - first, "fast", draw.choice([1.0, 2.0]), limit and 2 * limit),
     )
-    return Cluster(levels, kinds=kinds, all_reduce=bare.all_reduce)
+    return pd.Cluster(levels, kinds=kinds, all_reduce=bare.all_reduce)
 
 
-def random_chain(draw: random.Random, most: int = 5) -> Profile:
+def random_chain(draw: random.Random, most: int = 5) -> pd.Profile:
     """Seconds and bytes whose sums are exact, so that equal plans compare equal."""
-    layers = tuple(LayerProfile(*map(draw.choice, COSTS)) for _ in range(draw.randint(1, most)))
+    launches = draw.choice([[0.0], [0.0, 0.5, 4.0]])  # of a GPU
+
+    def layer() -> pd.LayerProfile:
+        passes = {f"{way}_launch_s": draw.choice(launches) for way in ("forward", "backward")}
+        return pd.LayerProfile(*map(draw.choice, COSTS), **passes)
+
+    layers = tuple(layer() for _ in range(draw.randint(1, most)))
+    some = [0.0] if draw.random() < 0.6 else [0.0, 0.25, 1.0]
+    runtime = RuntimeCosts(*(draw.choice(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
     shapes = ((draw.choice([0, 1]),),)
     update = {name: draw.choice(values) for name, values in UPDATE.items()}
-    return Profile.of_chain(layers, input_shapes=shapes, update_s=1.0, **update)
+    return pd.Profile.of_chain(layers, input_shapes=shapes, update_s=1.0, runtime=runtime, **update)
 
 
-def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
+def through_the_tree(cluster: pd.Cluster) -> list[tuple[int, ...]]:
     """All orders, found by trying: those that leave no component and come back to it."""
     sites = []
     for order in permutations(range(cluster.workers)):
@@ -99,16 +107,16 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
         least, best = best_plans(space, orders=orders, recompute=recompute)
         if least is None:
             refused += 1
-            with pytest.raises(PlanError, match="the least that any of them needs"):
+            with pytest.raises(pd.errors.PlanError, match="the least that any of them needs"):
                 search_plan(profile, cluster, **options)
             continue
         if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
-            with pytest.raises(PlanError, match="at depth noam stage"):
+            with pytest.raises(pd.errors.PlanError, match="at depth noam stage"):
                 search_plan(profile, cluster, **options)
             continue
         try:
             got = search_plan(profile, cluster, **options)
-        except PlanError:
+        except pd.errors.PlanError:
             assert best != least
             crowded += 1
             continue
@@ -119,6 +127,8 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
             continue
         assert replace(got, note="", bound_s=0.0) == best
         assert got.bound_s == got.slowest_stage_s
+        assert pd.Plan.from_json(got.to_json()) == got
+        assert "\n" not in got.note
         planned += 1
         several += max(got.replicas) > 1 and len(got.stages) > 1
         unlike += bool(cluster.kinds)
@@ -164,7 +174,7 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
 
 
 def test_orders_are_told_up_to_symmetry() -> None:
-    def count(cluster: Cluster, most: int = 1000) -> tuple[int, str]:
+    def count(cluster: pd.Cluster, most: int = 1000) -> tuple[int, str]:
         orders, kind = list_orders(cluster, most)
         assert orders[0] == tuple(range(cluster.workers))
         assert len(set(orders)) == len(orders)
@@ -172,12 +182,12 @@ def test_orders_are_told_up_to_symmetry() -> None:
         return len(orders), kind
 
     fast, slow = Workers(2, "fast", 2.0), Workers(2, "slow")
-    assert count(Cluster((Level(4, 1.0), Level(4, 1.0)))) == (1, "")
-    assert count(Cluster((Level(4, 1.0),), kinds=(fast, slow))) == (6, "in any of 6 orders of those that differ")
-    assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=(fast, slow)))[0] == 2
-    assert count(Cluster((Level(2, 1.0, sizes=(2, 1, 1)), Level(3, 1.0))))[0] == 3
+    assert count(pd.Cluster((pd.Level(4, 1.0), pd.Level(4, 1.0)))) == (1, "")
+    assert count(pd.Cluster((pd.Level(4, 1.0),), kinds=(fast, slow))) == (6, "in any of 6 orders of those that differ")
+    assert count(pd.Cluster((pd.Level(2, 1.0), pd.Level(2, 1.0)), kinds=(fast, slow)))[0] == 2
+    assert count(pd.Cluster((pd.Level(2, 1.0, sizes=(2, 1, 1)), pd.Level(3, 1.0))))[0] == 3
     mixed = (Workers(1, "a", 2.0), Workers(1, "b"), Workers(1, "a", 2.0), Workers(1, "b"))
-    assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=mixed))[0] == 4
-    many = Cluster((Level(20, 1.0),), kinds=(Workers(10, "a"), Workers(10, "b", 2.0)))
+    assert count(pd.Cluster((pd.Level(2, 1.0), pd.Level(2, 1.0)), kinds=mixed))[0] == 4
+    many = pd.Cluster((pd.Level(20, 1.0),), kinds=(Workers(10, "a"), Workers(10, "b", 2.0)))
     assert count(many) == (2, "in the cluster's order or any of 2 that keep like ones adjacent")
     assert count(many, 1) == (1, "in the cluster's order only")
