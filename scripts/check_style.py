@@ -47,6 +47,7 @@ TORCH_PACKAGES = (
     "profiler",
     "runtime",
     "sharding",
+    "testing",
 )
 
 # Phrases of an older style of this project, which read as if translated -> how many are still left.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         loggers as loggers,
         metrics as metrics,
         schedules as schedules,
+        testing as testing,
     )
     from pipedream.core import errors as errors
     from pipedream.core.errors import PipelineError as PipelineError
@@ -97,7 +98,7 @@ _HOMES = {
 }
 """Name -> the module that defines it."""
 
-_MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules")
+_MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules", "testing")
 
 _Tabular.drawing = staticmethod(lambda: _import_module("pipedream.report.notebook"))
 

@@ -1,0 +1,45 @@
+"""Batches as a pipeline takes them: the model's input, and the parts that are microbatches."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Total = Callable[[Any, Any], tuple[Tensor, float]]
+"""(output, batch) -> (sum of the losses, their weight)."""
+
+
+def inputs_of(batch: Any) -> Any:
+    """Returns the first of a pair, else the batch."""
+    return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Calls a model with a tuple of inputs, a mapping of named ones, or a single one."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def count_samples(batch: Any) -> int:
+    """Returns the length of the first tensor."""
+    return next((len(value) for value in tree_leaves(batch) if isinstance(value, Tensor)), 0)
+
+
+def split_batch(batch: Any, parts: int) -> list[tuple[Any, int]]:
+    """Returns the microbatches of a batch and their samples; those without a sample too, as they have a number."""
+    samples = count_samples(batch)
+
+    def take(value: Any, part: int) -> Any:
+        is_split = isinstance(value, Tensor) and value.dim() and len(value) == samples
+        return torch.tensor_split(value, parts)[part] if is_split else value
+
+    pieces = [tree_map(lambda value, part=part: take(value, part), batch) for part in range(parts)]
+    return [(piece, count_samples(piece)) for piece in pieces]
+
+
+def clone_batch(batch: Any) -> Any:
+    """Returns a copy: a model may write into what it is given."""
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)

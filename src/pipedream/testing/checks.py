@@ -1,0 +1,204 @@
+"""The checks that each method, encoding, sum and compensation of the library passes; docs/testing.md shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isclose
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pipedream import schedules
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.messages import MessageEncoding
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.metrics import in_flight, run_metrics, staleness
+from pipedream.simulator import costs, simulate
+from pipedream.testing.models import make_batches, perceptron, tiny, with_statistics
+from pipedream.testing.passes import Rounding
+from pipedream.testing.reducers import Reducer
+from pipedream.testing.results import Trained
+from pipedream.testing.rules import CompensationRule, Reads
+from pipedream.testing.training import Training
+from pipedream.verifier import verify
+
+SIZES = (
+    (1, 1), (1, 3), (2, 2), (2, 3), (2, 8), (3, 1), (3, 6), (3, 7), (4, 4), (4, 6), (5, 10), (6, 6),
+)  # fmt: skip
+"""Stages and microbatches: few of both, m below, at, and beyond p, and multiples of p and others."""
+REPLICAS = ((2, 1), (1, 2), (2, 2), (3, 1), (1, 2, 1), (3, 2, 1))
+_TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
+
+
+def check_schedule(name: str, *, reads: Reads | None = None) -> None:
+    """Checks a method, named or in a file: its claims, its proofs, what it trains, and that it resumes.
+
+    Args:
+        reads: its paper's rule for the weights, for three stages; by default the method's own.
+
+    Raises:
+        AssertionError: says which of them does not hold.
+    """
+    check_claims(name)
+    check_proofs(name)
+    trainings = list(small_trainings(name))
+    assert trainings, f"{name} can train with none of the small plans"
+    for training in trainings:
+        training.check(1e-9, reads=reads if training.made_plan.replicas == (1, 1, 1) else None)
+    with TemporaryDirectory() as folder:
+        check_resumes(replace(trainings[0], model=perceptron), Path(folder))
+
+
+def check_claims(name: str) -> None:
+    """Checks a method's closed forms against the simulator, at many depths."""
+    tried = list(small_schedules(name))
+    assert tried, f"{name} takes none of the sizes {SIZES}"
+    for p, m, schedule in tried:
+        check_bubble(name, p, m, schedule)
+        check_counts(p, m, schedule)
+
+
+def small_schedules(name: str) -> Iterator[tuple[int, int, Schedule]]:
+    """Yields (p, m, schedule) for the sizes that a method takes."""
+    for p, m in SIZES:
+        if (schedule := _build(name, p, m)) is not None:
+            yield p, m, schedule
+
+
+def check_bubble(name: str, p: int, m: int, schedule: Schedule) -> None:
+    """Checks the share of waiting in one minibatch of a method that flushes."""
+    claims = schedule.claims
+    if not schedule.flushes or claims.bubble is None or m < claims.least(p):
+        return
+    # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
+    forward_s, backward_s = (1.0, 2.0) if schedule.splits_backward else _TIMES[(p + m) % 3]
+    timed = _build(name, p, m, forward_s, backward_s if claims.ratio is None else forward_s * claims.ratio)
+    assert timed is not None
+    bubble = run_metrics(simulate(lower(timed), costs(timed.plan), m)).bubble
+    assert isclose(bubble, claims.bubble(p, m), abs_tol=1e-9), f"{name}, p={p}, m={m}: the bubble is {bubble:.4f}"
+
+
+def check_counts(p: int, m: int, schedule: Schedule) -> None:
+    """Checks microbatches in flight, staleness and versions."""
+    total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
+    # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
+    counted = m if schedule.flushes else total
+    timeline, claims = simulate(lower(schedule), costs(schedule.plan), total), schedule.claims
+    for s in range(p):
+        where = f"{schedule.name}, p={p}, m={m}, worker {s}"
+        if claims.in_flight and m >= claims.least(p):
+            assert in_flight(timeline, s) == claims.in_flight(p, counted, s), f"{where}: in flight"
+        if claims.staleness:
+            simulated = staleness(timeline, s), schedule.weights.staleness(s)
+            assert {*simulated} == {claims.staleness(p, counted, s)}, f"{where}: staleness {simulated}"
+        if claims.versions:
+            versions = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
+            versions += min(1, len(schedule.placement.passes_on_copies(s, forward=True)))
+            simulated = timeline.peak_versions[s], versions
+            assert {*simulated} == {claims.versions(p, counted, s)}, f"{where}: versions {simulated}"
+
+
+def check_proofs(name: str) -> None:
+    """Checks that small programs, with replicas too, are proved to end, with the versions that they promise."""
+    programs = [lower(schedule) for _, _, schedule in small_schedules(name)]
+    for replicas in REPLICAS if schedules.stage_order_of(name) is None else ():
+        try:
+            programs.append(lower(schedules.build(name, Plan.uniform(len(replicas), replicas=replicas))))
+        except ScheduleError:
+            continue
+    for program in programs:
+        proof = verify(program)
+        stages = range(len(program.plan.stages))
+        assert all(proof.staleness[stage] <= program.weights.staleness(stage) for stage in stages)
+
+
+def small_trainings(name: str) -> Iterator[Training]:
+    """Yields trainings by a method: three or four stages, with statistics, with replicas, of which it takes some."""
+    for model, replicas, m in (
+        (perceptron, (1, 1, 1), None),
+        (perceptron, (1, 1, 1), 3),
+        (with_statistics, (1, 1, 1, 1), None),
+        (with_statistics, (1, 1, 1, 1), 4),
+        (perceptron, (2, 1), 4),
+    ):
+        training = tiny(model, plan=replicas, schedule=name, microbatches=m)
+        try:
+            (schedule,) = training.make_schedules()
+        except ScheduleError:
+            continue
+        if model is perceptron or schedule.microbatches <= 4:  # statistics need two samples
+            yield training
+
+
+def check_resumes(training: Training, folder: Path) -> Trained:
+    """Checks that a run resumes to the bit on its plan and, if it flushes, to rounding on another one."""
+    training = replace(training, evaluate_at=())
+    whole, (schedule, *_) = training.resumed(folder / "same", (3, 7)), training.make_schedules()
+    if schedule.flushes:  # microbatches have the same numbers, from which masks are drawn
+        other = replace(training, plan=(1,), schedule="1f1b", microbatches=schedule.microbatches)
+        training.resumed(folder / "other", (3, 7), other, bound=1e-10)
+    return whole
+
+
+def check_encoding(
+    encoding: str,
+    rounding: Rounding,
+) -> None:
+    """Checks messages: they round as they should, and send the bytes that plans count.
+
+    Args:
+        encoding: as in ``messages=``.
+        rounding: (tensor, encoding) -> what arrives of it, as its paper says.
+    """
+    width, samples = 64, 16
+    how: dict[str, Any] = {"data": make_batches(4, samples, samples), "epochs": 1, "evaluate_at": ()}
+    for name, m in (("1f1b", 2), ("pipedream", None)):
+        training = tiny(
+            partial(perceptron, width), plan=(1, 1, 1), schedule=name, microbatches=m, messages=encoding, **how
+        )
+        sent = training.check(1e-8, rounding=rounding).sent_bytes
+        full = replace(training, messages=None).pipeline().sent_bytes
+        # Two cuts, in both directions, and the targets that the first worker sends the last one.
+        values = 4 * samples * width * 8
+        shares = MessageEncoding.parse(encoding, value_bits=64).shares
+        assert sum(full.values()) - sum(sent.values()) == 2 * values * (2 - sum(shares)), f"{name} sent {sent}"
+
+
+def check_sums(sums: str, reducer: Reducer) -> None:
+    """Checks how replicas agree: in methods that flush, in rounds, and with accumulation.
+
+    Args:
+        sums: as in ``sums=``.
+        reducer: what its paper says.
+    """
+    for name, replicas, m in (("1f1b", (2, 1), 4), ("pipedream", (2,), None), ("pipedream_2bw", (2, 2), None)):
+        tiny(plan=replicas, schedule=name, microbatches=m, sums=sums).check(1e-9, reducer=reducer)
+
+
+def check_compensation(
+    compensation: Any, rule: Callable[[Sequence[int]], CompensationRule], optimizer: Any, of_paper: Any = None
+) -> None:
+    """Checks a compensation of delay in PipeDream and 2BW.
+
+    Args:
+        compensation: as in ``compensation=``.
+        rule: from the stages' staleness to what its paper says.
+        optimizer: of the pipeline; of_paper: that the rule steps, by default the same.
+    """
+    for name, m in (("pipedream", None), ("pipedream_2bw", 3)):
+        training = tiny(plan=(1, 1, 1), schedule=name, microbatches=m, compensation=compensation, optimizer=optimizer)
+        weights = training.make_schedules()[0].weights
+        late = [weights.staleness(stage) for stage in range(3)]
+        training.check(1e-9, compensation=rule(late), optimizer=of_paper)
+
+
+def _build(name: str, p: int, m: int, forward_s: float = 1.0, backward_s: float = 2.0) -> Schedule | None:
+    """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
+    try:
+        return schedules.build(name, schedules.uniform(name, p, forward_s, backward_s), m)
+    except ScheduleError:
+        return None
