@@ -7,12 +7,14 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import processes
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
+import zoo
 from built import Built
 from cases import assert_near
 from first_minibatches import plan_of
@@ -21,7 +23,6 @@ from models import HF
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError, CaptureError, PeerError
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.checkpoint import files, parameters
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
@@ -79,7 +80,11 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 1000])
-def test_initial_values_do_not_depend_on_the_cut(parts: int) -> None:
+def test_initial_values_depend_neither_on_the_cut_nor_on_generators(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("manual_seed", "manual_seed_all"):  # generators of GPUs would not be restored
+        monkeypatch.delattr(torch.cuda, name)
     before = torch.default_generator.get_state()
     check_equal(named_state(drawn(mixed, parts)), named_state(drawn(mixed)))
     assert torch.equal(torch.default_generator.get_state(), before)
@@ -112,29 +117,10 @@ def test_values_that_are_there_stay() -> None:
     assert not model[0].second.requires_grad
 
 
-def test_initial_values_leave_all_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(seed: int) -> None:
-        raise AssertionError("the generators of the GPUs are seeded, and not restored")
-
-    monkeypatch.setattr(torch.cuda, "manual_seed", refuse)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
-    before = torch.default_generator.get_state()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 2))
-    materialise(model, dict(model.named_parameters()), torch.device("cpu"), seed=3)
-    assert not model[0].weight.is_meta
-    assert torch.equal(before, torch.default_generator.get_state())
-
-
 def test_what_the_names_leave_out_stays_without_storage() -> None:
     model = on_meta(mixed)
     materialise(model, ["0.second", "1.running_mean"], CPU, 0)
     assert [name for name, tensor in named_state(model).items() if not tensor.is_meta] == ["0.second", "1.running_mean"]
-
-
-def test_a_name_of_another_model_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the plan lists '0.third', but the Sequential has no parameter or buffer"):
-        materialise(on_meta(mixed), ["0.third"], CPU, 0)
 
 
 class Partly(nn.Module):
@@ -160,40 +146,39 @@ class Failing(nn.Module):
     [
         (
             lambda: Built(None, scale=nn.Parameter(torch.ones(2))),
-            "the parameter '0.scale' is on the meta device and is not filled by reset_parameters.. of Built; fill",
+            "parameter '0.scale' .* by reset_parameters.. of Built; fill",
         ),
         (
             lambda: Built(None, angles=nn.Buffer(torch.arange(3.0), persistent=False)),
-            "the buffer '0.angles' is on the meta device .* weights",
+            "the buffer '0.angles' .* weights",
         ),
-        (Partly, "the parameter '0.rows' .* of Partly"),
-        (Failing, "'0.inner' is on the meta device, and its initialisation by Failing raised KeyError: 'gain'"),
         (
             lambda: Built(None, inner=nn.Linear(2, 2), mask=torch.ones(2)),
-            "0.mask of Built is a tensor on the meta device, but neither",
+            "0.mask of Built is a tensor on the meta device",
         ),
+        (Partly, "the parameter '0.rows' is on the meta device and .* of Partly"),
+        (Failing, "'0.inner' is on the meta device, and its initialisation by Failing raised KeyError: 'gain'"),
     ],
 )
 def test_nothing_stays_uninitialised(kind: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(CaptureError, match=words):
+    with pytest.raises(pd.errors.CaptureError, match=words):
         drawn(lambda: nn.Sequential(kind()))
 
 
-class Custom(nn.Module):
-    """A model with a rule for its modules, as many scripts have; it does not know norms."""
+def test_a_name_of_another_model_is_refused() -> None:
+    with pytest.raises(pd.errors.CaptureError, match=r"lists '0.third', but the Sequential has no parameter or buffer"):
+        materialise(on_meta(mixed), ["0.third"], CPU, 0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            torch.nn.init.normal_(module.weight, 5.0, 0.02)
-            torch.nn.init.zeros_(module.bias)
+def rule(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, 5.0, 0.02)
+        nn.init.zeros_(module.bias)
 
 
 def test_a_models_own_rule_comes_first() -> None:
-    model = drawn(Custom)
+    """As many scripts have it; it does not know norms."""
+    model = drawn(lambda: Built(None, body=nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), _init_weights=rule))
     assert bool((model.body[0].weight > 4.0).all())
     assert not model.body[0].bias.any()
     assert torch.equal(model.body[1].weight, torch.ones(3))
@@ -252,9 +237,9 @@ def state_of(make: Callable[[], nn.Module], seed: int = 5) -> dict[str, Tensor]:
     return make().state_dict()
 
 
-def untied_batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+def doubles() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(3)
-    return [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(count)]
+    return [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(3)]
 
 
 def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
@@ -316,7 +301,9 @@ def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> 
     check_equal(dict(files.fit_names(outer(), bodies, state, {}, "here")), state)
     bare = {name: tensor for name, tensor in bodies.items() if not name.startswith("head")}
     check_equal(dict(files.fit_names(inner(), state, bare, {}, "here")), bare)
-    with pytest.raises(CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"):
+    with pytest.raises(
+        pd.errors.CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"
+    ):
         files.fit_names(outer(), bare, state, {}, "here")
 
 
@@ -333,44 +320,43 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     check_equal(named_state(model), named_state(saved))
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    state = state_of(untied)
-    lacking = {name: tensor for name, tensor in state.items() if not name.startswith("3.")}
-    other = state | {"0.weight": torch.zeros(2, 2)}
-    (empty := tmp_path / "empty").mkdir()
+def holding(text: str, name: str = "model.safetensors.index.json") -> Callable[[Path], Path]:
+    """Returns a way to make a folder with this text in a file."""
 
-    def with_file(name: str, data: bytes) -> Path:
-        (tmp_path / name).write_bytes(data)
-        return tmp_path
+    def prepare(folder: Path) -> Path:
+        (folder / name).write_text(text)
+        return folder
 
-    for make, words in (
-        (lambda: write(tmp_path, lacking, "file"), r"lack '3.weight', '3.bias', and have names such as '0.bias'"),
-        (lambda: write(tmp_path, other, "file"), r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in"),
-        (lambda: empty, r"neither model\.safetensors nor"),
-        (lambda: with_file("model.safetensors", b"no"), r"cannot read weights from .*model\.safetensors"),
-        (lambda: with_file("model.safetensors.index.json", b"{}"), "give an index of safetensors files"),
-    ):
-        with pytest.raises((ArtifactError, CaptureError), match=words):
-            start(untied, (2,), make())
+    return prepare
+
+
+def without_last(folder: Path) -> Path:
+    return write(folder, {n: tensor for n, tensor in state_of(untied).items() if not n.startswith("3.")}, "file")
+
+
+def wrong_shape(folder: Path) -> Path:
+    return write(folder, state_of(untied) | {"0.weight": torch.zeros(2, 2)}, "file")
+
+
+NO_INDICES = (
+    *("{}", "[]", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"0.weight": 3}}'),
+    *(f'{{"weight_map": {{"0.weight": "{file}"}}}}' for file in ("../../x", "/etc/passwd", "..")),
+)
 
 
 @pytest.mark.parametrize(
-    "index",
+    ("prepare", "words"),
     [
-        "[]",
-        '{"weight_map": {"0.weight": 3}}',
-        '{"weight_map": []}',
-        "[" * 100_000,
-        '{"weight_map": {"0.weight": "../../x"}}',
-        '{"weight_map": {"0.weight": "/etc/passwd"}}',
-        '{"weight_map": {"0.weight": ".."}}',
+        (without_last, r"lack '3.weight', '3.bias', and have names such as '0.bias'"),
+        (wrong_shape, r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in"),
+        (lambda folder: folder, r"neither model\.safetensors nor"),
+        (holding("no", "model.safetensors"), r"cannot read weights from .*model\.safetensors"),
+        *((holding(index), "give an index of safetensors files") for index in NO_INDICES),
     ],
-    ids=["list", "number", "list inside", "deep", "above", "absolute", "folder"],
 )
-def test_an_index_that_is_none_or_leads_out_of_its_folder(tmp_path: Path, index: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ArtifactError, match="give an index of safetensors files"):
-        files.open_weights(tmp_path)
+def test_files_that_do_not_fit_are_refused(prepare: Callable[[Path], Path], words: str, tmp_path: Path) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        start(untied, (2,), prepare(tmp_path))
 
 
 def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:
@@ -382,12 +368,8 @@ def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], 
         read.append(name)
         return get(weights, name)
 
-    files._SafeTensors.__getitem__ = noted
-    try:
-        state = start(make, (2,), folder)
-    finally:
-        files._SafeTensors.__getitem__ = get
-    return read, state
+    with mock.patch.object(files._SafeTensors, "__getitem__", noted):
+        return read, start(make, (2,), folder)
 
 
 @pytest.mark.processes
@@ -416,7 +398,7 @@ def lame() -> nn.Module:
 @pytest.mark.slow
 def test_every_rank_raises_what_one_of_them_finds() -> None:
     for end in processes.launch(start, 2, lame, (2,), None):
-        assert isinstance(end.error, (CaptureError, PeerError))  # where it was found, and elsewhere
+        assert isinstance(end.error, (pd.errors.CaptureError, pd.errors.PeerError))  # where it was found, and elsewhere
         assert "the parameter '3.scale' is on the meta device" in str(end.error)
 
 
@@ -425,7 +407,11 @@ def test_every_rank_raises_what_one_of_them_finds() -> None:
 def test_values_from_the_meta_device_are_those_of_one_process() -> None:
     for make in (untied, tied):
         check_equal(processes.team(2).results(start, make, (2,), None)[0], start(make, (2,), None))
-        check_equal(start(make, (1, 3), None), start(make, (), None))
+
+
+@pytest.mark.parametrize("make", [untied, tied])
+def test_values_from_the_meta_device_do_not_depend_on_the_plan(make: Callable[[], nn.Module]) -> None:
+    check_equal(start(make, (1, 3), None), start(make, (), None))
 
 
 # -- the model's own format -------------------------------------------------------------------------
@@ -498,10 +484,8 @@ def test_rank_0_saves_the_models_own_format(tmp_path: Path) -> None:
 
 def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path) -> None:
     plan = plan_of(untied(), torch.zeros(2, 4), (2,))
-    with (
-        pd.Pipeline(untied(), plan, **OPTIONS) as pipeline,
-        pytest.raises(CaptureError, match=r"Sequential has no save_pretrained; .* state_dict\(\)"),
-    ):
+    words = r"Sequential has no save_pretrained; .* state_dict\(\)"
+    with pd.Pipeline(untied(), plan, **OPTIONS) as pipeline, pytest.raises(pd.errors.CaptureError, match=words):
         pipeline.save_pretrained(tmp_path)
 
 
@@ -534,26 +518,18 @@ KINDS = ["first", "middle", "last", "first+middle", "middle+last", "adapters"]
 def frozen_run(kind: str, schedule: str) -> tuple[list[float], dict[str, Tensor], int]:
     model = partly_frozen(kind)
     plan = plan_of(partly_frozen(kind), torch.zeros(2, 4).double(), (2, 4, 6))
-    parts = {} if schedule == "pipedream" else {"microbatches": 4}
-    batches = [(x.double(), y) for x, y in untied_batches()]
-    with pd.Pipeline(
-        model, plan, schedule=schedule, loss=F.cross_entropy, optimizer=SGD, seed=3, ema=0.5, **parts
-    ) as pipeline:
-        losses = [done.loss for done in pipeline.train(batches)]
+    options = OPTIONS | {"schedule": schedule, "microbatches": None if schedule == "pipedream" else 4}
+    with pd.Pipeline(model, plan, seed=3, ema=0.5, **options) as pipeline:
+        losses = [done.loss for done in pipeline.train(doubles())]
         sent = sum(pipeline.sent_bytes().values())
         return losses, pipeline.state_dict(), sent
-
-
-def sums(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return F.cross_entropy(output, targets, reduction="sum"), float(len(targets))
 
 
 @pytest.mark.parametrize(("kind", "schedule"), list(zip(KINDS, cycle(["1f1b", "zb-h1"]), strict=False)))
 def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule: str) -> None:
     losses, state, _ = frozen_run(kind, schedule)
-    batches = [(x.double(), y) for x, y in untied_batches()]
-    names = [str(number) for number in range(7)]
-    expected = reference.plain(partly_frozen(kind), names, batches, sums, SGD, microbatches=4, seed=3)
+    model, names = partly_frozen(kind), list(map(str, range(7)))
+    expected = reference.plain(model, names, doubles(), zoo.sum_of_classes, SGD, microbatches=4, seed=3)
     assert losses == pytest.approx(expected.losses, rel=1e-12)
     assert_near(state, expected.state, 1e-12)
 
@@ -578,8 +554,7 @@ def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str
     with pd.Pipeline(model, plan, seed=3, **OPTIONS) as pipeline:
         if resumes:
             pipeline.load(folder)
-        for _ in pipeline.train([(x.double(), y) for x, y in untied_batches()]):
-            pass
+        list(pipeline.train(doubles()))
         pipeline.save(folder)
         state = pipeline.state_dict()
         pipeline.load_state_dict(pipeline.state_dict() or state_of(repeated))
@@ -597,13 +572,16 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
     assert_near(repeated_run(tmp_path / "two", (), True), expected, 1e-12)
 
 
+def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
+    sent = [frozen_run(kind, "1f1b")[2] for kind in ("first+middle", "first", "last")]
+    assert sent[0] < sent[1] < sent[2]
+
+
 @pytest.mark.processes
 @pytest.mark.slow
-def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
-    sent = {}
-    for kind in ("last", "first", "first+middle", "adapters"):
-        losses, state, sent[kind] = processes.team(4).results(frozen_run, kind, "1f1b")[0]
-        alone = frozen_run(kind, "1f1b")
-        assert losses == alone[0]
-        check_equal(state, alone[1])
-    assert sent["first+middle"] < sent["first"] < sent["last"]
+@pytest.mark.parametrize("kind", ["first+middle", "adapters"])
+def test_frozen_stages_in_processes_are_those_of_one(kind: str) -> None:
+    alone = frozen_run(kind, "1f1b")
+    losses, state, sent = processes.team(4).results(frozen_run, kind, "1f1b")[0]
+    assert (losses, sent) == (alone[0], alone[2])
+    check_equal(state, alone[1])

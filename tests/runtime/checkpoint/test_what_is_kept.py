@@ -11,6 +11,9 @@ import numpy as np
 import processes
 import pytest
 import torch
+from built import Built
+from cases import stage_states
+from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -61,19 +64,11 @@ class Noise(nn.Module):
         return x * (1 + float(generator.random() if self.kind != "numpy's older" else generator.rand()))
 
 
-class Model(nn.Module):
-    """The unused head is in its state dict only."""
-
-    def __init__(self, kind: str = "torch") -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.noise = Noise(kind)
-        self.scale = Scale()
-        self.last = nn.Linear(4, 1)
-        self.unused = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.scale(self.noise(self.first(x))))
+def make_model(kind: str = "torch") -> nn.Module:
+    """Returns a model whose unused head is in its state dict only."""
+    layers = {"first": nn.Linear(3, 4), "noise": Noise(kind), "scale": Scale(), "last": nn.Linear(4, 1)}
+    forward = lambda self, x: self.last(self.scale(self.noise(self.first(x))))  # noqa: E731
+    return Built(forward, **layers, unused=nn.Linear(4, 2))
 
 
 class RunningLoss(nn.Module):
@@ -103,43 +98,34 @@ class Counting(torch.optim.SGD):
 
 
 class Shuffled(Sampler[int]):
-    """Draws from a generator of its own."""
+    """Draws from a generator of its own, of one of the kinds."""
 
-    def __init__(self, length: int, draw: Callable[[int], list[int]], generator: Any) -> None:
-        self.length = length
-        self.draw = draw
-        self.drawing = generator
+    def __init__(self, kind: str, length: int = 20) -> None:
+        self.length, self.drawing = length, generator_of(kind)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.draw(self.length))
+        if isinstance(self.drawing, random.Random):
+            return iter(self.drawing.sample(range(self.length), self.length))
+        if isinstance(self.drawing, torch.Generator):
+            return iter(torch.randperm(self.length, generator=self.drawing).tolist())
+        return map(int, self.drawing.permutation(self.length))
 
     def __len__(self) -> int:
         return self.length
 
 
-def shuffled(kind: str) -> Shuffled:
-    """Returns a sampler with a generator of one of the kinds."""
-    generator = generator_of(kind)
-    if kind == "python":
-        return Shuffled(20, lambda n: generator.sample(range(n), n), generator)
-    if kind == "torch":
-        return Shuffled(20, lambda n: torch.randperm(n, generator=generator).tolist(), generator)
-    return Shuffled(20, lambda n: [int(i) for i in generator.permutation(n)], generator)
-
-
 def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
     """Trains in as many stages as there are processes, or two; saves after each epoch."""
     torch.manual_seed(int(resume))
-    model = Model(kind)
+    model = make_model(kind)
     if not resume:
         nn.init.ones_(model.unused.weight)
     inputs = torch.linspace(-1, 1, 60).reshape(20, 3)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    profile = pd.profile(model, inputs[:5], runs=1)
     losses = []
     with pd.Pipeline(
         model,
-        pd.plan(profile, pd.Cluster.flat(2), cuts=["last"]),
+        plan_of(model, inputs[:5], (3,)),
         schedule="1f1b",
         loss=RunningLoss(),
         optimizer=partial(Counting, lr=0.1),
@@ -148,7 +134,7 @@ def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[floa
     ) as pipeline:
         if resume:
             pipeline.load(folder)
-        loader = DataLoader(data, batch_size=5, sampler=shuffled(kind))
+        loader = DataLoader(data, batch_size=5, sampler=Shuffled(kind))
         for done in pipeline.train(loader, epochs=epochs - pipeline.position[0]):
             losses.append(done.loss)
             if done.ends_epoch:
@@ -159,9 +145,9 @@ def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[floa
 def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
     """Compares a run with one that was resumed in the middle."""
     losses, state = run(tmp_path / "whole", kind, 3, False)
-    assert set(state) == set(Model().state_dict()), "a strict load_state_dict takes it"
+    assert set(state) == set(make_model().state_dict()), "a strict load_state_dict takes it"
     assert torch.equal(state["unused.weight"], torch.ones(2, 4))
-    Model().load_state_dict(state)
+    make_model().load_state_dict(state)
     run(tmp_path / "part", kind, 1, False)
     rest, resumed = run(tmp_path / "part", kind, 3, True)
     assert rest == losses[len(losses) - len(rest) :]
@@ -181,6 +167,10 @@ def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
 @pytest.mark.long
 def test_several_processes_do_too(tmp_path: Path) -> None:
     check(tmp_path, "python", lambda *args: processes.team(2).results(train, *args)[0])
+
+
+def pipeline_of(model: nn.Module, data: Any, cuts: tuple[int, ...], **options: Any) -> pd.Pipeline:
+    return pd.Pipeline(model, plan_of(model, data[0][0], cuts), loss=nn.functional.mse_loss, check=False, **options)
 
 
 class Diary(pd.callbacks.Callback):
@@ -209,7 +199,7 @@ class Remembering(nn.Linear):
 
 
 class Listing(torch.optim.SGD):
-    """Keeps a list for each weight, one in its group, and one beside."""
+    """Keeps a list for each weight, and one in its group."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -240,9 +230,8 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
 
     def make(diary: Diary) -> tuple[Remembering, pd.Pipeline]:
         model = Remembering()
-        plan = pd.plan(pd.profile(model, data[0][0], warmup=0, runs=1), pd.Cluster.flat(1), schedule="1f1b")
         options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary]}
-        return model, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options)
+        return model, pipeline_of(model, data, (), schedule="1f1b", **options)
 
     diary = Diary()
     model, trained = make(diary)
@@ -252,9 +241,8 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
             if done.number == 1:
                 trained.save(tmp_path, wait=False, extra=extra)
                 weight = model.weight.detach().clone()
-                optimizer = trained._session.workers_here.workers[0].stage_states[0].optimizer
-                assert optimizer.scheduler is not None
-                lists = [optimizer.optimizer.param_groups[0]["rows"], optimizer.scheduler.rows]  # type: ignore[attr-defined]
+                optimizer = stage_states(trained)[0].optimizer
+                lists = [optimizer.optimizer.param_groups[0]["rows"], optimizer.scheduler.rows]
                 lists += [state["rows"] for state in optimizer.optimizer.state.values()]
                 for rows in [*lists, model.rows, extra["losses"], extra["by"]["a"], diary.state["rows"]]:
                     rows.append(-1)
@@ -266,12 +254,11 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
     model, loaded = make(diary)
     with loaded:
         loaded.load(tmp_path)
-        optimizer = loaded._session.workers_here.workers[0].stage_states[0].optimizer
+        optimizer = stage_states(loaded)[0].optimizer
         assert loaded.extra == {"losses": [1.0], "by": {"a": [{"b": 1}]}}
         assert diary.state == Diary().state
         assert torch.equal(model.weight, weight)
-        assert optimizer.scheduler is not None
-        assert model.rows == optimizer.scheduler.rows == optimizer.optimizer.param_groups[0]["rows"] == [0]  # type: ignore[attr-defined]
+        assert model.rows == optimizer.scheduler.rows == optimizer.optimizer.param_groups[0]["rows"] == [0]
         assert [state["rows"] for state in optimizer.optimizer.state.values()] == [[0], [0]]
 
 
