@@ -5,13 +5,12 @@ import torch
 from encoded import rounded
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import PipelineError
+import pipedream as pd
 from pipedream.core.plan.messages import BLOCK, ENCODINGS, MessageEncoding
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.encoding import decode, encode, is_encoded, with_decoding, with_encoding
 from pipedream.runtime.comm.message import Message, dimension_order
-from pipedream.runtime.comm.values import flatten, unflatten
 
 CODED = ENCODINGS[1:]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -74,48 +73,57 @@ def test_zeros_and_the_smallest_numbers_stay_small(encoding: str) -> None:
     assert decode(*encode(tiny, encoding)).abs().max() <= torch.finfo(torch.float32).tiny
 
 
-def test_what_is_left_alone() -> None:
-    assert not is_encoded(torch.ones(200), "int8"), "less than a kilobyte"
-    assert not is_encoded(torch.ones(2000, dtype=torch.int64), "int8")
-    assert not is_encoded(torch.ones(2000, dtype=torch.complex64), "int8")
-    assert not is_encoded(torch.ones(2000, dtype=torch.bfloat16), "float16"), "as many bits"
-    assert not is_encoded(torch.ones(2000), "full")
-    assert is_encoded(torch.ones(2000, dtype=torch.bfloat16), "int8")
+@pytest.mark.parametrize(
+    ("tensor", "encoding", "expected"),
+    [
+        (torch.ones(200), "int8", False),  # less than a kilobyte
+        (torch.ones(2000, dtype=torch.int64), "int8", False),
+        (torch.ones(2000, dtype=torch.complex64), "int8", False),
+        (torch.ones(2000, dtype=torch.bfloat16), "float16", False),  # as many bits
+        (torch.ones(2000), "full", False),
+        (torch.ones(2000, dtype=torch.bfloat16), "int8", True),
+    ],
+)
+def test_what_is_left_alone(tensor: torch.Tensor, encoding: str, expected: bool) -> None:
+    assert is_encoded(tensor, encoding) is expected
 
 
-def _send(value: object, wants: tuple[bool, ...], carries: Carries, messages: str) -> tuple[Message, int]:
-    channel = LocalChannel()
-    sender = with_encoding(channel, MessageEncoding.parse(messages), carries)
-    receiver = with_decoding(channel, MessageEncoding.parse(messages), carries)
-    structure, tensors = flatten(value)
-    sender.send(Message(4).with_tensors(structure, tensors, wants, 7))
-    pending = receiver.receive()
-    assert pending.ready()
-    return pending.result(), sender.sent_bytes
+def _send(
+    tensors: tuple[torch.Tensor, ...], wants: tuple[bool, ...], carries: Carries, messages: str
+) -> tuple[Message, int]:
+    channel, encodings = LocalChannel(), MessageEncoding.parse(messages)
+    sender = with_encoding(channel, encodings, carries)
+    sender.send(Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
+    return with_decoding(channel, encodings, carries).receive().result(), sender.sent_bytes
 
 
 def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:
-    value = {"x": torch.randn(10, 100), "mask": torch.rand(10, 100), "ids": torch.arange(300), "name": "a"}
-    message, sent_bytes = _send(value, (True, False, False), Carries.ACTIVATION, "int8")
-    arrived = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+    x, mask, ids = torch.randn(10, 100), torch.rand(10, 100), torch.arange(300)
+    message, sent_bytes = _send((x, mask, ids), (True, False, False), Carries.ACTIVATION, "int8")
     assert (message.microbatch, message.version, message.wants) == (4, 7, (True, False, False))
-    assert arrived.keys() == value.keys()
-    assert torch.equal(arrived["mask"], value["mask"])
-    assert torch.equal(arrived["ids"], value["ids"])
-    assert torch.equal(arrived["x"], rounded(value["x"], "int8"))
+    assert message.structure == "[0,1,2]"
+    for arrived, expected in zip(message.tensors, (rounded(x, "int8"), mask, ids), strict=True):
+        assert arrived is not None
+        assert torch.equal(arrived, expected)
     assert sent_bytes == 16 * 64 + 16 * 4 + 4000 + 2400
 
 
-def test_gradients_have_an_encoding_of_their_own() -> None:
-    gradient = torch.randn(10, 100)
-    message, _ = _send(gradient, (), Carries.GRADIENT, "full,int4")
-    (arrived,) = message.tensors
-    assert arrived is not None
-    torch.testing.assert_close(arrived, rounded(gradient, "int4"))
-    message, _ = _send(gradient, (True,), Carries.ACTIVATION, "full,int4")
-    assert torch.equal(message.tensors[0], gradient)  # type: ignore[arg-type]
-    message, _ = _send(gradient, (True,), Carries.INPUT, "int8")
-    assert torch.equal(message.tensors[0], gradient)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("wants", "carries", "messages", "encoding"),
+    [
+        ((), Carries.GRADIENT, "full,int4", "int4"),
+        ((True,), Carries.ACTIVATION, "full,int4", "full"),
+        ((True,), Carries.INPUT, "int8", "full"),
+    ],
+)
+def test_gradients_have_an_encoding_of_their_own(
+    wants: tuple[bool, ...], carries: Carries, messages: str, encoding: str
+) -> None:
+    sent = torch.randn(10, 100)
+    (arrived,) = _send((sent,), wants, carries, messages)[0].tensors
+    torch.testing.assert_close(
+        arrived, rounded(sent, encoding), **({} if encoding == "int4" else {"rtol": 0, "atol": 0})
+    )
 
 
 def test_what_is_asked_for_is_read() -> None:
@@ -124,5 +132,5 @@ def test_what_is_asked_for_is_read() -> None:
     assert str(MessageEncoding.parse(None)) == "full"
     assert not MessageEncoding()
     for wrong in ("int9", "int8,int8,int8", ["int8", 3], "", "int8,"):
-        with pytest.raises(PipelineError, match="messages="):
+        with pytest.raises(pd.PipelineError, match="messages="):
             MessageEncoding.parse(wrong)  # type: ignore[arg-type]

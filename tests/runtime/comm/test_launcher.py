@@ -2,32 +2,37 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from pipedream.core.errors import PlanError
-from pipedream.runtime.comm.launcher import detect_launcher, read_launcher
-from pipedream.runtime.comm.process_group import is_distributed, join_group, process_device
+import pipedream as pd
+from pipedream.runtime.comm import launcher, process_group
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read(variables: Mapping[str, object]) -> dict[str, str]:
-    """Returns torch's variables, in an environment of these variables."""
+@contextmanager
+def environment(variables: Mapping[str, object]) -> Iterator[pytest.MonkeyPatch]:
+    """Lets a process have these variables of launchers and no others."""
     with pytest.MonkeyPatch.context() as patch:
         others = re.compile("SLURM_|OMPI_|PMI_|MPI_|TORCHELASTIC_")
-        for name in [name for name in os.environ if others.match(name) or name in TORCH]:
+        for name in [*TORCH, *filter(others.match, os.environ)]:
+            patch.setenv(name, "")  # restored afterwards
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, str(value))
-        before = dict(os.environ)
-        read_launcher()
-        torch_variables = {name: os.environ[name] for name in TORCH if name in os.environ}
-        for name in torch_variables.keys() - before.keys():
-            del os.environ[name]
-        return torch_variables
+        yield patch
+
+
+def read(variables: Mapping[str, object]) -> dict[str, str]:
+    """Returns torch's variables, in an environment of these variables."""
+    with environment(variables):
+        launcher.read_launcher()
+        return {name: os.environ[name] for name in TORCH if name in os.environ}
 
 
 def slurm(rank: int, counts: list[int], nodes: str = "n[01-99]", **more: object) -> dict[str, object]:
@@ -119,29 +124,20 @@ def test_mpirun() -> None:
     }
 
 
-def test_mpirun_on_several_machines_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TORCH:
-        monkeypatch.setenv(name, "")  # restored afterwards
-        monkeypatch.delenv(name)
-    for name, value in OPEN_MPI.items():
-        monkeypatch.setenv(name, str(value))
-    assert is_distributed()
-    assert detect_launcher() == "mpirun"
-    with pytest.raises(PlanError, match=r"4 processes were .*, but MASTER_ADDR is not set; .*mpirun -x MASTER_ADDR"):
-        join_group("cpu")
+def test_mpirun_on_several_machines_needs_an_address() -> None:
+    words = r"4 processes were .*, but MASTER_ADDR is not set; .*mpirun -x MASTER_ADDR"
+    with environment(OPEN_MPI):
+        assert process_group.is_distributed()
+        assert launcher.detect_launcher() == "mpirun"
+        with pytest.raises(pd.errors.PlanError, match=words):
+            process_group.join_group("cpu")
 
 
-def test_a_task_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    for name in TORCH:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in slurm(2, [4]).items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for gpus, device in ((1, "cuda:0"), (4, "cuda:2")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert is_distributed()
-        assert str(process_device("cuda")) == device
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (4, "cuda:2")])
+def test_a_task_that_sees_its_own_gpu_alone(gpus: int, device: str) -> None:
+    with environment(slurm(2, [4])) as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert process_group.is_distributed()
+        assert str(process_group.process_device("cuda")) == device

@@ -7,14 +7,15 @@ import torch
 from drawn import MESHES, placements
 from hypothesis import given, strategies as st
 
+import pipedream as pd
 from pipedream.core.plan.layout import Crossing, with_crossings
-from pipedream.core.plan.mesh import Mesh, box_of, pieces
-from pipedream.runtime.comm.channel import LocalChannel, drain
+from pipedream.core.plan.mesh import box_of, pieces
+from pipedream.runtime.comm import channel
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
 from pipedream.runtime.comm.message import Content, Message
 
 
-def part(whole: torch.Tensor, mesh: Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
+def part(whole: torch.Tensor, mesh: pd.Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
     box = box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
     return whole[tuple(slice(side.start, side.stop) for side in box)]
 
@@ -30,7 +31,7 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
         for shape in shapes
     ]
     absent = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))  # gradients
-    wires = [[LocalChannel() for _ in range(pair.receiver.size)] for _ in range(pair.sender.size)]
+    wires = [[channel.LocalChannel() for _ in range(pair.receiver.size)] for _ in range(pair.sender.size)]
     senders = [MeshSender(pair, place, dict(enumerate(row))) for place, row in enumerate(wires)]
     receivers = [
         MeshReceiver(pair, place, {sender: row[place] for sender, row in enumerate(wires)})
@@ -54,7 +55,7 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
                 assert arrived.dtype == whole.dtype
                 assert torch.equal(arrived, part(whole, pair.receiver, cut.received, place))
         assert receiver.result().content is Content.END
-    drain([*senders, *receivers])
+    channel.drain([*senders, *receivers])
     moved = [
         prod(map(len, piece.box))
         for cut, missing in zip(cuts, absent, strict=True)

@@ -13,12 +13,11 @@ import strict
 import torch
 import torch.distributed as dist
 
-from pipedream.core.errors import PipelineError
-from pipedream.runtime.comm import message
-from pipedream.runtime.comm.channel import drain
-from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
-from pipedream.runtime.comm.message import Message
+import pipedream as pd
+from pipedream.runtime.comm import channel, gloo, message
 from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+
+Message = message.Message
 
 CPU = torch.device("cpu")
 ACTIVATIONS, WEIGHTS = 3, 8
@@ -31,11 +30,13 @@ def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink,
     link_ends: list[Any] = []
     for pair in ((0, 1), (1, 0)):
         communicator: Any = strict.StrictCommunicator(pair, torch.device(device), 2 * number + pair[0], **options)
-        end = GlooEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), separate=device)
+        end = gloo.GlooEndpoint(
+            1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), separate=device
+        )
         if rank == pair[0]:
-            link_ends.append(SendingLink(GlooSender(end, 2 * COUNT), communicator))
+            link_ends.append(SendingLink(gloo.GlooSender(end, 2 * COUNT), communicator))
         else:
-            link_ends.append(ReceivingLink(GlooReceiver(end), communicator, torch.device(device)))
+            link_ends.append(ReceivingLink(gloo.GlooReceiver(end), communicator, torch.device(device)))
     return (link_ends[0], link_ends[1]) if rank == 0 else (link_ends[1], link_ends[0])
 
 
@@ -56,9 +57,9 @@ def messages_arrive() -> list[int]:
                 mixed = (torch.zeros(0, 2), None, torch.arange(12.0).reshape(3, 4).t(), torch.tensor(i))
                 senders[WEIGHTS].send(Message(-i, tensors=mixed, structure=f'{{"v":{i}}}'))
         for i in range(0, COUNT, 4):
-            message = receivers[WEIGHTS].receive().result()
-            empty, missing, transposed, number = message.tensors
-            assert (message.microbatch, message.structure, missing) == (-i, f'{{"v":{i}}}', None)
+            received = receivers[WEIGHTS].receive().result()
+            empty, missing, transposed, number = received.tensors
+            assert (received.microbatch, received.structure, missing) == (-i, f'{{"v":{i}}}', None)
             assert empty is not None
             assert transposed is not None
             assert empty.shape == (0, 2)
@@ -73,7 +74,7 @@ def messages_arrive() -> list[int]:
         senders[ACTIVATIONS].send(numbers(stream))
         counts.append(len(out._unfinished))
         receivers[ACTIVATIONS].receive().result()
-        drain([*senders.values(), *receivers.values()])
+        channel.drain([*senders.values(), *receivers.values()])
         strict.check_drained()
         strict.synchronize()
         assert not out._unfinished
@@ -101,7 +102,7 @@ def in_the_order_of_1f1b(number: int, **options: Any) -> None:
         assert float(tensor.sum()) == 2 * i
         if dist.get_rank() == 1:
             sender.send(numbers(i))
-    drain([sender, receiver])
+    channel.drain([sender, receiver])
 
 
 def word_to(rank: int) -> None:
@@ -220,7 +221,7 @@ def training_that_fails() -> list[bool]:
         end(communicator)
 
     with strict.installed(on_one_machine=True), mock.patch.object(strict._Communicator, "end", note):
-        with pytest.raises(PipelineError):
+        with pytest.raises(pd.PipelineError):
             mishaps.train("forward", 2)
         assert not strict._communicators
         return ended

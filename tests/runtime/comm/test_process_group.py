@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -22,15 +21,13 @@ from marks import slow
 from torch import nn
 from torch.distributed import distributed_c10d
 
-import pipedream
-from pipedream.core.errors import PeerError, PlanError
-from pipedream.runtime.comm import process_group
-from pipedream.runtime.comm.launcher import LOCAL_RANKS
+import pipedream as pd
+from pipedream.runtime.comm import launcher, process_group
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *LOCAL_RANKS)
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *launcher.LOCAL_RANKS)
 
 
-def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: int) -> list[str]:
+def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: object) -> list[str]:
     """A machine with some GPUs, seen by a process with these variables; returns the devices made current."""
     chosen: list[str] = []
     for name in VARIABLES:
@@ -61,42 +58,37 @@ def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables:
     assert chosen == [device]
 
 
-@pytest.mark.parametrize("name", ["tpu", "cuda:x", ""])
-def test_a_device_that_is_not_known(name: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        process_group.process_device(name)
-    assert str(caught.value) == f"device {name!r} is not known; choose cpu or cuda"
+FOUR = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "variables", "message"),
+    ("name", "gpus", "variables", "words"),
     [
-        (0, {}, "device 'cuda:0' was requested, but no GPUs were found on this machine; use cpu"),
-        (4, {"WORLD_SIZE": 8}, "this process's GPU is not known: none of LOCAL_RANK.*4 GPUs.*torchrun.*set LOCAL_RANK"),
+        *((name, 0, {}, f"^device '{name}' is not known; choose cpu or cuda$") for name in ("tpu", "cuda:x", "")),
+        ("cuda", 0, {}, "device 'cuda:0' was requested, but no GPUs were found on this machine; use cpu"),
+        ("cuda", 4, {"WORLD_SIZE": 8}, "GPU is not known: none of LOCAL_RANK.*4 GPUs.*torchrun.*set LOCAL_RANK"),
         (
+            "cuda",
             2,
-            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
-            r"4 processes were started on this machine.*but 2 GPUs were found; start 2 \(--workers or --nproc-per-node",
+            FOUR,
+            r"4 processes .* on this machine.*but 2 GPUs were found; start 2 \(--workers or --nproc-per-n",
         ),
+        ("cuda", 1, FOUR, r"but 1 GPU was found; start 1 \(--workers or --nproc-per-node"),
+        ("cuda", 0, FOUR, "no GPUs were found; start them with --device cpu"),
         (
-            0,
-            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
-            "no GPUs were found; start them with --device cpu",
+            "cuda",
+            2,
+            {"WORLD_SIZE": 4, "SLURM_LOCALID": 2},
+            "'cuda:2' was requested, but 2 GPUs.*or start fewer processes",
         ),
-        (
-            1,
-            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
-            r"but 1 GPU was found; start 1 \(--workers or --nproc-per-node",
-        ),
-        (2, {"WORLD_SIZE": 4, "SLURM_LOCALID": 2}, "'cuda:2' was requested, but 2 GPUs.*or start fewer processes"),
     ],
 )
-def test_a_process_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, int], message: str
+def test_a_device_that_a_process_does_not_have(
+    name: str, gpus: int, variables: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _machine(monkeypatch, gpus, **variables)
-    with pytest.raises(PlanError, match=message):
-        process_group.process_device("cuda")
+    with pytest.raises(pd.errors.PlanError, match=words):
+        process_group.process_device(name)
 
 
 def _join_with(versions: list[str]) -> tuple[int, int]:
@@ -107,14 +99,10 @@ def _join_with(versions: list[str]) -> tuple[int, int]:
 @pytest.mark.processes
 def test_ranks_with_different_software() -> None:
     assert processes.results(_join_with, 2, ["0.1", "0.1"]) == [(0, 2), (1, 2)]
-    ends = processes.launch(_join_with, 3, ["0.1", "0.2", "0.1"])
-    for end in ends:
-        assert isinstance(end.error, PlanError)
-        assert re.search(
-            r"different software: pipedream 0.1 .source \w{12}., torch .*, Python 3.* on ranks 0, 2; pipedream 0.2 .*, "
-            "torch .* on ranks 1; install the same on all",
-            str(end.error),
-        )
+    words = r"different software: pipedream 0.1 .source \w{12}., torch .*, Python 3.* on ranks 0, 2; pipedream 0.2"
+    for end in processes.launch(_join_with, 3, ["0.1", "0.2", "0.1"]):
+        assert isinstance(end.error, pd.errors.PlanError)
+        assert re.search(f"{words} .*, torch .* on ranks 1; install the same on all", str(end.error))
 
 
 def _values_in_a_group_for_gpus() -> list[list[list[int]]]:
@@ -149,11 +137,9 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
     _machine(monkeypatch, 1)
     queues: list[str] = []
 
-    def is_available() -> bool:  # starts CUDA, which reads the variable
-        queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
-        return True
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    # It starts CUDA, which reads the variable.
+    note = lambda: not queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", note)
     process_group.process_device("cuda")
     assert set(queues) == {"32"}
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -161,9 +147,8 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
     process_group.process_device("cuda:0")  # alone, without messages
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(
-        UserWarning, match="CUDA was initialized before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
-    ):
+    words = "CUDA was initialized before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
+    with pytest.warns(UserWarning, match=words):
         process_group.process_device("cuda:0")
 
 
@@ -186,42 +171,32 @@ def test_groups_are_not_split_from_a_users_group_with_a_device() -> None:
     assert processes.results(_make_groups_in_a_bound_world, 2) == [([], "cuda:0")] * 2
 
 
-def _free_port() -> int:
-    """Returns a port below those that the system gives to whoever asks for any."""
-    for port in range(10_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
 @pytest.mark.parametrize(
-    ("rank", "message"),
+    ("rank", "words"),
     [
-        slow(1, r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; read what"),
-        (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; read"),
+        slow(1, r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 0.5 s; read what"),
+        (0, r"rank 0 at \S+ \(.*\) is not connected within 0.5 s: ranks 1, 2 did not come to 127.0.0.1:{port}; read"),
     ],
 )
-def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank: int, message: str) -> None:
-    port = _free_port()
-    _machine(monkeypatch, 0, RANK=rank, WORLD_SIZE=3)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 1.0)
-    with pytest.raises(PlanError, match=message.format(port=port)):
-        process_group.join_group("cpu")
+def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank: int, words: str) -> None:
+    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.5)
+    with socket.socket() as kept:  # the port is nobody else's meanwhile; rank 0's store may listen there
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        _machine(monkeypatch, 0, RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(pd.errors.PlanError, match=words.format(port=port)):
+            process_group.join_group("cpu")
     assert not dist.is_initialized()
 
 
 def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    _machine(monkeypatch, 0, RANK=1, WORLD_SIZE=3)
-    for name, value in {"ADDR": "127.0.0.1", "PORT": str(store.port)}.items():
-        monkeypatch.setenv(f"MASTER_{name}", value)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    _machine(monkeypatch, 0, RANK=1, WORLD_SIZE=3, **meeting)
     monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.1)
-    message = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; read what"
-    with pytest.raises(PlanError, match=message):
+    words = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; read what"
+    with pytest.raises(pd.errors.PlanError, match=words):
         process_group.join_group("cpu")
 
 
@@ -263,7 +238,7 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
     """Not gloo's error, which says that the connection was closed."""
     ends = processes.launch(_one_ends, 3, how)
     for end in (ends[0], ends[2]):
-        assert isinstance(end.error, PeerError)
+        assert isinstance(end.error, pd.errors.PeerError)
         assert "waiting for the other ranks: one of them has ended, whose own message says why" in str(end.error)
 
 
@@ -273,13 +248,13 @@ def _profile_alone(others_wait: bool) -> None:
     store = distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         try:
-            pipedream.profile(nn.Linear(4, 4), torch.zeros(8, 4))
-        except PlanError as error:
+            pd.profile(nn.Linear(4, 4), torch.zeros(8, 4))
+        except pd.errors.PlanError as error:
             message = str(error)
         process_group.leave_group()
         gc.collect()
         store.set("profiled", "")
-        raise PlanError(message)
+        raise pd.errors.PlanError(message)
     elif others_wait:
         dist.barrier()
     else:
@@ -291,7 +266,7 @@ def _profile_alone(others_wait: bool) -> None:
 @pytest.mark.parametrize("others_wait", [True, False])
 def test_who_profiles_alone_does_not_wait_for_ever(others_wait: bool) -> None:
     end = processes.launch(_profile_alone, 3, others_wait, timeout_s=40.0)[0]
-    assert isinstance(end.error, PlanError)
+    assert isinstance(end.error, pd.errors.PlanError)
     text = r"rank 0 is in pipedream.profile \(test_process_group.py:\d+\), and ranks 1, 2 made no such call within 2 s"
     assert re.match(text, str(end.error))
     assert end.seconds < 20.0
@@ -306,7 +281,7 @@ def _sleep_on_rank_0(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _end_while_rank_0_profiles() -> None:
     if dist.get_rank() == 1:
         threading.Timer(4.0, os._exit, (3,)).start()
-    pipedream.profile(nn.Sequential(nn.Linear(4, 4), Built(_sleep_on_rank_0)), torch.zeros(8, 4), runs=30)
+    pd.profile(nn.Sequential(nn.Linear(4, 4), Built(_sleep_on_rank_0)), torch.zeros(8, 4), runs=30)
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import torch
 from exchange import message_of
 from hypothesis import given, strategies as st
 
-from pipedream.runtime.comm import shared_memory
-from pipedream.runtime.comm.channel import drain
+from pipedream.runtime.comm import channel, shared_memory
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryReceiver, SharedMemorySender
 
@@ -53,7 +52,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(max_unread: int, turns: 
         unread.append((number, size))
     for number_and_size in unread:
         check(*number_and_size, receiver.receive().result())
-    drain([sender, receiver])
+    channel.drain([sender, receiver])
     for pair in pairs:
         pair.close()
 
@@ -109,7 +108,7 @@ def test_a_structure_that_no_packet_holds_is_refused(ends: Ends) -> None:
 def test_a_message_left_at_a_drain_is_an_error(ends: Ends) -> None:
     ends[0].send(Message(0, Content.EMPTY))
     with pytest.raises(AssertionError, match="left on a channel"):
-        drain(ends)
+        channel.drain(ends)
 
 
 def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
