@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,29 @@ import pytest
 import torch.distributed as dist
 from marks import slow
 
-from pipedream.core.errors import PeerError, WorkerError
-from pipedream.runtime.failure import guard, processes
-from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.guard import Guard, Heartbeat
-from pipedream.runtime.failure.processes import (
-    RankProcess,
-    is_running,
-    read_doing,
-    read_error,
-    read_verdict,
-    write_doing,
-    write_error,
-)
+import pipedream as pd
+from pipedream.runtime.failure import activity, guard, processes
 from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
+
+PERIOD_S = guard.PERIOD_S
+THIS = processes.RankProcess.this()
 
 
 class Store:
-    """What a heartbeat asks of a store; `answers` cleared, a call does not return, as that of a stopped server."""
+    """A store in memory; `answers` cleared, a call does not return, as that of a stopped server."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.answers = threading.Event()
+        self.values, self.answers, self.gone = dist.HashStore(), threading.Event(), False
         self.answers.set()
-        self.gone = False
-        self._lock = threading.Lock()
 
-    def _call(self) -> None:
+    def _call(self, name: str, *args: Any) -> Any:
         self.answers.wait()
         if self.gone:
             raise RuntimeError("Connection reset by peer")
+        return getattr(self.values, name)(*args)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
 
     def set_timeout(self, timeout: timedelta) -> None:
         pass
@@ -54,52 +49,46 @@ class Store:
     def clone(self) -> Store:
         return self
 
-    def set(self, key: str, value: str) -> None:
-        self._call()
-        self.values[key] = value.encode()
 
-    def get(self, key: str) -> bytes:
-        self._call()
-        return self.values[key]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self._call()
-        return [self.values[key] for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        self._call()
-        return all(key in self.values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._call()
-        with self._lock:
-            return self.values.setdefault(key, desired.encode()) if not expected else self.values[key]
+@pytest.fixture
+def store() -> Store:
+    return Store()
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    """A store that lets everybody go at the end."""
-    new_store = Store()
-    yield new_store
-    new_store.answers.set()
-
-
-@pytest.fixture
-def heartbeats(store: Store) -> Iterator[list[Heartbeat]]:
-    """The heartbeats of three ranks."""
-    statuses = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
+def heartbeats(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[guard.Heartbeat]]:
+    """The heartbeats of three ranks, faster than those of a run."""
+    monkeypatch.setattr(guard, "PERIOD_S", 0.05)
+    statuses = [guard.Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
     yield statuses
     store.answers.set()
     for heartbeat in statuses:
         heartbeat.end()
 
 
-def bare_guard(**parts: Any) -> Guard:
+def bare_guard(rank: int = 0, **parts: Any) -> guard.Guard:
     """Returns a guard without threads, which has these parts."""
-    rank_guard = Guard.__new__(Guard)
-    for name, part in parts.items():
+    rank_guard = guard.Guard.__new__(guard.Guard)
+    for name, part in {"rank": rank, "stopped": threading.Event(), "store_is_rank_0s": False, **parts}.items():
         setattr(rank_guard, f"_{name}", part)
     return rank_guard
+
+
+def detector_of(rank: int, statuses: dict[int, RankStatus], store_owner: str = "the launcher") -> FailureDetector:
+    """Returns a detector that has received these statuses, and none since."""
+    detector = FailureDetector(rank, activity.Activity(), stuck_after_s=1.0, store_owner=store_owner)
+    detector.receive(0.0, statuses)
+    return detector
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What guards print before they end their processes, which stay here."""
+    lines: list[str] = []
+    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: lines.append(f"{verdict.rank}: {verdict.cause}"))
+    monkeypatch.setattr(guard, "_exit_now", lambda: lines.append("exit"))
+    monkeypatch.setattr(guard.Guard, "_end_process", lambda self, verdict: None)
+    return lines
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -110,10 +99,10 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_each_hears_the_others(heartbeats: list[Heartbeat]) -> None:
+def test_each_hears_the_others(heartbeats: list[guard.Heartbeat]) -> None:
     assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
     assert {rank: status.where for rank, status in heartbeats[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
-    assert heartbeats[0].statuses[1].process == RankProcess.this()
+    assert heartbeats[0].statuses[1].process == THIS
     first = heartbeats[0].statuses[1].count
     assert soon(lambda: heartbeats[0].statuses[1].count > first)
     heartbeats[1].end()
@@ -122,47 +111,43 @@ def test_each_hears_the_others(heartbeats: list[Heartbeat]) -> None:
 
 @pytest.mark.parametrize(("one_way_s", "works"), [(0.5, True), (1.0, False)])
 def test_a_link_of_half_a_second_one_way_is_fast_enough(
-    heartbeats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
+    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
 ) -> None:
     """That is the limit which docs/checkpoints.md names; with one of 1 s all would end soon, as if out of reach."""
     assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
     calls: list[threading.Thread] = []
-    monkeypatch.setattr(Store, "_call", lambda self: calls.append(threading.current_thread()))
+    plain = Store._call
+    monkeypatch.setattr(Store, "_call", lambda *args: (calls.append(threading.current_thread()), plain(*args))[1])
     heartbeats[0]._exchange(False)
     answers = calls.count(threading.current_thread())
-    heartbeat_s = guard.PERIOD_S + 2 * one_way_s * answers
-    detector = FailureDetector(0, Activity(), stuck_after_s=1.0, store_owner="rank 1")
+    heartbeat_s = PERIOD_S + 2 * one_way_s * answers
+    detector = FailureDetector(0, activity.Activity(), stuck_after_s=1.0, store_owner="rank 1")
     verdicts, exchanges = [], 0
     for tenth in range(1000):
         if tenth / 10 >= exchanges * heartbeat_s:
             exchanges += 1
             # The other one is a little slower.
-            detector.receive(tenth / 10, {1: RankStatus(int(0.9 * exchanges), "there", RankProcess.this())})
+            detector.receive(tenth / 10, {1: RankStatus(int(0.9 * exchanges), "there", THIS)})
         verdicts.append(detector.check(tenth / 10))
     assert (not any(verdicts)) == works
     assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER_TIMEOUT) == works
 
 
-def test_the_first_report_counts_on_every_rank(heartbeats: list[Heartbeat]) -> None:
+def test_the_first_report_counts_on_every_rank(heartbeats: list[guard.Heartbeat]) -> None:
     verdicts = [Verdict(rank, "here", f"cause {rank}") for rank in range(3)]
     together = threading.Barrier(3)
-    failure: list[object] = [None] * 3
 
-    def report_failure(rank: int) -> None:
+    def report_failure(rank: int) -> object:
         together.wait()
-        failure[rank] = heartbeats[rank].report_failure(verdicts[rank], wait_s=10.0)
+        return heartbeats[rank].report_failure(verdicts[rank], wait_s=10.0)
 
-    threads = [threading.Thread(target=report_failure, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winner = failure[0]
-    assert failure == [winner] * 3
-    assert winner in [(rank, verdicts[rank]) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = threads.map(report_failure, range(3))
+    assert others == [first] * 2
+    assert first in list(enumerate(verdicts))
 
 
-def test_a_report_is_asked_for_now(store: Store, heartbeats: list[Heartbeat]) -> None:
+def test_a_report_is_asked_for_now(store: Store, heartbeats: list[guard.Heartbeat]) -> None:
     assert heartbeats[0].find_failure(5.0) is None
     heartbeats[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
     report = heartbeats[0].find_failure(5.0)
@@ -170,73 +155,63 @@ def test_a_report_is_asked_for_now(store: Store, heartbeats: list[Heartbeat]) ->
 
 
 def test_who_reports_another_rank_also_prints_it(
-    heartbeats: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heartbeats: list[guard.Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank reports the rank whose save has failed; if the first to do so is not that rank, it says so for it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    full = WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
+    full = pd.errors.WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
     for rank in (1, 0):
         rank_guard = bare_guard(rank=rank, heartbeat=heartbeats[rank])
         first = rank_guard.first_cause(full, "stage 0, 1F19")
-        assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), PeerError) == (rank == 0)
+        assert isinstance(rank_guard.first_cause(first, "stage 0, 1F19"), pd.errors.PeerError) == (rank == 0)
         assert str(first) == str(full)
-        error = read_error(tmp_path / "error.json")
+        error = processes.read_error(tmp_path / "error.json")
         assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
-def test_the_verdict_of_a_guard_is_printed_already(heartbeats: list[Heartbeat]) -> None:
+def test_the_verdict_of_a_guard_is_printed_already(heartbeats: list[guard.Heartbeat]) -> None:
     """The connection that breaks when it kills a rank says less."""
     heartbeats[1].report_failure(Verdict(0, "stage 0", "has sent no heartbeat"), wait_s=5.0)
     rank_guard = bare_guard(rank=1, heartbeat=heartbeats[1])
     error = rank_guard.first_cause(ConnectionResetError(104, "Connection reset by peer"), "stage 1, 1F3")
-    assert isinstance(error, PeerError)
+    assert isinstance(error, pd.errors.PeerError)
     assert "has sent no heartbeat" in str(error)
 
 
 @pytest.mark.parametrize("store_owner", ["rank 0", "the launcher"])
 def test_words_when_the_store_is_gone(store_owner: str) -> None:
     """The verdict is also read as that of rank 0, which serves the store, on the others."""
-    detector = FailureDetector(1, Activity(), stuck_after_s=1.0, store_owner=store_owner)
-    detector.receive(0.0, {0: RankStatus(1, "stage 0", RankProcess.this())})
+    detector = detector_of(1, {0: RankStatus(1, "stage 0", THIS)}, store_owner)
     verdict = next(filter(None, map(detector.check, range(20))))
-    rank_guard = bare_guard(detector=detector)
     assert verdict.cause.endswith("; this rank cannot reach the others and ends")
-    blamed = rank_guard._blame_rank_0(verdict, RankProcess.this())
+    blamed = bare_guard(detector=detector)._blame_rank_0(verdict, THIS)
     assert blamed.rank == 0
     assert blamed.cause.endswith("; the others cannot reach it and end")
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_store_may_go_with_the_rank_0_that_has_finished(ended: bool) -> None:
-    detector = FailureDetector(1, Activity(), stuck_after_s=1.0, store_owner="rank 0")
-    detector.receive(0.0, {0: RankStatus(1, "stage 0", RankProcess.this(), ended=ended)})
+    detector = detector_of(1, {0: RankStatus(1, "stage 0", THIS, ended=ended)}, "rank 0")
     assert any(map(detector.check, range(20))) != ended
 
 
-@pytest.mark.parametrize("statuses", [{}, {0: RankStatus(1, "here", RankProcess.this())}])
+@pytest.mark.parametrize("heard", [False, True])
 def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
-    statuses: dict[int, RankStatus], monkeypatch: pytest.MonkeyPatch
+    heard: bool, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before the ranks have heard of each other."""
-    printed: list[int] = []
-    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: printed.append(verdict.rank))
-    monkeypatch.setattr(guard, "_exit_now", lambda: None)
-    monkeypatch.setattr(Guard, "_end_process", lambda self, verdict: None)
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        rank_guard = Guard.__new__(Guard)
-        rank_guard._rank, rank_guard._stopped, rank_guard._store_is_rank_0s = rank, threading.Event(), False
-        rank_guard._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
-        others = {1 - other: status for other, status in statuses.items()} if rank == 0 else statuses
-        rank_guard._detector.receive(0.0, others)
-        rank_guard._announce(Verdict(rank, "here", "the store has not answered", store_lost=True))
-    assert printed == [0]
+        detector = detector_of(rank, {1 - rank: RankStatus(1, "here", THIS)} if heard else {})
+        verdict = Verdict(rank, "here", "the store has not answered", store_lost=True)
+        bare_guard(rank, detector=detector)._announce(verdict)
+    assert printed == ["0: the store has not answered", "exit", "exit"]
 
 
 def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_guard = bare_guard(rank=0)
-    monkeypatch.setattr(Guard, "wait_for_failure", lambda self, wait_s: None)
-    monkeypatch.setattr(Guard, "report", lambda self, error: None)
+    monkeypatch.setattr(guard.Guard, "wait_for_failure", lambda self, wait_s: None)
+    monkeypatch.setattr(guard.Guard, "report", lambda self, error: None)
     raised = "def broken(): raise ConnectionResetError(104, 'Connection reset by peer')"
     for file, words in (
         ("/lib/torch/utils/data/dataloader.py", "the DataLoader has ended"),
@@ -251,7 +226,7 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
 
 @pytest.mark.slow
 def test_rank_0_serves_the_store_until_the_others_have_heard(
-    heartbeats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_NOTICE_S", 60.0)
     assert soon(lambda: len(heartbeats[0].statuses) == 2)
@@ -268,7 +243,7 @@ def test_rank_0_serves_the_store_until_the_others_have_heard(
 
 
 @pytest.mark.parametrize("gone", [True, slow(False)], ids=["gone", "stopped"])
-def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartbeat], gone: bool) -> None:
+def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[guard.Heartbeat], gone: bool) -> None:
     assert soon(lambda: heartbeats[0].exchanges > 0)
     store.gone = gone
     if not gone:
@@ -277,7 +252,7 @@ def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartb
     assert heartbeats[0].report_failure(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
     assert time.monotonic() - start < 5.0
     before = heartbeats[1].exchanges
-    time.sleep(0.7)
+    time.sleep(0.3)  # six periods
     assert heartbeats[1].exchanges <= before + 1
     store.gone = False
 
@@ -285,7 +260,7 @@ def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[Heartb
 def test_a_store_that_has_ended_holds_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is still in C++ when the interpreter has ended aborts the process, and torch tries for 4 s."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    heartbeat = Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
+    heartbeat = guard.Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
     assert soon(lambda: heartbeat.exchanges > 0)
     tries: list[object] = []
     monkeypatch.setattr(dist.PrefixStore, "clone", tries.append)
@@ -301,7 +276,7 @@ def test_a_store_that_has_ended_holds_no_exit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_new_connection_is_used_once_the_store_answers() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    heartbeat = Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
+    heartbeat = guard.Heartbeat(dist.PrefixStore("a run", server.clone()), 0, 1, lambda: "stage 0")
     assert soon(lambda: heartbeat.exchanges > 0)
     heartbeat._is_connected = False
     before = heartbeat._store
@@ -311,7 +286,7 @@ def test_a_new_connection_is_used_once_the_store_answers() -> None:
     heartbeat.end()
 
 
-def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(heartbeats: list[Heartbeat]) -> None:
+def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(heartbeats: list[guard.Heartbeat]) -> None:
     assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
     heartbeats[0].wait_until_heard(60.0)
     assert all(heartbeat.statuses[0].ended for heartbeat in heartbeats[1:])
@@ -322,19 +297,12 @@ def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(hea
     assert time.monotonic() - start < 30.0, "they have ended and hear nothing"
 
 
-def test_torchrun_that_has_ended_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_that_has_ended_ends_its_workers(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, with one message for all; those of the command's own launcher end with it anyway."""
-    printed: list[str] = []
-    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: printed.append(f"{verdict.rank}: {verdict.cause}"))
-    monkeypatch.setattr(guard, "_exit_now", lambda: printed.append("exit"))
-    monkeypatch.setattr(Guard, "_end_process", lambda self, verdict: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     for rank in (0, 1):
-        rank_guard = Guard.__new__(Guard)
-        rank_guard._rank, rank_guard._stopped, rank_guard._store_is_rank_0s = rank, threading.Event(), False
-        rank_guard._activity, rank_guard._parent = Activity(), os.getppid()
-        rank_guard._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
-        rank_guard._detector.receive(0.0, {1 - rank: RankStatus(1, "there", RankProcess.this())})
+        parts = {"activity": activity.Activity(), "parent": os.getppid()}
+        rank_guard = bare_guard(rank, **parts, detector=detector_of(rank, {1 - rank: RankStatus(1, "there", THIS)}))
         assert rank_guard._check_launcher() is None
         rank_guard._parent = 17
         verdict = rank_guard._check_launcher()
@@ -346,41 +314,36 @@ def test_torchrun_that_has_ended_ends_its_workers(monkeypatch: pytest.MonkeyPatc
 
 
 def test_only_the_same_process_is_ended() -> None:
-    sleeper = subprocess.Popen(
-        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"], stdout=-1
-    )
-    try:
-        assert sleeper.stdout is not None
-        sleeper.stdout.readline()
-        fields = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()
-        process = replace(RankProcess.this(), pid=sleeper.pid, started=int(fields[19]))
-        assert not replace(process, started=process.started + 1).kill(), "another process has this id now"
-        assert not replace(process, host="elsewhere").kill()
-        assert not replace(process, host="").kill()
-        assert sleeper.poll() is None
-        assert is_running(sleeper.pid)
-        assert process.kill()
-        assert sleeper.wait(10) == -9
-        assert not process.kill(), "it is no more"
-        assert not is_running(sleeper.pid)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-        if sleeper.stdout is not None:
-            sleeper.stdout.close()
+    program = "import time; print('up', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=-1) as sleeper:
+        try:
+            assert sleeper.stdout is not None
+            sleeper.stdout.readline()
+            fields = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()
+            process = replace(THIS, pid=sleeper.pid, started=int(fields[19]))
+            assert not replace(process, started=process.started + 1).kill(), "another process has this id now"
+            assert not replace(process, host="elsewhere").kill()
+            assert not replace(process, host="").kill()
+            assert sleeper.poll() is None
+            assert processes.is_running(sleeper.pid)
+            assert process.kill()
+            assert sleeper.wait(10) == -9
+            assert not process.kill(), "it is no more"
+            assert not processes.is_running(sleeper.pid)
+        finally:
+            sleeper.kill()
 
 
 def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not write_error("nobody reads this")
+    assert not processes.write_error("nobody reads this")
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
-        write_error(f"word {rank}")
-        write_doing(f"stage {rank}")
-    assert read_error(tmp_path / "run" / "1" / "error.json") == "word 1"
-    assert read_error(tmp_path / "run" / "2" / "error.json") is None
-    assert read_doing(tmp_path, 1) == "stage 1"
-    assert read_doing(tmp_path, 2) is None
-    assert read_verdict(tmp_path) is None
-    write_error("rank 0 is silent", verdict=True)
-    assert read_verdict(tmp_path) == "rank 0 is silent"
+        processes.write_error(f"word {rank}")
+        processes.write_doing(f"stage {rank}")
+    files = [tmp_path / "run" / str(rank) / "error.json" for rank in (1, 2)]
+    assert [processes.read_error(file) for file in files] == ["word 1", None]
+    assert [processes.read_doing(tmp_path, rank) for rank in (1, 2)] == ["stage 1", None]
+    assert processes.read_verdict(tmp_path) is None
+    processes.write_error("rank 0 is silent", verdict=True)
+    assert processes.read_verdict(tmp_path) == "rank 0 is silent"

@@ -16,49 +16,34 @@ import commands
 import pytest
 from marks import long, slow
 
-from pipedream.runtime.failure import launch as launching, processes
-from pipedream.runtime.failure.agent import Agent, Worker
-from pipedream.runtime.failure.launch import _Failure, launch
-from pipedream.runtime.failure.processes import LOST_CONNECTION, RankProcess, read_lost, write_error
+from pipedream.runtime.failure import agent, launch as launching, processes
+
+THIS = processes.RankProcess.this()
 
 
 @pytest.mark.parametrize(
-    ("options", "ends", "status", "attempts", "lines"),
+    ("options", "ends", "status", "counts", "lines"),
     [
-        ({}, [0], 0, [(2, 0)], []),
-        ({}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
-        (
-            {"max_restarts": 2},
-            ["a", "b", 0],
-            0,
-            [(2, 0), (2, 1), (2, 2)],
-            ["pipedream: restart 1 of 2 after: a", "pipedream: restart 2 of 2 after: b"],
-        ),
-        ({"max_restarts": 1}, ["a", "b"], 1, [(2, 0), (2, 1)], ["pipedream: restart 1 of 1 after: a", "pipedream: b"]),
-        ({"max_restarts": 5, "fewest": 1}, [2], 2, [(2, 0)], ["pipedream: bad"]),
-        ({"max_restarts": 5}, ["a", 130], 130, [(2, 0), (2, 1)], ["pipedream: restart 1 of 5 after: a"]),
+        ({}, [0], 0, [2], []),
+        ({}, ["a"], 1, [2], ["a"]),
+        ({"max_restarts": 2}, ["a", "b", 0], 0, [2, 2, 2], ["restart 1 of 2 after: a", "restart 2 of 2 after: b"]),
+        ({"max_restarts": 1}, ["a", "b"], 1, [2, 2], ["restart 1 of 1 after: a", "b"]),
+        ({"max_restarts": 5, "fewest": 1}, [2], 2, [2], ["bad"]),
+        ({"max_restarts": 5}, ["a", 130], 130, [2, 2], ["restart 1 of 5 after: a"]),
         (
             {"max_restarts": 1, "fewest": 1},
             ["a", "b", "c"],
             1,
-            [(2, 0), (2, 1), (1, 2)],
-            [
-                "pipedream: restart 1 of 1 after: a",
-                "pipedream: continuing with one worker fewer, 1, after: b",
-                "pipedream: c",
-            ],
+            [2, 2, 1],
+            ["restart 1 of 1 after: a", "continuing with one worker fewer, 1, after: b", "c"],
         ),
-        ({"fewest": 2}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
+        ({"fewest": 2}, ["a"], 1, [2], ["a"]),
         (
             {"fewest": 1, "workers": 4},
             ["ab", "cde", "f"],
             1,
-            [(4, 0), (2, 1), (1, 2)],
-            [
-                "pipedream: continuing with 2 workers fewer, 2, after: ab",
-                "pipedream: continuing with one worker fewer, 1, after: cde",
-                "pipedream: f",
-            ],
+            [4, 2, 1],
+            ["continuing with 2 workers fewer, 2, after: ab", "continuing with one worker fewer, 1, after: cde", "f"],
         ),
     ],
 )
@@ -68,54 +53,55 @@ def test_attempts(
     options: dict[str, int],
     ends: list[int | str],
     status: int,
-    attempts: list[tuple[int, int]],
+    counts: list[int],
     lines: list[str],
 ) -> None:
-    run: list[tuple[int, int]] = []
-    commands: list[list[str]] = []
+    """An end is a status, or the words of a failure, with as many lost ranks."""
+    run: list[tuple[int, int, list[str]]] = []
     folders: list[Path] = []
-    lost: list[list[int]] = []
+    lost: list[int] = []
 
-    def write(folder: Path, ranks: tuple[int, ...]) -> None:
+    def write_lost(folder: Path, ranks: tuple[int, ...]) -> None:
         processes.write_lost(folder, ranks)
-        lost.append(read_lost(folders[-1]))
+        lost.append(len(processes.read_lost(folders[-1])))
 
-    monkeypatch.setattr(launching, "write_lost", write)
-
-    def attempt(workers: int, number: int, arguments: list[str], agent: Agent, folder: Path) -> int | _Failure:
-        run.append((workers, number))
-        commands.append(list(arguments))
-        end = ends[len(run) - 1]
+    def attempt(workers: int, number: int, arguments: list[str], _: Any, folder: Path) -> int | launching._Failure:
+        end = ends[len(run)]
+        run.append((workers, number, list(arguments)))
         if end == 2:
-            return _Failure("pipedream: bad", 2, (0,))
+            return launching._Failure("pipedream: bad", 2, (0,))
         folder.mkdir(parents=True)
         folders.append(folder)
-        return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1, tuple(range(len(end))))
+        return end if isinstance(end, int) else launching._Failure(f"pipedream: {end}", 1, tuple(range(len(end))))
 
+    monkeypatch.setattr(launching, "write_lost", write_lost)
     monkeypatch.setattr(launching, "_run_attempt", attempt)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
-    first = options.get("workers", 2)
-    assert launch(**{"workers": 2, "arguments": ["x.py"], **options}) == status  # type: ignore[arg-type]
-    counts = [workers for workers, _ in run]
-    assert [len(ranks) for ranks in lost] == [a - b for a, b in pairwise(counts) if a > b]
-    assert run == attempts
-    assert capsys.readouterr().err.splitlines() == lines
-    assert commands == [["x.py", *(["--workers", str(n)] if n != first else [])] for n in counts]
-    assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
+    arguments: dict[str, Any] = {"workers": 2, "arguments": ["x.py"], **options}
+    assert launching.launch(**arguments) == status
+    fewer = [["--workers", str(n)] if n != arguments["workers"] else [] for n in counts]
+    assert run == [(n, number, ["x.py", *fewer[number]]) for number, n in enumerate(counts)]
+    assert lost == [a - b for a, b in pairwise(counts) if a > b]
+    assert capsys.readouterr().err.splitlines() == [f"pipedream: {line}" for line in lines]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
+
+
+def prefix(process: processes.RankProcess) -> str:
+    """Returns how the names of a launcher's folders begin."""
+    return launching._make_folder_prefix(process)
 
 
 def test_the_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    this = RankProcess.this()
     ended = subprocess.Popen(["true"])
     ended.wait()
     others = [
-        replace(this, started=this.started - 1),  # its id is this process's now
-        RankProcess(this.host, ended.pid, this.started),
+        replace(THIS, started=THIS.started - 1),  # its id is this process's now
+        replace(THIS, pid=ended.pid),
     ]
     names = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
-    names += [f"{launching._make_folder_prefix(this)}a", f"{launching._make_folder_prefix(RankProcess.of(1))}b"]
-    for name in [*names, *(f"{launching._make_folder_prefix(other)}c" for other in others)]:
+    names += [f"{prefix(THIS)}a", f"{prefix(processes.RankProcess.of(1))}b"]
+    for name in [*names, *(f"{prefix(other)}c" for other in others)]:
         (tmp_path / name / "attempt").mkdir(parents=True)
     launching._remove_abandoned_folders()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
@@ -125,18 +111,18 @@ def test_a_launcher_names_its_folder_and_removes_those_of_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{launching._make_folder_prefix(replace(RankProcess.this(), started=1))}x").mkdir()
+    (tmp_path / f"{prefix(replace(THIS, started=1))}x").mkdir()
     names: list[str] = []
 
-    def run(*_: Any) -> list[Worker]:
+    def run(*_: Any) -> list[agent.Worker]:
         names.extend(path.name for path in tmp_path.iterdir())
         return []
 
-    monkeypatch.setattr(Agent, "run", run)
+    monkeypatch.setattr(agent.Agent, "run", run)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
-    assert launch(1, ["x.py"]) == 0
+    assert launching.launch(1, ["x.py"]) == 0
     (name,) = names
-    assert name.startswith(launching._make_folder_prefix(RankProcess.this()))
+    assert name.startswith(prefix(THIS))
 
 
 @pytest.mark.parametrize(
@@ -146,19 +132,19 @@ def test_the_lost_workers_are_those_that_a_signal_ended(
     tmp_path: Path, ends: list[tuple[int, int]], lost: tuple[int, ...]
 ) -> None:
     """Else the one that failed first. The launcher's own signals do not count."""
-    workers = [Worker(rank, 10 + rank, tmp_path / str(rank), False, status) for rank, status in ends]
+    workers = [agent.Worker(rank, 10 + rank, tmp_path / str(rank), False, status) for rank, status in ends]
     for worker in workers:
         worker.was_lost = worker.status < 0
-    ended = Worker(4, 14, tmp_path / "4", False, -15)
+    ended = agent.Worker(4, 14, tmp_path / "4", False, -15)
     assert launching._judge([*workers, ended], tmp_path).lost == lost  # type: ignore[union-attr]
 
 
 def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even where the worker that noticed it ended first."""
-    file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {LOST_CONNECTION}"
+    file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {processes.LOST_CONNECTION}"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    write_error(text)
-    lost, gone = Worker(0, 10, file, status=1), Worker(1, 11, tmp_path / "none", status=3)
+    processes.write_error(text)
+    lost, gone = agent.Worker(0, 10, file, status=1), agent.Worker(1, 11, tmp_path / "none", status=3)
     assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text  # type: ignore[union-attr]
     gone.status = -15  # by the agent
     assert launching._judge([lost, gone], tmp_path).text == text  # type: ignore[union-attr]
@@ -196,15 +182,15 @@ def test_a_worker_of_torchrun_is_watched_once(torchrun: list[tuple[str, int]]) -
     assert torchrun == [("worker", os.getpid())]
 
 
-@pytest.mark.parametrize("variable", [{"WORLD_SIZE": "1"}, {"TORCHELASTIC_RUN_ID": None}, {processes.LAUNCHER: "1 1"}])
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", None), (processes.LAUNCHER, "1 1")]
+)
 def test_others_are_not(
-    torchrun: list[tuple[str, int]], variable: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+    torchrun: list[tuple[str, int]], name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in variable.items():
-        if value is None:
-            monkeypatch.delenv(name)
-        else:
-            monkeypatch.setenv(name, value)
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
     processes.watch_from_outside()
     assert torchrun == []
 

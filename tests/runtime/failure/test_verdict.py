@@ -6,24 +6,29 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.runtime.failure.activity import Activity, TaskDurations
-from pipedream.runtime.failure.processes import RankProcess
+from pipedream.runtime.failure import activity, processes
 from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 LOOK_S = 0.125
-PROCESS = RankProcess("here", 1, 1)
+PROCESS = processes.RankProcess("here", 1, 1)
 
 
 class Bench:
     """A judge of rank 0 of three, and the clock it is asked on."""
 
     def __init__(self, stuck_after_s: float = 10.0) -> None:
-        self.activity = Activity()
+        self.activity = activity.Activity()
         self.activity.doing = "stage 0, 0F7"
         self.detector = FailureDetector(0, self.activity, stuck_after_s=stuck_after_s, store_owner="the launcher")
         self.now_s = 1000.0
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
+
+    def begin(self, done: int, longest_s: float = 0.0) -> None:
+        """Begins a forward, after `done` others."""
+        durations = self.activity.durations.setdefault("a forward", activity.TaskDurations())
+        durations.done, durations.longest_s = done, longest_s
+        self.activity.begin("a forward")
 
     def status(self, *ranks: int) -> None:
         """Lets some ranks beat, and exchanges."""
@@ -91,9 +96,7 @@ def test_a_store_that_was_slow_makes_nobody_silent() -> None:
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))
 def test_a_judge_that_was_away_blames_nobody_for_it(away_s: float, before_s: float) -> None:
     bench = Bench()
-    bench.activity.durations["a forward"] = TaskDurations()
-    bench.activity.durations["a forward"].done = 9
-    bench.activity.begin("a forward")
+    bench.begin(9)
     bench.run(2.0)
     assert bench.run(before_s, beating=()) is None
     bench.now_s += away_s
@@ -134,10 +137,8 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
 )
 def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:
     bench = Bench(stuck_after_s)
-    durations = bench.activity.durations.setdefault("a forward", TaskDurations())
-    durations.done, durations.longest_s = done, longest_s
     bench.activity.describe_op = lambda: "stage 0, 0F9"
-    bench.activity.begin("a forward")
+    bench.begin(done, longest_s)
     if limit_s is None:
         assert bench.run(100.0) is None
         return
@@ -171,12 +172,10 @@ def test_a_gpu_that_hangs(stuck_after_s: float, limit_s: float | None) -> None:
 
 def test_a_task_that_waits_for_a_full_queue_of_the_gpu() -> None:
     bench, mark = Bench(), object()
-    bench.activity.durations["forward"] = durations = TaskDurations()
-    durations.done = 3
     bench.activity.gpu_mark = lambda: mark
-    bench.activity.begin("forward")
+    bench.begin(3)
     _, verdict = bench.blame(30.0)
-    assert "no progress in forward for 10.1 s, nor on the GPU for 10.1 s" in verdict.cause
+    assert "no progress in a forward for 10.1 s, nor on the GPU for 10.1 s" in verdict.cause
 
 
 def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
@@ -191,28 +190,26 @@ def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
 @pytest.mark.parametrize("ends", ["end", "stop"])
 def test_waiting_is_not_a_task_nor_is_a_failed_one(ends: str) -> None:
     bench = Bench()
-    bench.activity.durations["a forward"] = durations = TaskDurations()
-    durations.done = 9
-    bench.activity.begin("a forward")
+    bench.begin(9)
     getattr(bench.activity, ends)()
     assert bench.run(1000.0) is None
 
 
 def test_where_says_the_place_and_within_a_task_the_op() -> None:
-    activity = Activity()
-    assert activity.where == "starting"
-    activity.describe_op = lambda: "stage 0, 0F3"
-    activity.doing = None
-    assert activity.where == "stage 0, 0F3"
-    activity.begin("loading data")
-    assert activity.where == "stage 0, 0F3 (loading data)"
-    activity.end()
-    with activity.at("saving"):
-        assert activity.where == "saving"
-        activity.begin("a forward")  # of an evaluation, say
-        assert activity.where == "stage 0, 0F3"
-        activity.end()
-    assert activity.where == "stage 0, 0F3"
+    doing = activity.Activity()
+    assert doing.where == "starting"
+    doing.describe_op = lambda: "stage 0, 0F3"
+    doing.doing = None
+    assert doing.where == "stage 0, 0F3"
+    doing.begin("loading data")
+    assert doing.where == "stage 0, 0F3 (loading data)"
+    doing.end()
+    with doing.at("saving"):
+        assert doing.where == "saving"
+        doing.begin("a forward")  # of an evaluation, say
+        assert doing.where == "stage 0, 0F3"
+        doing.end()
+    assert doing.where == "stage 0, 0F3"
 
 
 CALLS = [("train()", 0), ("save()", 5), ("save()", 5), ("evaluate()", 9), ("close()", 12)]
