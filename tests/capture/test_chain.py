@@ -1,6 +1,8 @@
 """Chains are found, everything else is no chain or stays one layer, and the model is left as it was."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,15 +93,11 @@ def test_any_nest_is_taken_apart_into_its_leaves_and_computes_the_same(make: Any
 
 
 def test_an_ordinary_class_with_several_inputs() -> None:
-    class Mix(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x * y
-
-    parts = {"head": nn.Linear(3, 2), "mix": Mix(), "unused": nn.Linear(9, 9)}
+    parts = {"head": nn.Linear(3, 2), "mix": Built(lambda _, x, y: x * y), "unused": nn.Linear(9, 9)}
     model = Built(lambda model, x, y: model.head(model.mix(x, y)), **parts)
     captured = pd.capture(model, (torch.randn(2, 3), torch.randn(2, 3)))
     assert names(captured) == ["mix", "head"]
-    assert [layer.kind for layer in captured.graph.layers] == ["Mix", "Linear"]
+    assert [layer.kind for layer in captured.graph.layers] == ["Built", "Linear"]
     assert captured.graph.layers[1].parameters == ("head.weight", "head.bias")
     assert captured.graph.edges == ((0, 1),)
 
@@ -150,20 +148,16 @@ def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode(call: Callab
 
 
 def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
-    hooked = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    hooked, buffered, scaled, watched = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
     hooked.register_forward_hook(lambda module, args, output: output * 2)
-    buffered = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     buffered.register_buffer("scale", torch.ones(1))
-    scaled = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     scaled.register_parameter("scale", nn.Parameter(torch.ones(1)))
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     captured = find_chain(nn.Sequential(hooked, buffered, scaled, normed), (torch.randn(2, 4),))
     assert names(captured) == ["0", "1", "2", "3"]
     assert len(hooked._forward_hooks) == 1
     assert find_chain(hooked, (torch.randn(2, 4),)) is None
-    outputs: list[Tensor] = []
-    watched = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    watched.register_forward_hook(lambda module, args, output: outputs.append(output))
+    watched.register_forward_hook(lambda module, args, output: None)
     captured = find_chain(nn.Sequential(watched, nn.Linear(4, 4)), (torch.randn(2, 4),))
     assert len(captured.layers) == 2, "the layers inside would not call the hook"
     assert find_chain(scaled, (torch.randn(2, 4),)) is None
@@ -178,16 +172,9 @@ def test_the_containers_of_torch_stay_one_layer() -> None:
         nn.Linear(6, 2),
     )
     captured = find_chain(model, (torch.randint(10, (3, 5)),))
-    assert [layer.kind for layer in captured.graph.layers] == [
-        "Embedding", "TransformerEncoderLayer", "LSTM", "Built", "Linear",
-    ]  # fmt: skip
+    kinds = [layer.kind for layer in captured.graph.layers]
+    assert kinds == ["Embedding", "TransformerEncoderLayer", "LSTM", "Built", "Linear"]
     assert "1.self_attn.in_proj_weight" in captured.graph.layers[1].parameters
-
-
-def test_an_output_that_is_splatted_makes_no_chain() -> None:
-    two, add = Built(lambda _, x: (x + 1, x + 2)), Built(lambda _, x, y: x + y)
-    model = Built(lambda model, x: model.add(*model.two(x)), two=two, add=add)
-    assert find_chain(model, (torch.randn(2, 4),)) is None
 
 
 def test_a_model_that_is_one_leaf_is_one_layer() -> None:
@@ -215,28 +202,47 @@ def test_tied_weights_are_found_by_storage_on_meta_too(device: str) -> None:
     model[2].weight = nn.Parameter(model[0].weight.detach().view(5, 4))  # another object, the same numbers
     captured = pd.capture(model, (torch.tensor([[1, 2]]),))
     assert captured.graph.ties == captured.graph.inseparable == ((0, 2),), "whose gradients cannot be summed"
-
-
-def test_a_frozen_weight_ties_nothing() -> None:
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight.requires_grad_(False)
-    assert pd.capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
+    assert pd.capture(model, (torch.tensor([[1, 2]]),)).graph.ties == (), "a frozen weight ties nothing"
 
 
-def test_what_is_not_a_runnable_model_is_refused() -> None:
-    with pytest.raises(pd.PipelineError, match=r"raised RuntimeError.*shape"):
-        pd.capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 5),))
-    with pytest.raises(pd.PipelineError, match="lazy"):
-        pd.capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(2, 5),))
+@pytest.mark.parametrize(
+    ("layer", "words"), [(nn.Linear(4, 4), "raised RuntimeError.*shape"), (nn.LazyLinear(4), "lazy")]
+)
+def test_what_is_not_a_runnable_model_is_refused(layer: nn.Module, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        pd.capture(nn.Sequential(layer), (torch.randn(2, 5),))
+
+
+def pass_on(model: Any, x: Tensor) -> Tensor:
+    model.b.gate = x.mean()
+    return model.b(model.a(x))
+
+
+def test_models_that_are_no_chains() -> None:
+    two, add = Built(lambda _, x: (x + 1, x + 2)), Built(lambda _, x, y: x + y)
+    splatted = Built(lambda model, x: model.add(*model.two(x)), two=two, add=add)
+    gate = Built(lambda module, x: x if module.gate is None else x * module.gate, gate=None)
     compiled = nn.Sequential(nn.Linear(4, 4))
     compiled[0].compile(backend="eager")
-    assert find_chain(compiled, (torch.randn(2, 4),)) is None
+    for model in (splatted, Built(pass_on, a=nn.Linear(4, 4), b=gate), compiled):
+        assert find_chain(model, (torch.randn(2, 4),)) is None
 
 
-def test_a_model_that_passes_things_on_beside_its_outputs_is_no_chain() -> None:
-    def forward(model: Any, x: Tensor) -> Tensor:
-        model.b.gate = x.mean()
-        return model.b(model.a(x))
+def test_a_chain_of_blocks_is_cut_inside_a_block() -> None:
+    def two_layers() -> nn.Module:
+        parts = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+        return Built(lambda block, x: x + block.down(F.relu(block.up(x))), **parts)
 
-    gate = Built(lambda module, x: x if module.gate is None else x * module.gate, gate=None)
-    assert find_chain(Built(forward, a=nn.Linear(4, 4), b=gate), (torch.randn(2, 4),)) is None
+    model = nn.Sequential(two_layers(), two_layers(), nn.Linear(4, 3)).double()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(6, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
+    assert [layer.name for layer in pd.profile(model, x, runs=1).graph.layers] == ["0", "1", "2"]
+    with pytest.raises(pd.PipelineError, match="finest=True"):
+        pd.plan(pd.profile(model, x, runs=1), pd.Cluster.local(2), cuts=("1.down",))
+    profile = pd.profile(model, x, runs=1, finest=True)
+    assert [layer.name for layer in profile.graph.layers] == ["0.up", "0.down", "1.up", "1.down", "2"]
+    plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=2, cuts=("1.down",))
+    loss = [F.cross_entropy(plain(x), y).item()]
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+        assert [done.loss for done in pipeline.train([(x, y)])] == pytest.approx(loss, rel=1e-12)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from built import Built
 from marks import spread
 from models import CASES, Case
 from split_training import batches_of, check_same, model_of, output_of, pipelined, plain_loop
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pipedream as pd
-from pipedream.capture import capture, placeholder as placeholders
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.structure import walk
 from pipedream.core.user_code import is_users_file
@@ -111,16 +111,16 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
     """Bit for bit; and what is computed without numbers has the dtype that the same line has with numbers."""
     case = _case(name, kind)
     model, batch = model_of(case), batches_of(case)[0]
-    graph = capture(model, case.inputs(batch), finest=True).graph
+    graph = pd.capture(model, case.inputs(batch), finest=True).graph
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    actual_dtypes, evaluate = _Dtypes(), placeholders._evaluate
+    actual_dtypes, evaluate = _Dtypes(), pd.capture.placeholder._evaluate
 
     def evaluate_and_note(func: Any, *args: Any, **kwargs: Any) -> Any:
         result = evaluate(func, *args, **kwargs)
         actual_dtypes.note(func, result)
         return result
 
-    monkeypatch.setattr(placeholders, "_evaluate", evaluate_and_note)
+    monkeypatch.setattr("pipedream.capture.placeholder._evaluate", evaluate_and_note)
     torch.manual_seed(0)
     with _Dtypes() as expected_dtypes:
         output = output_of(case, model, batch)
@@ -171,16 +171,10 @@ def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
     check_same(plain_loop(case, batches, scale=scale), actual, max(tolerance, TOLERANCE.get(name, 0.0)))
 
 
-class _Penalised(nn.Module):
-    """Reads a layer's weight outside of the layer, where autocast casts nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.first.weight.square().sum()
-        return self.second(self.first(x).relu()) * scale
+def _make_penalised() -> nn.Module:
+    """Returns a model that reads a layer's weight outside of the layer, where autocast casts nothing."""
+    forward = lambda model, x: model.second(model.first(x).relu()) * model.first.weight.square().sum()  # noqa: E731
+    return Built(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
 def test_a_weight_that_the_model_reads_itself_has_full_precision() -> None:
@@ -188,7 +182,7 @@ def test_a_weight_that_the_model_reads_itself_has_full_precision() -> None:
         torch.manual_seed(seed)
         return torch.randn(samples, 4), torch.randn(samples, 4)
 
-    case = Case("penalised", _Penalised, batch, nn.functional.mse_loss, _give_one, dtype=torch.float32)
+    case = Case("penalised", _make_penalised, batch, nn.functional.mse_loss, _give_one, dtype=torch.float32)
     case = replace(case, autocast=torch.bfloat16)
     batches = batches_of(case)
     actual = pipelined(case, batches, stages=1, weight=_give_one, check=False)

@@ -1,13 +1,15 @@
 """A model in slices gives what it gives in one piece, wherever it is cut."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from built import Built
 from marks import seeds
 from own_models import PAD, WIDTH, WORDS, padded_tokens
 from random_models import RandomBlock, newest
@@ -16,11 +18,16 @@ from torch import Tensor, nn
 import pipedream as pd
 from pipedream.capture.compare import split
 from pipedream.capture.slice import ModelSlice
-from pipedream.capture.slice_forward import call_model
 from pipedream.capture.structure import walk
 from pipedream.runtime.comm.values import flatten, unflatten
 
 Numbers = dict[str, Tensor | None]
+Make = Callable[[], nn.Module]
+
+
+def seeded(kind: Make, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind().double()
 
 
 @dataclass
@@ -30,18 +37,11 @@ class Output:
     nothing: None = None
 
 
-class Counted(nn.Module):
+def count(module: Any, x: Tensor) -> Tensor:
     """Normalises with running statistics, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return self.norm(x.transpose(1, 2)).transpose(1, 2) + self.calls
+    if module.training:
+        module.calls += 1
+    return module.norm(x.transpose(1, 2)).transpose(1, 2) + module.calls
 
 
 class Drawn(nn.Module):
@@ -52,7 +52,7 @@ class Drawn(nn.Module):
         rng = random.Random(seed)
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(RandomBlock(rng, rng.randint(2, 4), 1) for _ in range(rng.randint(1, 3)))
-        self.counted = Counted()
+        self.counted = Built(count, norm=nn.BatchNorm1d(WIDTH), calls=nn.Buffer(torch.zeros(())))
         self.head = nn.Linear(WIDTH, WORDS)
         self.register_buffer("tokens", torch.zeros(()))
         self.returns = rng.choice(["one", "tuple", "dict", "object"])
@@ -92,7 +92,7 @@ def backward(output: Any) -> None:
 
 
 def run_whole(model: nn.Module, inputs: Any) -> tuple[Numbers, Numbers, Numbers]:
-    output = call_model(model, inputs)
+    output = pd.capture.call_model(model, inputs)
     backward(output)
     return results(model, output)
 
@@ -142,136 +142,103 @@ def cuts_of(rng: random.Random, graph: pd.LayerGraph) -> list[int]:
 
 @pytest.mark.parametrize("seed", seeds(3, 18, 80))
 def test_random_modules_at_random_cuts(seed: int) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(seed)
-        return Drawn(seed).double()
-
-    rng = random.Random(seed)
+    make, rng = partial(seeded, partial(Drawn, seed), seed), random.Random(seed)
     graph, _ = split(make(), padded_tokens(0, 4, 5)[0], (), False)
     every = list(range(1, len(graph.layers)))
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 5, 3))]
     check(make, batches, [every, cuts_of(rng, graph)], graph)
 
 
-class Attends(nn.Module):
+def attend(block: Any, x: Tensor, state: Tensor | None) -> Tensor:
     """Writes what it has seen into a tensor that all blocks share."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.mix = number, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        y = torch.tanh(self.mix(x))
-        if state is not None:
-            state[self.number] = y.detach().mean(1)
-        return x + y
+    y = torch.tanh(block.mix(x))
+    if state is not None:
+        state[block.number] = y.detach().mean(1)
+    return x + y
 
 
-class Remembers(nn.Module):
+def remember(model: Any, tokens: Tensor) -> Any:
     """In evaluation it also returns what earlier blocks have computed, as XLNet and RWKV do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Attends(number) for number in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.embed(tokens)
-        state = None if self.training else x.new_zeros(len(self.blocks), len(x), WIDTH)
-        memories = []
-        for block in self.blocks:
-            memories.append((x[:, 1:].detach(), x.topk(2, dim=2).values))
-            x = block(x, state)
-        return (self.norm(x),) if self.training else (self.norm(x), memories, state)
+    x = model.embed(tokens)
+    state = None if model.training else x.new_zeros(len(model.blocks), len(x), WIDTH)
+    memories = []
+    for block in model.blocks:
+        memories.append((x[:, 1:].detach(), x.topk(2, dim=2).values))
+        x = block(x, state)
+    return (model.norm(x),) if model.training else (model.norm(x), memories, state)
 
 
-class WithHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Remembers(), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Any:
-        x, *others = self.body(tokens)
-        return self.head(x), *others
+def remembers() -> nn.Module:
+    blocks = nn.ModuleList(Built(attend, number=number, mix=nn.Linear(WIDTH, WIDTH)) for number in range(3))
+    return Built(remember, embed=nn.Embedding(WORDS, WIDTH), blocks=blocks, norm=nn.LayerNorm(WIDTH))
 
 
-@pytest.mark.parametrize("kind", [Remembers, WithHead])
-def test_what_a_model_returns_in_evaluation_only(kind: type[nn.Module]) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return kind().double()
+def with_head() -> nn.Module:
+    def forward(model: Any, tokens: Tensor) -> Any:
+        x, *others = model.body(tokens)
+        return model.head(x), *others
 
+    return Built(forward, body=remembers(), head=nn.Linear(WIDTH, WORDS))
+
+
+@pytest.mark.parametrize("kind", [remembers, with_head])
+def test_what_a_model_returns_in_evaluation_only(kind: Make) -> None:
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 3))]
-    graph, refused = split(make(), batches[0], (), True)
+    graph, refused = split(seeded(kind), batches[0], (), True)
     assert not refused
     assert pd.LayerGraph.from_json(graph.to_json()) == graph
     every = list(range(1, len(graph.layers)))
-    check(make, batches, [every, *([i] for i in every)], graph)
+    check(partial(seeded, kind), batches, [every, *([i] for i in every)], graph)
 
 
-class Translates(nn.Module):
+def translate(model: Any, source: Tensor, labels: Tensor | None = None, target: Tensor | None = None) -> Any:
     """Its decoder reads the labels, words of its own, or the source."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.encoder = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.cross, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, source: Tensor, labels: Tensor | None = None, target: Tensor | None = None) -> Any:
-        encoded = torch.tanh(self.encoder(self.embed(source))).mean(1, keepdim=True)
-        if target is None:
-            target = (source if labels is None else labels).roll(1, 1)
-        logits = self.decoder(torch.tanh(self.cross(self.embed(target) + encoded)))
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits}
+    encoded = torch.tanh(model.encoder(model.embed(source))).mean(1, keepdim=True)
+    if target is None:
+        target = (source if labels is None else labels).roll(1, 1)
+    logits = model.decoder(torch.tanh(model.cross(model.embed(target) + encoded)))
+    loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return {"loss": loss, "logits": logits}
 
 
-class Detects(nn.Module):
-    """Compares each sample with its own boxes, of which there is a dict for each sample."""
+def translates() -> nn.Module:
+    parts = {name: nn.Linear(WIDTH, WIDTH) for name in ("encoder", "cross")}
+    return Built(translate, embed=nn.Embedding(WORDS, WIDTH), **parts, decoder=nn.Linear(WIDTH, WORDS))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, labels: list[dict[str, Tensor]]) -> Any:
-        boxes = self.b(torch.tanh(self.a(x)))
+def detects() -> nn.Module:
+    """Returns a model that compares each sample with its own boxes, of which there is a dict for each sample."""
+
+    def forward(model: Any, x: Tensor, labels: list[dict[str, Tensor]]) -> Any:
+        boxes = model.b(torch.tanh(model.a(x)))
         losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes, labels, strict=True)]
         return {"loss": torch.stack(losses).mean(), "boxes": boxes}
+
+    return Built(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
 
 
 def boxes_of(*counts: int) -> dict[str, Any]:
     return {"x": torch.randn(len(counts), 4).double(), "labels": [{"boxes": torch.randn(n, 4)} for n in counts]}
 
 
-WORDS_OF = [padded_tokens(n, 4, 5)[0] for n in range(3)]
-FIRST, SECOND, THIRD = WORDS_OF
-INPUTS: dict[str, tuple[type[nn.Module], list[Any]]] = {
-    "no labels": (
-        Translates,
-        [
-            *({"source": FIRST, "labels": SECOND}, {"source": FIRST}, {"source": SECOND, "labels": None}),
-            {"source": SECOND, "target": THIRD},
-        ],
-    ),
-    "lists of dicts": (Detects, [boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)]),
-}
+FIRST, SECOND, THIRD = (padded_tokens(n, 4, 5)[0] for n in range(3))
+SOURCES: tuple[dict[str, Any], ...] = (
+    *({"source": FIRST, "labels": SECOND}, {"source": FIRST}, {"source": SECOND, "labels": None}),
+    {"source": SECOND, "target": THIRD},
+)
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_batches_with_other_inputs_than_the_sample(name: str) -> None:
-    kind, batches = INPUTS[name]
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return kind().double()
-
-    model = make().eval()
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [(translates, SOURCES), (detects, (boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)))],
+)
+def test_batches_with_other_inputs_than_the_sample(kind: Make, batches: Sequence[Any]) -> None:
+    model = seeded(kind).eval()
     graph, _ = split(model, batches[0], (), True)
     for cut in range(1, len(graph.layers)):
         first, last = ModelSlice(model, graph, 0, cut), ModelSlice(model, graph, cut, len(graph.layers))
         for batch in batches:
             with torch.no_grad():
-                expected, actual = call_model(model, batch), last(unflatten(*flatten(first(batch))))
+                expected, actual = pd.capture.call_model(model, batch), last(unflatten(*flatten(first(batch))))
             for (path, a), (_, b) in zip(walk(expected), walk(actual), strict=True):
                 assert_same(f"{path} with cut {cut}", a, b, exact=True)

@@ -14,27 +14,25 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
-from pipedream.capture.compare import split
 
 X = torch.randn(2, 4)
 Step = Callable[[nn.ModuleList, Tensor], Any]
 
 
-class Glue(nn.Module):
-    """Linear layers and the code between them."""
-
-    def __init__(self, step: Step, count: int = 3) -> None:
-        super().__init__()
-        self.step = step
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.step(self.parts, x)
+def glue(step: Step) -> Any:
+    """Returns linear layers and the code between them."""
+    parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    return Built(lambda model, x: step(model.parts, x), parts=parts, scale=nn.Parameter(torch.ones(4)))
 
 
-def capture_graph(model: nn.Module, inputs: Any = X) -> pd.LayerGraph:
-    return split(model, inputs, (), True)[0]
+def capture_both(model: nn.Module) -> tuple[pd.LayerGraph, Any]:
+    """Returns the graph, and the cuts that are refused."""
+    captured = pd.capture(model, X, finest=True)
+    return captured.graph, captured.refused
+
+
+def capture_graph(model: nn.Module) -> pd.LayerGraph:
+    return capture_both(model)[0]
 
 
 def names(graph: pd.LayerGraph) -> list[str]:
@@ -47,7 +45,7 @@ def residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def test_a_layer_is_a_call_with_the_code_after_it() -> None:
-    graph = capture_graph(Glue(residual))
+    graph = capture_graph(glue(residual))
     assert names(graph) == ["parts.0", "parts.1", "parts.2"]
     assert [layer.kind for layer in graph.layers] == ["Linear"] * 3
     assert graph.edges == ((0, 1), (1, 2))
@@ -55,7 +53,7 @@ def test_a_layer_is_a_call_with_the_code_after_it() -> None:
 
 
 def test_what_crosses_a_cut_is_what_is_read_after_it() -> None:
-    graph = capture_graph(Glue(residual))
+    graph = capture_graph(glue(residual))
     starts = {call.name: call.start for call in graph.calls}
     crossing = [{value.name for value in graph.values if value.crosses(starts[name])} for name in names(graph)[1:]]
     assert crossing == [{"parts.0 output"}, {"parts.2 argument 0"}]
@@ -81,18 +79,34 @@ def in_a_loop(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return parts[2](x)
 
 
+class Options:
+    factor = 2
+
+
 @pytest.mark.parametrize(
-    ("step", "call", "reason"),
+    ("step", "reason"),
     [
-        (written_later, "parts.1", "written later through another tensor"),
-        (nowhere_seen, "parts.1", r"shape \[2, 4\] made by .* is read later, and no module has taken"),
-        (in_a_loop, "parts.1", "parts.0 is called 4 times in a loop"),
+        (written_later, "written later through another tensor"),
+        (nowhere_seen, r"shape \[2, 4\] made by .* is read later, and no module has taken"),
+        (in_a_loop, "parts.0 is called 4 times in a loop"),
     ],
 )
-def test_a_cut_is_refused_with_its_reason(step: Step, call: str, reason: str) -> None:
-    graph, refused = split(Glue(step), X, (), True)
-    assert call not in names(graph)
-    assert re.search(reason, refused[call])
+def test_a_cut_is_refused_with_its_reason(step: Step, reason: str) -> None:
+    graph, refused = capture_both(glue(step))
+    assert "parts.1" not in names(graph)
+    assert re.search(reason, refused["parts.1"])
+
+
+def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() -> None:
+    b = Built(lambda module, x: (x * module.scale, Options()), scale=nn.Parameter(torch.ones(4)))
+    c = Built(lambda module, x, options: x * options.factor * module.scale, scale=nn.Parameter(torch.ones(4)))
+    model = Built(
+        lambda model, x: model.d(model.c(*model.b(model.a(x)))), a=nn.Linear(4, 4), b=b, c=c, d=nn.Linear(4, 4)
+    )
+    graph, refused = capture_both(model)
+    assert "b" in names(graph)
+    assert "c" not in names(graph)
+    assert "an object of the class Options, which cannot be sent" in refused["c"]
 
 
 def test_a_checkpointed_call_stays_whole() -> None:
@@ -105,28 +119,8 @@ def test_a_checkpointed_call_stays_whole() -> None:
     assert names(capture_graph(Built(forward, blocks=blocks))) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() -> None:
-    class Options:
-        factor = 2
-
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), Options()
-
-    class Second(nn.Linear):
-        def forward(self, x: Tensor, options: Any) -> Tensor:
-            return super().forward(x) * options.factor
-
-    parts = {"a": nn.Linear(4, 4), "b": First(4, 4), "c": Second(4, 4), "d": nn.Linear(4, 4)}
-    model = Built(lambda model, x: model.d(model.c(*model.b(F.relu(model.a(x))))), **parts)
-    graph, refused = split(model, X, (), True)
-    assert "b" in names(graph)
-    assert "c" not in names(graph)
-    assert "an object of the class Options, which cannot be sent" in refused["c"]
-
-
 def test_shared_weights_tie_their_layers_and_state_keeps_them_whole() -> None:
-    model = Glue(residual)
+    model = glue(residual)
     model.parts[2].weight = model.parts[0].weight
     assert capture_graph(model).ties == ((0, 2),)
     assert capture_graph(model).inseparable == ()
@@ -138,7 +132,7 @@ def test_each_parameter_belongs_to_a_layer() -> None:
     def step(parts: nn.ModuleList, x: Tensor) -> Tensor:
         return parts[1](F.relu(parts[0](x)) * model.scale) + parts[0].bias
 
-    model = Glue(step)
+    model = glue(step)
     graph = capture_graph(model)
     # What nothing reads is a placeholder on the other stages.
     assert set(graph.glue) == {"scale", "parts.0.bias", "parts.2.weight", "parts.2.bias"}
@@ -150,52 +144,40 @@ def test_each_parameter_belongs_to_a_layer() -> None:
     assert set.union(*parameters) == {name for name, _ in model.named_parameters()}
 
 
-class Scaled(nn.Module):
-    """Uses a buffer in every step, and counts in another."""
-
-    def __init__(self, writes: Callable[[Scaled], None]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.writes = writes
-        self.register_buffer("table", torch.arange(4.0))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x) + self.table
-        self.writes(self)
-        return self.b(x) + self.table * self.count
-
-
-def test_a_constant_buffer_belongs_to_all_layers_that_compute_with_it() -> None:
-    graph = capture_graph(Scaled(lambda model: None))
-    assert names(graph) == ["a", "b"]
-    assert all("table" in layer.parameters for layer in graph.layers)
-
-
-def add_in_place(model: Scaled) -> None:
+def add_in_place(model: Any) -> None:
     model.count += 1
 
 
-def replace_it(model: Scaled) -> None:
+def replace_it(model: Any) -> None:
     model.count = model.count + 1
 
 
-@pytest.mark.parametrize("writes", [add_in_place, replace_it])
-def test_no_cut_parts_the_uses_of_a_buffer_that_is_written(writes: Callable[[Scaled], None]) -> None:
-    graph, refused = split(Scaled(writes), X, (), True)
-    assert names(graph) == ["a"]
-    assert "count" in graph.layers[0].parameters
-    assert refused
+@pytest.mark.parametrize("writes", [None, add_in_place, replace_it])
+def test_no_cut_parts_the_uses_of_a_buffer_that_is_written(writes: Callable[[Any], None] | None) -> None:
+    """A constant one belongs to all layers that compute with it."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        x = model.a(x) + model.table
+        if writes:
+            writes(model)
+        return model.b(x) + model.table * model.count
+
+    buffers = {"table": nn.Buffer(torch.arange(4.0)), "count": nn.Buffer(torch.zeros(()))}
+    graph, refused = capture_both(Built(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), **buffers))
+    assert all("table" in layer.parameters for layer in graph.layers)
+    assert names(graph) == (["a"] if writes else ["a", "b"])
+    assert not writes or "count" in graph.layers[0].parameters
+    assert bool(refused) is bool(writes)
 
 
 def test_a_model_of_one_call_is_one_layer() -> None:
-    graph = capture_graph(Glue(lambda parts, x: parts[0](x) * 2))
-    assert names(graph) == ["Glue"]
+    graph = capture_graph(glue(lambda parts, x: parts[0](x) * 2))
+    assert names(graph) == ["Built"]
     assert graph.calls == ()
-    assert set(graph.layers[0].parameters) == {name for name, _ in Glue(residual).named_parameters()}
+    assert set(graph.layers[0].parameters) == {name for name, _ in glue(residual).named_parameters()}
 
 
 def test_an_output_that_is_computed_from_the_inputs_alone_refuses_no_cut() -> None:
-    graph, refused = split(Glue(lambda parts, x: (parts[1](parts[0](x)), (x > 0).sum())), X, (), True)
+    graph, refused = capture_both(glue(lambda parts, x: (parts[1](parts[0](x)), (x > 0).sum())))
     assert names(graph) == ["parts.0", "parts.1"]
     assert not refused

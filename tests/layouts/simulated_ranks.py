@@ -1,11 +1,16 @@
-"""All ranks of a partitioned step in one process, and whole tensors from the ranks' parts."""
+"""All ranks of a partitioned step in one process, and the same step without parts."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from pipedream.core.plan.mesh import Box, Piece, slice_of, slice_within
 from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SimulatedRanks:
@@ -41,3 +46,42 @@ def find_whole(run: PartitionedStep, ranks: GroupRanks | SimulatedRanks, tensor:
     for box, part in ranks.exchange(pieces, parts, stored)[rank]:
         whole[slice_of(box)] = part
     return whole
+
+
+def check_step(
+    step: Any,
+    model: nn.Module,
+    sample: torch.Tensor,
+    loss: Loss | None,
+    result: Any,
+    ranks: GroupRanks | SimulatedRanks,
+) -> None:
+    """Compares a traced step in parts, those of `result`, with one process: all tensors, and bytes sent."""
+    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
+    values |= {step.buffers[key]: buffer.clone() for key, buffer in model.named_buffers()} | {step.inputs[0]: sample}
+    generator = torch.Generator().manual_seed(2)
+    for tensor in step.tangents:
+        values[tensor] = torch.randn(step.operators.tensors[tensor], generator=generator, dtype=torch.float64)
+    names = [*step.outputs, *step.gradients.values(), *step.input_gradients, *step.updated.values()]
+    torch.manual_seed(0)
+    expected = _run_alone(step, copy.deepcopy(model), sample, loss, [values[tensor] for tensor in step.tangents])
+    run = PartitionedStep(step, result, ranks)
+    torch.manual_seed(0)
+    parts = run.run({tensor: run.part(tensor, value) for tensor, value in values.items()}, names)
+    sent = torch.tensor(ranks.sent_bytes)
+    for tensor, value in zip(names, expected, strict=True):
+        whole = find_whole(run, ranks, tensor, parts[tensor])
+        torch.testing.assert_close(whole, value, atol=1e-10, rtol=1e-10, msg=tensor)
+    if isinstance(ranks, GroupRanks):
+        torch.distributed.all_reduce(sent)
+    assert sent == run.sent_bytes
+
+
+def _run_alone(
+    step: Any, model: nn.Module, sample: torch.Tensor, loss: Loss | None, tangents: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    entering = sample.clone().requires_grad_(sample.is_floating_point())
+    value = model(entering) if loss is None else loss(model(entering))
+    sources = [*model.parameters(), *([entering] if step.input_gradients else [])]
+    gradients = torch.autograd.grad([value], sources, tangents or None)
+    return [value.detach(), *gradients, *model.buffers()]

@@ -2,9 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -17,42 +17,36 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.core.plan.mesh import Box, Piece
 from pipedream.layouts.search.exchanges import Exchanges
-from pipedream.layouts.search.partition import Halving, Partition, partition
+from pipedream.layouts.search.partition import Halving, Partition
 from pipedream.layouts.search.search import Search
 from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
-from pipedream.layouts.tracing.trace import TracedStep, trace
-from tests.layouts.simulated_ranks import SimulatedRanks, find_whole
+from pipedream.layouts.tracing.trace import trace
+from tests.layouts.simulated_ranks import Loss, SimulatedRanks, check_step, find_whole
 
 
-class Unrolled(nn.Module):
-    def __init__(self, cell: Callable[..., nn.Module], steps: int, width: int) -> None:
-        super().__init__()
-        self.cell = cell(width, width)
-        self.steps = steps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = torch.zeros_like(x[:, 0])
-        state: Any = (first, first) if isinstance(self.cell, nn.LSTMCell) else first
-        outputs = []
-        for step in range(self.steps):
-            state = self.cell(x[:, step], state)
-            outputs.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(outputs, 1)
+def unroll(module: Any, x: torch.Tensor) -> torch.Tensor:
+    first = torch.zeros_like(x[:, 0])
+    state: Any = (first, first) if isinstance(module.cell, nn.LSTMCell) else first
+    outputs = []
+    for step in x.unbind(1):
+        state = module.cell(step, state)
+        outputs.append(state[0] if isinstance(state, tuple) else state)
+    return torch.stack(outputs, 1)
 
 
-class Block(nn.Module):
-    """A block of a wide residual network that halves the picture."""
-
-    def __init__(self, channels: int, wide: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(channels, wide, 3, 2, 1, bias=False), nn.BatchNorm2d(wide)
-        self.second, self.end = nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide)
-        self.short = nn.Conv2d(channels, wide, 1, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.end(self.second(torch.relu(self.norm(self.first(x))))) + self.short(x))
+def block(channels: int, wide: int) -> nn.Module:
+    """Returns a block of a wide residual network that halves the picture."""
+    return Built(
+        lambda module, x: torch.relu(
+            module.end(module.second(torch.relu(module.norm(module.first(x))))) + module.short(x)
+        ),
+        first=nn.Conv2d(channels, wide, 3, 2, 1, bias=False),
+        norm=nn.BatchNorm2d(wide),
+        second=nn.Conv2d(wide, wide, 3, padding=1),
+        end=nn.BatchNorm2d(wide),
+        short=nn.Conv2d(channels, wide, 1, 2, bias=False),
+    )
 
 
 def attention(width: int) -> nn.Module:
@@ -68,6 +62,15 @@ def words() -> nn.Module:
     return Built(lambda model, x: model.out(F.gelu(model.up(model.table(x)))).flatten(0, 1), **parts)
 
 
+def _make_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def _sequential(*widths: int) -> nn.Module:
+    layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
 def _make_pooled() -> nn.Module:
     features = nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.AvgPool2d(2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 8))
@@ -81,81 +84,37 @@ def _compute_entropy(value: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(value, torch.arange(len(value)) % value.shape[1])
 
 
-@dataclass(frozen=True)
-class Case:
-    model: Callable[[], nn.Module]
-    sample: Callable[[], torch.Tensor]
-    loss: Callable[[torch.Tensor], torch.Tensor] | None = _sum_squares
-
-
-CASES = {
-    "mlp": Case(
-        lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8)),
-        lambda: torch.randn(8, 16),
-        None,
-    ),
-    "lstm": Case(partial(Unrolled, nn.LSTMCell, 3, 8), lambda: torch.randn(8, 3, 8), None),
-    "gru": Case(partial(Unrolled, nn.GRUCell, 2, 8), lambda: torch.randn(8, 2, 8)),
-    "wide_resnet": Case(partial(Block, 8, 16), lambda: torch.randn(8, 8, 8, 8), None),
-    "attention": Case(partial(attention, 16), lambda: torch.randn(8, 6, 16)),
-    "words": Case(words, lambda: torch.randint(0, 12, (4, 4)), _compute_entropy),
-    "pooled": Case(_make_pooled, lambda: torch.randn(8, 4, 8, 8)),
-    "uneven": Case(lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), lambda: torch.randn(6, 6)),
+Case = tuple[Callable[[], nn.Module], tuple[int, ...], Loss | None]
+"""A model, the shape of its sample, and the loss."""
+CASES: dict[str, Case] = {
+    "mlp": (_make_mlp, (8, 16), None),
+    "lstm": (lambda: Built(unroll, cell=nn.LSTMCell(8, 8)), (8, 3, 8), None),
+    "gru": (lambda: Built(unroll, cell=nn.GRUCell(8, 8)), (8, 2, 8), _sum_squares),
+    "wide_resnet": (partial(block, 8, 16), (8, 8, 8, 8), None),
+    "attention": (partial(attention, 16), (8, 6, 16), _sum_squares),
+    "words": (words, (4, 4), _compute_entropy),
+    "pooled": (_make_pooled, (8, 4, 8, 8), _sum_squares),
+    "uneven": (lambda: _sequential(6, 10, 3), (6, 6), _sum_squares),
 }
 WAYS: tuple[dict[str, Any], ...] = ({}, {"replicate": False}, {"method": "spartan"}, {"method": "model"})
 
 
 @cache
-def _make_step(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+def _make_step(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
     torch.manual_seed(0)
-    case = CASES[name]
-    model, sample = case.model().double(), case.sample()
-    sample = sample.double() if sample.is_floating_point() else sample
-    return model, sample, trace(model, sample, loss=case.loss)
-
-
-@cache
-def _run_alone(name: str) -> dict[str, torch.Tensor]:
-    """Returns what one process computes: tensor of the traced step -> value."""
-    model, sample, step = _make_step(name)
-    model, loss = copy.deepcopy(model), CASES[name].loss
-    entering = sample.clone().requires_grad_() if sample.is_floating_point() else sample
-    value = model(entering)
-    value = value if loss is None else loss(value)
-    sources = [*model.parameters()] + ([entering] if step.input_gradients else [])
-    gradients = torch.autograd.grad([value], sources, [torch.ones_like(value)])
-    names = [*step.gradients.values(), *step.input_gradients]
-    return {
-        step.outputs[0]: value.detach(),
-        **dict(zip(names, gradients, strict=True)),
-        **{step.updated[key]: buffer for key, buffer in model.named_buffers()},
-    }
+    make, shape, loss = CASES[name]
+    model = make().double()
+    sample = torch.randint(0, 12, shape) if name == "words" else torch.randn(shape).double()
+    return model, sample, trace(model, sample, loss=loss)
 
 
 def _check(name: str, ranks: GroupRanks | SimulatedRanks, count: int, **how: Any) -> None:
-    _check_partition(name, ranks, partition(_make_step(name)[2].operators, count, **how))
+    _check_partition(name, ranks, pd.partition(_make_step(name)[2].operators, count, **how))
 
 
 def _check_partition(name: str, ranks: GroupRanks | SimulatedRanks, found_partition: Partition) -> None:
-    """Compares a partitioned step with one process; each rank checks all tensors."""
     model, sample, step = _make_step(name)
-    run = PartitionedStep(step, found_partition, ranks)
-    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
-    values |= {step.buffers[key]: buffer for key, buffer in model.named_buffers()}
-    values |= dict(zip(step.inputs, [sample], strict=True))
-    values |= {tensor: torch.ones_like(_run_alone(name)[step.outputs[0]]) for tensor in step.tangents}
-    parts = run.run(
-        {tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, _run_alone(name)
-    )
-    sent = ranks.sent_bytes
-    for tensor, expected in _run_alone(name).items():
-        whole = find_whole(run, ranks, tensor, parts[tensor])
-        torch.testing.assert_close(whole, expected, atol=1e-10, rtol=1e-10, msg=tensor)
-    if isinstance(ranks, GroupRanks):
-        total = torch.tensor(sent)
-        torch.distributed.all_reduce(total)
-        sent = int(total)
-    assert sent == run.sent_bytes
+    check_step(step, model, sample, CASES[name][2], found_partition, ranks)
 
 
 def test_eight_simulated_ranks_equal_one_process() -> None:
@@ -218,7 +177,7 @@ def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partiti
 def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
     operators = _make_step(name)[2].operators
     if name != "uneven":  # the published cost of halves that do not divide is a penalty
-        result = partition(operators, 2)
+        result = pd.partition(operators, 2)
         assert Exchanges(operators, result).elements == result.elements
     shared, mesh = operators.with_shared_names(), Mesh("m:2")
     layouts = [
@@ -244,7 +203,7 @@ class _Recording(SimulatedRanks):
         super().__init__(count)
         self.busiest: list[int] = []
 
-    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> Any:
+    def exchange(self, pieces: Any, parts: Parts, boxes: Any) -> Any:
         between = [piece for piece in pieces if piece.sender != piece.receiver]
         if between:
             sent, received = Counter[int](), Counter[int]()
@@ -260,7 +219,7 @@ class _Recording(SimulatedRanks):
 @pytest.mark.parametrize("name", ["mlp", pytest.param("words", marks=pytest.mark.slow)])
 def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str, method: str) -> None:
     step, ranks = _make_step(name)[2], _Recording(4)
-    result = partition(step.operators, 4, method)
+    result = pd.partition(step.operators, 4, method)
     _check_partition(name, ranks, result)
     exchanges = Exchanges(step.operators, result)
     sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
@@ -273,7 +232,7 @@ def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
     step = trace(
         model, torch.randn(32, 64), loss=_sum_squares, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
     )
-    run = PartitionedStep(step, partition(step.operators, 4, replicate=False), SimulatedRanks(4))
+    run = PartitionedStep(step, pd.partition(step.operators, 4, replicate=False), SimulatedRanks(4))
     whole = sum(map(prod, step.operators.tensors.values()))
     for rank in range(4):
         part = sum(prod(map(len, boxes[rank])) for boxes in run.exchanges.stored.values())
@@ -284,7 +243,7 @@ def test_parts_of_weights_train_as_whole_ones() -> None:
     model, sample, step = _make_step("mlp")
     alone, step = copy.deepcopy(model), trace(model, sample, loss=_sum_squares)
     ranks = SimulatedRanks(4)
-    run = PartitionedStep(step, partition(step.operators, 4), ranks)
+    run = PartitionedStep(step, pd.partition(step.operators, 4), ranks)
     names = {key: step.parameters[key] for key, _ in model.named_parameters()}
     parts = {name: run.part(names[name], parameter.detach()) for name, parameter in model.named_parameters()}
     weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.local}
@@ -318,18 +277,20 @@ def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
 
 
 def test_what_cannot_be_described() -> None:
-    drawing = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x * torch.bernoulli(x.sigmoid())))
-    with pytest.raises(pd.PipelineError, match=r"the layer '1' calls .*draws random numbers"):
-        pd.operators(drawing, torch.randn(2, 4))
     lbfgs = lambda named: torch.optim.LBFGS([p for _, p in named])  # noqa: E731
-    with pytest.raises(pd.PipelineError, match=r"the optimizer LBFGS needs whole weights"):
-        pd.operators(nn.Linear(4, 4), torch.randn(2, 4), optimizer=lbfgs)
+    drawing = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x * torch.bernoulli(x.sigmoid())))
+    for model, optimizer, words in (
+        (drawing, None, r"the layer '1' calls .*draws random numbers"),
+        (nn.Linear(4, 4), lbfgs, "the optimizer LBFGS needs whole weights"),
+    ):
+        with pytest.raises(pd.PipelineError, match=words):
+            pd.operators(model, torch.randn(2, 4), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", [pytest.param("words", marks=pytest.mark.slow), "wide_resnet"])
 def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
     model, _, step = _make_step(name)
-    result = partition(step.operators, 4, "data", batch="x0")
+    result = pd.partition(step.operators, 4, "data", batch="x0")
     weights = sum(parameter.numel() for parameter in model.parameters())
     channels = sum(buffer.numel() for buffer in model.buffers())
     # The loss, the statistics of BatchNorm, and their gradients are sums over the batch too.
@@ -350,7 +311,7 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
         described = pd.operators(model, torch.empty(batch, width))
     assert any(step.line.is_copy for step in described.steps)
-    assert [partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
+    assert [pd.partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
 
 
 def rotated() -> nn.Module:
@@ -389,36 +350,3 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
     assert len(sizes[1].sizes) < 1.1 * len(sizes[0].sizes)
-
-
-@torch.library.custom_op("pipedream_tests::halved_sum", mutates_args=())
-def halved_sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(1) / 2
-
-
-@halved_sum.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0])
-
-
-def test_an_operator_of_the_users() -> None:
-    mine = torch.ops.pipedream_tests.halved_sum
-    halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
-    model, sample = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: mine(x))), torch.randn(8, 4)
-    with pytest.raises(pd.PipelineError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
-        pd.operators(model, sample)
-    pd.register_operator(mine, "out[i] = x[i, j]")
-    with pytest.raises(pd.PipelineError, match=r"only on the right"):
-        pd.operators(model, sample)
-    pd.register_operator(mine, "out[i] max= x[i, j]")
-    with pytest.raises(pd.PipelineError, match=r"parts along 'j' do not make the whole; write :"):
-        pd.operators(model, sample)
-    pd.register_operator(mine, "out[i] += x[i, j]")
-    assert "halved_sum[i] += add" in pd.operators(model, sample).text  # of add or addmm
-
-
-def test_a_model_without_memory_is_described() -> None:
-    with torch.device("meta"):
-        model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
-    result = partition(pd.operators(model, sample, loss=_sum_squares), 2)
-    assert result.elements > 0

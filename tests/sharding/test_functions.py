@@ -11,7 +11,6 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -23,7 +22,7 @@ from pipedream.core.plan.mesh import dense_strides, memory_order
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.functions import exchange, put_in_order
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, check_as_single_ranks
+from tests.sharding.meshes import Attention, Case, Mlp, check_as_single_ranks, of_words
 
 Placements = tuple[Placement, ...]
 WHOLE, SUM = Replicate(), Partial()
@@ -196,17 +195,15 @@ class Ulysses(Attention):
         return replicate(super().forward(split(x, 1, "model")))
 
 
-def _make_long_case() -> Any:
-    layers = nn.Sequential(nn.Embedding(12, D), Ulysses(), Mlp(), Ulysses(), nn.Flatten(), nn.Linear(6 * D, 4))
-    return layers, lambda size: torch.randint(12, (size, 6))
+def _make_long() -> Any:
+    return of_words(6, Ulysses(), Mlp(), Ulysses())
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_pipeline_cuts_the_length_where_the_model_says() -> None:
     """What the model gathers itself is no hidden gather."""
-    case = Case(_make_long_case, "model:2", "length:model", "pipedream", None)
-    check_as_single_ranks(case)
+    check_as_single_ranks(Case(_make_long, "model:2", "length:model", "pipedream", None))
 
 
 def test_in_a_single_process_they_return_the_tensor() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, parameters, pieces
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
-from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _make_pipeline
+from tests.sharding.meshes import Case, D, Mlp, make_pipeline
 
 PIECE_BYTES = 512
 """In place of the size of a piece in a real run."""
@@ -30,8 +30,6 @@ def _make_tied() -> tuple[nn.Sequential, Any]:
     layers[3].weight = layers[0].weight
     return layers, lambda size: torch.randint(13, (size, 5))
 
-
-MODELS["tied"] = _make_tied
 
 Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
@@ -55,7 +53,7 @@ def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_read_piece", counted_read)
         patch.setattr(pieces, "assemble", counted_assemble)
-        pipeline, batches = _make_pipeline(case, mesh)
+        pipeline, batches = make_pipeline(case, mesh)
         with pipeline:
             if before:
                 pipeline.load(before)
@@ -95,7 +93,7 @@ def _count_written(folder: str) -> Mapping[str, int]:
 def test_a_checkpoint_belongs_to_no_mesh(tmp_path: Path) -> None:
     """Four epochs, each on another mesh; a tied weight of uneven shards, AdamW's state and averages."""
     adamw = {"optimizer": _make_adamw, "ema": 0.9}
-    case = Case("tied", "", "batch:data, d_ff:model", stages=(), shard_weights="data", options=adamw)
+    case = Case(_make_tied, "", "batch:data, d_ff:model", stages=(), shard_weights="data", options=adamw)
     before, there = "", str(tmp_path / "there")
     for mesh in ("data:2,model:2", "model:4", "", "data:2,model:2"):
         after = str(tmp_path / f"after {mesh}")

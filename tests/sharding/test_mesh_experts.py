@@ -1,7 +1,6 @@
 """Mixtures of experts on a mesh choose and compute as in one process."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -17,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import pipedream as pd
 from pipedream.sharding.local_rules import LocalRules
-from tests.sharding.test_mesh_training import Case, D, Mlp, Trained, _train, check_refused, check_same
+from tests.sharding.meshes import Case, D, Mlp, Trained, check_refused, check_same, of_words, train
 
 
 class Block(nn.Module):
@@ -37,9 +36,8 @@ class Block(nn.Module):
         return x + self.experts(y, importance.detach())
 
 
-def _make_model(**how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    layers = nn.Sequential(nn.Embedding(12, D), Block(**how), Mlp(), Block(**how), nn.Flatten(), nn.Linear(4 * D, 4))
-    return layers, lambda size: torch.randint(12, (size, 4))
+def _make_model(**how: Any) -> Any:
+    return of_words(4, Block(**how), Mlp(), Block(**how))
 
 
 def _make_case(mesh: str, rules: str, *args: Any, names: dict[str, str] | None = None, **how: Any) -> Case:
@@ -58,7 +56,7 @@ CASES = {
 
 
 def _train_all() -> list[Trained]:
-    return [_train(case, case.mesh) for case in CASES.values()]
+    return [train(case, case.mesh) for case in CASES.values()]
 
 
 @pytest.mark.processes
@@ -68,7 +66,7 @@ def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are sharded or not; its processes train all cases in turn."""
     outcomes = processes.team(4).results(_train_all, timeout_s=180.0)[0]
     for case, trained in zip(CASES.values(), outcomes, strict=True):
-        check_same(trained, _train(case, ""))
+        check_same(trained, train(case, ""))
 
 
 def _compare_layers() -> list[str]:

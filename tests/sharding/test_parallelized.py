@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.sharding.test_mesh_training import CLIPPED, Case, D, Mlp, check_as_single_ranks, check_refused
+from tests.sharding.meshes import Case, D, Mlp, check_as_single_ranks, check_refused, draw_rows
 
 
 def _apply_styles(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -30,11 +30,7 @@ def _replace_parameter(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> 
 
 def _make_model() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     """Without dropout, which draws for the parts that torch's styles give it."""
-    layers = nn.Sequential(*(Mlp() for _ in range(3)), nn.Linear(D, 4))
-    for module in layers.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return layers, lambda size: torch.randn(size, D)
+    return nn.Sequential(*(Mlp(drop=0.0) for _ in range(3)), nn.Linear(D, 4)), draw_rows
 
 
 def _make_case(function: Callable[..., None], mesh: str, rules: str, *args: Any, **more: Any) -> Case:
@@ -44,7 +40,7 @@ def _make_case(function: Callable[..., None], mesh: str, rules: str, *args: Any,
 
 CASES = (
     _make_case(_apply_styles, "model:2", "", "pipedream", None),
-    _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options=CLIPPED),
+    _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options={"clip_grad_norm": 0.1}),
     _make_case(_apply_styles, "data:2,model:2", "batch:data", stages=()),
     _make_case(
         _apply_styles, "data:2,model:2", "batch:data", "gpipe", stages=(), shard_weights="data", options={"ema": 0.9}
