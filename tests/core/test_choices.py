@@ -27,9 +27,8 @@ def test_defaults_count_where_they_are_written() -> None:
 
 
 def test_stages_that_recompute_have_no_activations_to_move() -> None:
-    assert Choices.resolve(command={"recompute": True}, plan=Choices(activations="host")).words == {
-        "recompute": "always"
-    }
+    resolved = Choices.resolve(command={"recompute": True}, plan=Choices(activations="host"))
+    assert resolved.words == {"recompute": "always"}
     plan = pd.Plan.uniform(2).choosing(activations="host")
     assert [stage.offload for stage in plan.stages] == [True, True]
     again = plan.choosing(recompute="always")

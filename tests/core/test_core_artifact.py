@@ -25,13 +25,13 @@ sizes = st.integers(0, 2**60)
 seconds = st.floats(0, 1e6, allow_nan=False)
 words = st.text(max_size=8)
 levels = st.builds(pd.Level, st.integers(1, 8), st.floats(1e-3, 1e12), seconds)
-clusters = st.builds(
-    pd.Cluster, st.lists(levels, min_size=1, max_size=3).map(tuple), st.none() | st.integers(1, 2**50), words
-)
 
 
 def some(strategy: st.SearchStrategy[Any], most: int = 2, least: int = 0) -> st.SearchStrategy[Any]:
     return st.lists(strategy, min_size=least, max_size=most).map(tuple)
+
+
+clusters = st.builds(pd.Cluster, some(levels, 3, 1), st.none() | st.integers(1, 2**50), words)
 
 
 @st.composite

@@ -99,9 +99,8 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
         assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
 
 
-FOUND = pd.partition(
-    Operators({"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)}, "y[b, o] += x0[b, i] * p_up_weight[o, i]"), 4
-)
+UP = Operators({"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)}, "y[b, o] += x0[b, i] * p_up_weight[o, i]")
+FOUND = pd.partition(UP, 4)
 
 
 def test_a_layout_that_was_found() -> None:
@@ -299,7 +298,5 @@ def test_the_cut_of_a_boundary() -> None:
 
 @given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
 def test_cuts_travel_in_the_structure(tensors: list[Move], structure: str) -> None:
-    cuts = tuple(
-        Crossing(shape, sent, received, tuple(reversed(range(len(shape))))) for shape, _, sent, _, received in tensors
-    )
+    cuts = tuple(Crossing(row, sent, got, tuple(reversed(range(len(row))))) for row, _, sent, _, got in tensors)
     assert read_crossings(with_crossings(structure, cuts)) == (cuts, structure)

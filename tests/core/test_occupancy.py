@@ -117,14 +117,11 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     profile = pd.Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
     cluster = pd.Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
-    update_delay = data.draw(st.integers(0, 1))
-    space = planner.SearchSpace.of(
-        profile, cluster, occupancy=occupancy_of(name, m), microbatches=m, update_delay=update_delay
-    )
+    how = {"occupancy": occupancy_of(name, m), "microbatches": m, "update_delay": data.draw(st.integers(0, 1))}
+    space = planner.SearchSpace.of(profile, cluster, **how)
     plan = space.with_bytes(space.build_plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)))
-    for (first, last), stage, count, late in zip(
-        space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True
-    ):
+    rows = zip(space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True)
+    for (first, last), stage, count, late in rows:
         if (first, last) == (0, len(counts)):
             continue  # of one stage there is nothing to guess
         need = space.need_bytes(first, last, count, late, again, stage.replicas)

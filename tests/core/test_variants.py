@@ -68,14 +68,12 @@ def test_seconds_until_the_loss_of_the_reference() -> None:
     assert compared.average_losses(reference)[:2] == [(2.0, -1.5), (2.5, -2.5)]
     assert compared.reach_reference(reference) == 40 * 5 / 10.0
     assert compared.reach_reference(late) is None
-    assert compared.verdict == (
-        "On 4 workers over 1 Gbit/s, 1f1b is predicted to be the first at its own loss, after 20.0 s."
-    )
+    verdict = "On 4 workers over 1 Gbit/s, 1f1b is predicted to be the first at its own loss, after 20.0 s."
+    assert compared.verdict == verdict
     longer = replace(late, losses=tuple((5 * (i + 1), float(-i)) for i in range(60)))
     compared = replace(compared, variants=(reference, longer))
     assert compared.reach_reference(longer) == 40 * 5 / 40.0
-    assert compared.verdict.endswith(
-        "late is predicted to be the first at the loss of 1f1b, after 5.00 s; 1f1b takes 20.0 s."
-    )
+    words = "late is predicted to be the first at the loss of 1f1b, after 5.00 s; 1f1b takes 20.0 s."
+    assert compared.verdict.endswith(words)
     assert compared.table()[0][-1] == "s to 1f1b's loss"
     assert replace(compared, finished=False).verdict.startswith("Not all runs have finished: the same command")

@@ -206,9 +206,7 @@ def test_plans_that_cannot_win_need_no_bytes(
 
 def test_the_bound_knows_what_messages_take() -> None:
     """Two equal stages, and a message as long as an op: noam's depth leaves it exposed, which the bound counts."""
-    profile = pd.Profile.of_chain(
-        (pd.LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0, activation_bytes=0),) * 2, batch=8
-    )
+    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0),) * 2, batch=8)
     for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
         plan = pd.plan(profile, pd.Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
         assert 0.98 * seconds * (1 - 1e-9) <= make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)

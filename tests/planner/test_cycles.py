@@ -32,9 +32,8 @@ def cycle_of(plan: pd.Plan) -> int:
 def test_is_the_fastest_with_so_short_a_cycle(
     draw: random.Random, layers: int, workers: int, memory: int | None, whole: bool
 ) -> None:
-    space = SearchSpace.of(
-        random_chain(draw, layers, 10**6), pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory)
-    )
+    cluster = pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, memory)
+    space = SearchSpace.of(random_chain(draw, layers, 10**6), cluster)
 
     def among(plan: pd.Plan) -> bool:
         return len(plan.stages) > 1 and cycle_of(plan) <= most and (not whole or plan.workers == workers)

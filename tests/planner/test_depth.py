@@ -75,9 +75,8 @@ def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[SearchSpace, tuple[int, ...], tuple[int, ...]]:
     counts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    layer = st.builds(
-        pd.LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)
-    )
+    size = st.integers(0, 9)
+    layer = st.builds(pd.LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), size, size)
     layers = draw(st.lists(layer, min_size=len(counts), max_size=len(counts)))
     profile = pd.Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
     cluster = pd.Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))

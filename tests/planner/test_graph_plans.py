@@ -191,9 +191,8 @@ def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.Monke
         pd.LayerProfile(1.0, 1.0, 1, 0, 1),
     )
     edges = tuple((0, i) for i in range(1, 6))
-    profile = pd.Profile(
-        "views", pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1
-    )
+    graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(6)), edges)
+    profile = pd.Profile("views", graph, layers, batch=1)
     limited = pd.Cluster.flat(2, 1e9, memory_bytes=100)
     assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
     monkeypatch.setattr(cuts, "MAX_DOWNSETS", 10)

@@ -41,9 +41,8 @@ def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[S
                 if sum(r * mesh.size for r, mesh in row) > ranks:
                     continue
                 for redoes in product(again, repeat=stages):
-                    yield tuple(
-                        StageChoice(*span, *kind, redo) for span, kind, redo in zip(spans, row, redoes, strict=True)
-                    )
+                    rows = zip(spans, row, redoes, strict=True)
+                    yield tuple(StageChoice(*span, *kind, redo) for span, kind, redo in rows)
 
 
 def lies(space: MeshSpace, choices: tuple[StageChoice, ...]) -> bool:
@@ -160,11 +159,11 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
 def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
     """Where each rank's own bytes are all that crosses a boundary."""
     profile, cluster, meshes = drawn(random.Random(seed), limited=True, levels=1 + seed % 2)
-    none = tuple(replace(layer, output_bytes=0) for layer in profile.layers)
-    ranks = tuple(
-        replace(rank, layers=tuple(replace(layer, output_bytes=0) for layer in rank.layers)) for rank in profile.ranks
-    )
-    profile = replace(profile, layers=none, ranks=ranks, input_shapes=())
+
+    def silent(costs: Any) -> Any:
+        return replace(costs, layers=tuple(replace(layer, output_bytes=0) for layer in costs.layers))
+
+    profile = replace(silent(profile), ranks=tuple(map(silent, profile.ranks)), input_shapes=())
     periods = MeshPeriods(space := MeshSpace.over(SearchSpace.of(profile, cluster), meshes))
     best = MeshProgram(space).best()
     if best is None:

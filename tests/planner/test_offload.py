@@ -119,9 +119,8 @@ def test_a_methods_own_microbatches_decide_what_fits() -> None:
     """Not whole minibatches, of which fewer fit."""
     free = plan_of(None, schedule="1f1b")
     assert free.microbatches > 1
-    assert (
-        plan_of(max(stage.peak_bytes for stage in free.stages), schedule="1f1b", activations="").stages == free.stages
-    )
+    limit = max(stage.peak_bytes for stage in free.stages)
+    assert plan_of(limit, schedule="1f1b", activations="").stages == free.stages
 
 
 def test_copies_take_time() -> None:

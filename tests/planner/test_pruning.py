@@ -54,9 +54,8 @@ def test_the_best_plan_stays(seed: int) -> None:
         cluster = random_cluster(draw)
         space = SearchSpace.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
-        states = draw.choice(
-            [replicated_states(workers), straight_states(workers), states_of_counts((2, 1)[: workers - 1])]
-        )
+        counts = states_of_counts((2, 1)[: workers - 1])
+        states = draw.choice([replicated_states(workers), straight_states(workers), counts])
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
         line = WorkerLine.of(cluster, draw.choice(list_orders(cluster, 100)[0]))
         recompute = draw.choice(["never", "never", "auto", "always"])

@@ -15,7 +15,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, State, states_of_counts, straight_states
-from tests.planner.planned import replicated_states, search_plan
+from tests.planner.planned import random_chain, replicated_states, search_plan
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,
@@ -104,10 +104,8 @@ def test_equals_exhaustive_search(seed: int) -> None:
     planned = refused = several = 0
     for _ in range(60):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
-        versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
-        space = SearchSpace.of(
-            profile, cluster, versions=versions, microbatches=microbatches, update_delay=draw.choice([0, 0, 1])
-        )
+        how = {"versions": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
+        space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]), **how)
         states, starts, whole, among = _kind(draw, cluster.workers)
         pipelines = DynamicProgram(space, states, starts, whole)
         try:
@@ -130,9 +128,8 @@ def test_equals_exhaustive_search(seed: int) -> None:
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        space = SearchSpace.of(
-            random_profile(draw, most=5), pd.Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
-        )
+        profile, delay = random_profile(draw, most=5), draw.choice([0, 1])
+        space = SearchSpace.of(profile, pd.Cluster.flat(4), microbatches=2, update_delay=delay)
         needs = {candidate: peak_bytes(space, candidate) for candidate in every_plan(space)}
         assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
         for stages in range(1, max(len(candidate.stages) for candidate in needs) + 1):
@@ -143,11 +140,9 @@ def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
 def test_many_workers_are_planned_in_seconds() -> None:
     """Ten times what it needs, for machines differ."""
     draw = random.Random(0)
-    layers = [
-        pd.LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
-    ]
+    profile = random_chain(draw, 200)
     start = time.process_time()
-    best = search_plan(pd.Profile.of_chain(tuple(layers)), pd.Cluster.flat(64, 1e9, 1e-5))
+    best = search_plan(profile, pd.Cluster.flat(64, 1e9, 1e-5))
     assert time.process_time() - start < 30
     assert best.workers <= 64
     assert max(best.replicas) > 1

@@ -71,10 +71,8 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     cluster = pd.Cluster.flat(workers, bandwidth, 0.2, memory)
 
-    def make() -> PlanSearch:
-        return PlanSearch.of(
-            profile, cluster, choices=Choices(recompute=recompute), all_workers=all_workers, update_delay=1
-        )
+    how = {"choices": Choices(recompute=recompute), "all_workers": all_workers, "update_delay": 1}
+    make = partial(PlanSearch.of, profile, cluster, **how)
 
     def find(search: PlanSearch, shape: Any, link_factor: float) -> pd.Plan | str:
         try:

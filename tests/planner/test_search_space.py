@@ -65,12 +65,8 @@ def test_frozen_weights_count_once(rows: list[tuple[int, int]], data: st.DataObj
     layers = [pd.LayerProfile(1.0, 2.0, 10, a + b, 7, backward_bytes=20 + a, frozen_bytes=b) for a, b in rows]
     bare = [replace(layer, parameter_bytes=layer.trained_bytes, frozen_bytes=0) for layer in layers]
     cut, replicas = data.draw(st.integers(1, len(rows) - 1)), data.draw(st.sampled_from([(1, 1), (2, 1)]))
-    plans = [
-        manual_plan(
-            pd.Profile.of_chain(tuple(some), batch=4, **update), pd.Cluster.flat(sum(replicas)), (cut,), replicas
-        )
-        for some in (layers, bare)
-    ]
+    profiles = (pd.Profile.of_chain(tuple(some), batch=4, **update) for some in (layers, bare))
+    plans = [manual_plan(profile, pd.Cluster.flat(sum(replicas)), (cut,), replicas) for profile in profiles]
     for stage, other, some in zip(*(plan.stages for plan in plans), (rows[:cut], rows[cut:]), strict=True):
         frozen = sum(b for _, b in some)
         assert stage.frozen_bytes == frozen

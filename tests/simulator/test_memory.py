@@ -135,9 +135,8 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             else:
                 continue
             extra += halved * DEFERRED_SHARE * row.activation_bytes
-            expected.append(
-                (span.start_s, base_at(schedule.plan, stage, alive + buffers, in_flight, held_most) + extra)
-            )
+            base = base_at(schedule.plan, stage, alive + buffers, in_flight, held_most)
+            expected.append((span.start_s, base + extra))
             if span.kind in ("B", "W"):
                 in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)

@@ -132,9 +132,7 @@ def test_full_depth_hides_messages_of_replicated_plans(
     round_trips = (2 * slots,) * (len(replicas) - 1)
     shares = []
     for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
-        program = pd.lower(
-            pd.schedules.build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates))
-        )
+        program = program_of("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates))
         timeline = simulate(program, seconds, 600)
         shares.append(min(steady_metrics(timeline, skip=400).busy_shares))
         assert simulate(program, overlapped, 600).makespan_s <= timeline.makespan_s

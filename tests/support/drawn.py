@@ -5,16 +5,15 @@ Drawn by a `random.Random`: profiles that know a rank of some meshes, and cluste
 
 import random
 from dataclasses import replace
-from typing import NamedTuple
 
-from hypothesis import assume, strategies as st
+from hypothesis import strategies as st
 
 import pipedream as pd
+from pipedream import schedules as methods
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import RankProfile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan import depth
 from pipedream.core.plan.cost import Site
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.simulator import Costs
@@ -30,27 +29,27 @@ NO_UPDATE_DELAY = (
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
-STRAIGHT = sorted({*pd.schedules.SCHEDULES, ACCUMULATED} - set(pd.schedules.STAGE_ORDERS))
+STRAIGHT = sorted({*methods.SCHEDULES, ACCUMULATED} - set(methods.STAGE_ORDERS))
 """The methods of one stage a worker."""
 
 
 @st.composite
 def laid_out(draw: st.DrawFn, most: int = 4) -> pd.Schedule:
     """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
-    name = draw(st.sampled_from(sorted(pd.schedules.STAGE_ORDERS)))
-    step = 2 if pd.schedules.STAGE_ORDERS[name].replicas > 1 else 1
+    name = draw(st.sampled_from(sorted(methods.STAGE_ORDERS)))
+    step = 2 if methods.STAGE_ORDERS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    chunks = draw(st.integers(1, 3)) if pd.schedules.STAGE_ORDERS[name] in (pd.schedules.looped, dispatched) else None
+    chunks = draw(st.integers(1, 3)) if methods.STAGE_ORDERS[name] in (methods.looped, dispatched) else None
     if name == "roundpipe":  # of any number of stages
         plan = pd.Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
-    plan = pd.schedules.uniform(name, workers, chunks=chunks)
+    plan = methods.uniform(name, workers, chunks=chunks)
     unit = workers * (2 if name in ("chimera_doubled", "dualpipev") else 1)
     m = draw(st.integers(1, 3 * unit))
     try:
-        return pd.schedules.build(name, plan, m)
+        return methods.build(name, plan, m)
     except pd.errors.ScheduleError:  # it takes them in such units, or needs one at least
-        return pd.schedules.build(name, plan, max(m - m % unit, unit))
+        return methods.build(name, plan, max(m - m % unit, unit))
 
 
 def schedules() -> st.SearchStrategy[pd.Schedule]:
@@ -66,18 +65,16 @@ def straight(draw: st.DrawFn) -> pd.Schedule:
     name = draw(st.sampled_from(STRAIGHT))
     if name in NO_UPDATE_DELAY:
         update_delay = (0,) * len(replicas)  # it does not update delay
-    in_flight = pd.schedules.raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
+    in_flight = methods.raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
     rows = tuple(pd.Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = pd.Plan(rows, in_flight, pd.Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
-        least = max(
-            max(count_in_flight - 1, 1) * count for count_in_flight, count in zip(in_flight, replicas, strict=True)
-        )
-        return pd.schedules.build(name, plan, least + draw(st.integers(0, 3)))
+        least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
+        return methods.build(name, plan, least + draw(st.integers(0, 3)))
     try:
-        return pd.schedules.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
+        return methods.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
     except pd.errors.ScheduleError:  # it needs more microbatches for these replicas
-        return pd.schedules.build(name, plan)
+        return methods.build(name, plan)
 
 
 @st.composite
@@ -142,57 +139,9 @@ def runs(draw: st.DrawFn, of: st.SearchStrategy[pd.Schedule] | None = None) -> t
     return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))
 
 
-class Case(NamedTuple):
-    name: str
-    replicas: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    update_delay: tuple[int, ...]
-    microbatches: int | None
-    order: tuple[int, ...] = ()
-
-    def program(self) -> pd.Program:
-        plan = pd.Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
-        plan = replace(plan, in_flight=self.in_flight, update_delay=self.update_delay)
-        return pd.lower(pd.schedules.build(self.name, plan, self.microbatches))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any legal method, replicas, depth (also by hand), update delay and split; or stages that share workers."""
-    name = draw(st.sampled_from(sorted(pd.schedules.SCHEDULES)))
-    if name in pd.schedules.STAGE_ORDERS:
-        layout, p = pd.schedules.STAGE_ORDERS[name], 2 * draw(st.integers(1, 2))
-        order = layout.order(p, draw(st.integers(1, 3)) if layout is pd.schedules.looped else layout.chunks or 1)
-        replicas = (layout.replicas,) * (len(order) // layout.replicas)
-        parts = 2 * p * draw(st.integers(1, 2))  # a number that all of them take
-        return Case(name, replicas, depth.noam(replicas), (0,) * len(replicas), parts, order)
-    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    slots = tuple(draw(st.lists(st.floats(0, 4), min_size=len(replicas) - 1, max_size=len(replicas) - 1)))
-    in_flight = draw(st.sampled_from([depth.noam(replicas), depth.full(replicas, slots)]))
-    if draw(st.booleans()):
-        # By hand: up to one stage, as many minibatches as the deepest stage and some more.
-        last, more = draw(st.integers(0, len(replicas) - 1)), draw(st.integers(0, 3))
-        most = max((w - 1) * r for w, r in zip(in_flight, replicas, strict=True)) + more
-        deeper = [most // r + 1 for r in replicas[: last + 1]]
-        in_flight = (*deeper, *in_flight[last + 1 :])
-    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-    in_flight = depth.raise_to_legal(in_flight, replicas, update_delay)
-    microbatches = None if name in WHOLE else draw(st.integers(max(replicas), 12))
-    if name == "pipedream_2bw":
-        assert microbatches is not None
-        assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
-    assume(name not in NO_UPDATE_DELAY or in_flight == depth.raise_to_legal(in_flight, replicas))
-    case = Case(name, replicas, in_flight, update_delay, microbatches)
-    try:
-        case.program()
-    except pd.errors.ScheduleError:  # it needs more microbatches for these replicas
-        assume(False)
-    return case
-
-
-MESHES = st.lists(st.integers(1, 3), max_size=2).map(
-    lambda sizes: pd.Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
-)
+_SIZES = (1, 2, 3)
+MESHES = st.sampled_from(["", *(f"m0:{n}" for n in _SIZES), *(f"m0:{n},m1:{k}" for n in _SIZES for k in _SIZES)])
+MESHES = MESHES.map(pd.Mesh)
 
 
 def placements(draw: st.DrawFn, mesh: pd.Mesh, dimensions: int) -> tuple[int | None, ...]:

@@ -56,9 +56,8 @@ def check(schedule: pd.Schedule, timeline: pd.Timeline, total: int) -> None:
             needs += [("U", stage, version, home)] if version else []
             assert 0 <= version <= k // per_update[stage]
         else:
-            needs += [
-                ("I", stage, k, rank) if kind == "W" else ("F", stage, k, placement.rank_of(stage, k, forward=True))
-            ]
+            forwards_at = placement.rank_of(stage, k, forward=True)
+            needs += [("I", stage, k, rank) if kind == "W" else ("F", stage, k, forwards_at)]
             needs += [(back, stage + 1, k, placement.rank_of(stage + 1, k))] if stage < last and kind == back else []
         for need in needs:
             assert done[need].end_s <= span.start_s + _TINY, f"{stage}{kind}{k} before {need}"

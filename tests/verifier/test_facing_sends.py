@@ -42,9 +42,8 @@ def _count_facing(run: Unrolled) -> int:
         ]
         for i in moments[0]:
             for j in moments[1]:
-                came = all(sent < i for sent, read in there if read < j) and all(
-                    sent < j for sent, read in back if read < i
-                )
+                came = all(sent < i for sent, read in there if read < j)
+                came = came and all(sent < j for sent, read in back if read < i)
                 outstanding = any(sent < i and read > j for sent, read in there)
                 count += came and outstanding and any(sent < j and read > i for sent, read in back)
     return count

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import Case, cases
+from drawn import schedules
 from hypothesis import given, strategies as st
 from loaders import Numbers, Plain, Shuffled, listed, seed_all
+from programs import uniform_program
 from torch.utils.data import DataLoader
 
 import pipedream as pd
@@ -344,8 +345,7 @@ class Handing(_Waits):
         return super()._step(rank, instruction)
 
 
-def gets_through(case: Case, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
-    program = case.program()
+def gets_through(program: pd.Program, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
     pd.verify(program)
     run = unroll(program, 4 * program.cycle)
     waits = Handing(run, [0 if program.microbatches == 1 else machines.index(machine) for machine in machines], early)
@@ -357,15 +357,15 @@ def gets_through(case: Case, machines: Sequence[int] = (0,) * 8, early: int = 0)
     return all(at == len(stream) for at, stream in zip(waits.position, run.streams, strict=True))
 
 
-@given(case=cases(), machines=st.lists(st.integers(0, 2), min_size=8, max_size=8))
-def test_nobody_waits_in_a_circle_for_what_is_handed_over(case: Case, machines: list[int]) -> None:
-    assert gets_through(case, machines)
+@given(schedule=schedules(), machines=st.lists(st.integers(0, 2), min_size=8, max_size=8))
+def test_nobody_waits_in_a_circle_for_what_is_handed_over(schedule: pd.Schedule, machines: list[int]) -> None:
+    assert gets_through(pd.lower(schedule), machines)
 
 
 def test_a_circle_would_be_found() -> None:
-    case = Case("pipedream", (2, 1), (2, 1), (0, 0), None)
-    assert gets_through(case)
-    assert not gets_through(case, early=1), "a forward that waited for a later round would stand still"
+    program = uniform_program("pipedream", 2, 1)
+    assert gets_through(program)
+    assert not gets_through(program, early=1), "a forward that waited for a later round would stand still"
 
 
 @pytest.mark.parametrize("parts", [1, 2])
