@@ -1,9 +1,12 @@
 """The plan of one search, and random layers to plan for."""
 
 import random
+from itertools import combinations
 from typing import Any
 
 import pipedream as pd
+from pipedream.core.model.profile import TiedParameters
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import PlanSearch
 from pipedream.planner.dynamic_program.recurrence import State
 
@@ -28,6 +31,36 @@ def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> p
         return pd.LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
 
     return pd.Profile.of_chain(tuple(layer() for _ in range(layers)))
+
+
+def random_profile(draw: random.Random, layers: int) -> pd.Profile:
+    """Returns layers with small costs, so that equal ones are common, at times with ties and a skip.
+
+    Their seconds are sums of powers of two, or none: equal sums must still be equal.
+    """
+    choose = draw.choice
+    seconds, launches = choose([[0, 1, 1, 2, 3], [0.0, 0.1, 0.1, 0.2, 0.7]]), choose([[0.0], [0.0], [0.0, 0.5, 4.0]])
+    costs = seconds, seconds, [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8, 20]
+    passes = ("forward_launch_s", "backward_launch_s")
+    rows = [pd.LayerProfile(*map(choose, costs), **{name: choose(launches) for name in passes}) for _ in range(layers)]
+    edges, pairs = {(i, i + 1) for i in range(layers - 1)}, [*combinations(range(layers), 2)]
+    if layers > 2 and draw.random() < 0.3:
+        edges.add(choose(pairs))
+    ties = (choose(pairs),) if layers > 2 and draw.random() < 0.3 else ()
+    tied: tuple[TiedParameters, ...] = ()
+    if ties and draw.random() < 0.5:  # separated, by a method whose stages all make the same updates
+        tied, ties = (TiedParameters(("w",), ties[0], min(rows[ties[0][0]].parameter_bytes, 4)),), ()
+    graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(layers)), tuple(sorted(edges)), ties)
+    some = [0.0] if draw.random() < 0.6 else [0.0, 0.1, 1.0, 2.0]
+    runtime = RuntimeCosts(*(choose(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
+    update_s = choose([0.0, 1.0, 2.5])
+    rest = {
+        "update_s": update_s,
+        "update_fixed_s": update_s * choose([0.0, 0.5, 1.0]),
+        "copy_s": choose([0.0, 1.0, 4.0]),
+    }
+    rest |= {"optimizer_bytes": choose([0, 7, 20]), "loss_s": choose([0.0, 1.0]), "tied": tied, "runtime": runtime}
+    return pd.Profile("random", graph, tuple(rows), batch=4, input_shapes=((choose([0, 1, 4]),),), **rest)
 
 
 def replicated_states(workers: int) -> tuple[State, ...]:

@@ -23,12 +23,8 @@ def random_profile(draw: random.Random) -> pd.Profile:
         pd.LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
         for _ in range(count)
     )
-    rest = {
-        "loss_s": draw.choice([0.0, 0.5]),
-        "update_s": draw.choice([0.5, 1.0]),
-        "update_fixed_s": draw.choice([0.0, 0.5]),
-    }
-    chain = pd.Profile.of_chain(layers, **rest)
+    rest = {"loss_s": [0.0, 0.5], "update_s": [0.5, 1.0], "update_fixed_s": [0.0, 0.5]}
+    chain = pd.Profile.of_chain(layers, **{name: draw.choice(values) for name, values in rest.items()})
     if draw.random() < 0.3:
         return chain
     edges = {(max(0, j - draw.randint(1, 3)), j) for j in range(1, count) for _ in range(2)}

@@ -10,12 +10,10 @@ from hypothesis import assume, given, strategies as st
 from marks import seeds
 
 import pipedream as pd
-from pipedream.core.model.profile import TiedParameters
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, State, states_of_counts, straight_states
-from tests.planner.planned import random_chain, replicated_states, search_plan
+from tests.planner.planned import random_chain, random_profile, replicated_states, search_plan
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,
@@ -30,41 +28,6 @@ def straight(profile: pd.Profile, cluster: pd.Cluster, *, stages: int, **options
 
 def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
     return DynamicProgram(space, straight_states(stages), ((stages, 1),))
-
-
-def random_profile(draw: random.Random, most: int = 8) -> pd.Profile:
-    """A chain of a few layers with small costs, so that equal ones are common, sometimes with ties and skips."""
-    count = draw.randint(1, most)
-    tenths = draw.random() < 0.5  # seconds that are not sums of powers of two: equal sums must still be equal
-    seconds = [0, 1, 1, 2, 3] if not tenths else [0.0, 0.1, 0.1, 0.2, 0.7]
-    launches = draw.choice([[0.0], [0.0], [0.0, 0.5, 4.0]])  # of a GPU
-    costs = seconds, seconds, [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8]
-    layers = tuple(
-        pd.LayerProfile(*map(draw.choice, costs), forward_launch_s=draw.choice(launches)) for _ in range(count)
-    )
-    edges = {(i, i + 1) for i in range(count - 1)}
-    ties: tuple[tuple[int, ...], ...] = ()
-    if count > 2 and draw.random() < 0.3:
-        edges.add(tuple(sorted(draw.sample(range(count), 2))))  # type: ignore[arg-type]
-    if count > 2 and draw.random() < 0.3:
-        ties = (tuple(draw.sample(range(count), 2)),)
-    tied: tuple[TiedParameters, ...] = ()
-    if ties and draw.random() < 0.5:  # separated, by a method whose stages all make the same updates
-        users = tuple(sorted(ties[0]))
-        tied, ties = (TiedParameters(("w",), users, min(layers[users[0]].parameter_bytes, 4)),), ()
-    graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
-    shapes, update_s = ((draw.choice([0, 1, 4]),),), draw.choice([0.0, 1.0, 2.5])
-    update = {"update_s": update_s, "update_fixed_s": update_s * draw.choice([0.0, 0.5])}
-    update |= {"copy_s": draw.choice([0.0, 1.0, 4.0]), "optimizer_bytes": draw.choice([0, 7, 20])}
-    rest = {"loss_s": draw.choice([0.0, 1.0]), "tied": tied, "runtime": random_runtime(draw)}
-    return pd.Profile("random", graph, layers, batch=4, input_shapes=shapes, **update, **rest)
-
-
-def random_runtime(draw: random.Random) -> RuntimeCosts:
-    if draw.random() < 0.6:
-        return RuntimeCosts()
-    some = [0.0, 0.1, 1.0, 2.0]
-    return RuntimeCosts(*(draw.choice(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
 
 
 def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
@@ -103,7 +66,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     draw = random.Random(seed)
     planned = refused = several = 0
     for _ in range(60):
-        profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
+        profile, cluster = random_profile(draw, draw.randint(1, 6)), random_cluster(draw, workers=draw.randint(1, 5))
         how = {"versions": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
         space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]), **how)
         states, starts, whole, among = _kind(draw, cluster.workers)
@@ -128,7 +91,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        profile, delay = random_profile(draw, most=5), draw.choice([0, 1])
+        profile, delay = random_profile(draw, draw.randint(1, 5)), draw.choice([0, 1])
         space = SearchSpace.of(profile, pd.Cluster.flat(4), microbatches=2, update_delay=delay)
         needs = {candidate: peak_bytes(space, candidate) for candidate in every_plan(space)}
         assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())

@@ -12,13 +12,12 @@ from marks import seeds
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
 from pipedream.core.schedule.occupancy import stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.workers import WorkerLine, list_orders
-from tests.planner.planned import search_plan
+from tests.planner.planned import random_profile, search_plan
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
     ((4, ()),),
@@ -33,8 +32,6 @@ SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
 
 
 RATES = ([0.25, 0.5, 1.0, 4.0, 1e9], [0.0, 0.0, 0.25], [None, None, 0.5], [None, None, 2.0])
-COSTS = ([0.0, 1.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0], [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8, 20])
-UPDATE = {"update_fixed_s": [0.0, 0.5, 1.0], "copy_s": [0.0, 2.0], "optimizer_bytes": [0, 7], "loss_s": [0.0, 1.0]}
 
 
 def random_tree(draw: random.Random) -> pd.Cluster:
@@ -56,22 +53,6 @@ def random_tree(draw: random.Random) -> pd.Cluster:
     return pd.Cluster(levels, kinds=kinds, all_reduce=bare.all_reduce)
 
 
-def random_chain(draw: random.Random, most: int = 5) -> pd.Profile:
-    """Seconds and bytes whose sums are exact, so that equal plans compare equal."""
-    launches = draw.choice([[0.0], [0.0, 0.5, 4.0]])  # of a GPU
-
-    def layer() -> pd.LayerProfile:
-        passes = {f"{way}_launch_s": draw.choice(launches) for way in ("forward", "backward")}
-        return pd.LayerProfile(*map(draw.choice, COSTS), **passes)
-
-    layers = tuple(layer() for _ in range(draw.randint(1, most)))
-    some = [0.0] if draw.random() < 0.6 else [0.0, 0.25, 1.0]
-    runtime = RuntimeCosts(*(draw.choice(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
-    shapes = ((draw.choice([0, 1]),),)
-    update = {name: draw.choice(values) for name, values in UPDATE.items()}
-    return pd.Profile.of_chain(layers, input_shapes=shapes, update_s=1.0, runtime=runtime, **update)
-
-
 def through_the_tree(cluster: pd.Cluster) -> list[tuple[int, ...]]:
     """All orders, found by trying: those that leave no component and come back to it."""
     sites = []
@@ -91,7 +72,7 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     draw, chains = random.Random(seed), 12
     planned = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
-        profile, cluster = random_chain(draw, most=4), random_tree(draw)
+        profile, cluster = random_profile(draw, draw.randint(1, 4)), random_tree(draw)
         versions: Any = draw.choice([stash, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
         options: dict[str, Any] = {
             "microbatches": draw.choice([1, 2]),
@@ -145,7 +126,7 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
     draw = random.Random(seed)
     tried = 0
     while tried < 6:
-        profile, cluster = random_chain(draw, most=4), random_tree(draw)
+        profile, cluster = random_profile(draw, draw.randint(1, 4)), random_tree(draw)
         if cluster.workers > 4 or not (cluster.kinds or any(level.sizes for level in cluster.levels)):
             continue
         space = SearchSpace.of(profile, cluster)
