@@ -25,9 +25,7 @@ from pipedream.core.schedule.compensation import (
     VelocityPrediction,
     compensations,
 )
-from pipedream.metrics import in_flight, staleness
 from pipedream.schedules import COMPENSATED, METHODS, build, uniform
-from pipedream.simulator import costs, simulate
 
 numbers = st.floats(0, 1e6)
 anything = st.one_of(
@@ -168,11 +166,15 @@ def test_named_methods_stand_on_others(name: str, stages: int) -> None:
     base, compensation = STANDS_ON[name]
     schedule, plain = (build(which, pd.Plan.uniform(stages)) for which in (name, base))
     assert schedule.updates.compensation == (compensation,)
-    ours, other = (simulate(pd.lower(s), costs(s.plan), 6 * stages) for s in (schedule, plain))
+    ours, other = (pd.simulate(s.plan, schedule=s, minibatches=6 * stages) for s in (schedule, plain))
     assert ours.spans == other.spans
     for s in range(stages):
-        assert staleness(ours, s) == schedule.claims.staleness(stages, 6 * stages, s) == schedule.weights.staleness(s)
-        assert in_flight(ours, s) == schedule.claims.in_flight(stages, 6 * stages, s)
+        assert (
+            pd.metrics.staleness(ours, s)
+            == schedule.claims.staleness(stages, 6 * stages, s)
+            == schedule.weights.staleness(s)
+        )
+        assert pd.metrics.in_flight(ours, s) == schedule.claims.in_flight(stages, 6 * stages, s)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pipedream as pd
 from pipedream import schedules
 from pipedream.cli.options import read_profile
 from pipedream.core import artifact
-from pipedream.core.artifact import Artifact
 from pipedream.core.model.profile import RankProfile
 from pipedream.core.schedule.timeline import GradientVersions, Span
 
@@ -80,7 +79,7 @@ nouns = st.one_of(clusters, graphs(), profiles(), plans(), timelines, placements
 
 
 @given(nouns)
-def test_what_is_saved_is_what_is_loaded(noun: Artifact) -> None:
+def test_what_is_saved_is_what_is_loaded(noun: artifact.Artifact) -> None:
     check_round_trip(noun)
     assert str(noun)
 
@@ -96,7 +95,7 @@ def test_programs_are_read_as_they_were_written(name: str) -> None:
     assert pd.Program.from_json(program.to_json()).updates.compensation == schedule.updates.compensation
 
 
-def check_round_trip(noun: Artifact) -> None:
+def check_round_trip(noun: artifact.Artifact) -> None:
     text = noun.to_json()
     again = type(noun).from_json(text)
     assert again == noun
@@ -121,7 +120,7 @@ def with_ranks(*ranks: Any) -> Callable[[dict[str, Any]], Any]:
 
 PLAN, PROGRAM = pd.Plan.uniform(2), program_of("1f1b", pd.Plan.uniform(2), 2)
 FORWARD = r"Plan.stages\[0\].forward_s should be a number up to 1e60"
-REFUSED: list[tuple[Artifact, Callable[[dict[str, Any]], Any], str]] = [
+REFUSED: list[tuple[artifact.Artifact, Callable[[dict[str, Any]], Any], str]] = [
     (PLAN, lambda d: d | {"artifact": "Profile"}, "should hold a Plan, but holds 'Profile'"),
     (PLAN, lambda d: {"stages": []}, "should hold a Plan, but holds None"),
     (PLAN, lambda d: [d], "should hold a Plan, but holds 'list'"),
@@ -170,7 +169,7 @@ REFUSED: list[tuple[Artifact, Callable[[dict[str, Any]], Any], str]] = [
 
 @pytest.mark.parametrize(("noun", "change", "words"), REFUSED, ids=[words for *_, words in REFUSED])
 def test_what_is_not_the_noun_is_refused_with_the_file_and_the_place(
-    noun: Artifact, change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
+    noun: artifact.Artifact, change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "noun.json"
     path.write_text(json.dumps(change(json.loads(noun.to_json()))), encoding="utf-8")

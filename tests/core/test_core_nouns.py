@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream import schedules
 from pipedream.core import units
 from pipedream.core.seeds import layer_seed
-from pipedream.schedules import Placement
 
 SIZES = {"16e9": 16 * 10**9, "512MB": 512 * 10**6, "2 GiB": 2 * 2**30, "1k": 1000, " 7 B ": 7, 12: 12}
 RATES = {"1e9": 1e9, "1.25GB/s": 1.25e9, "10 Gbit/s": 1.25e9, "100mbit/s": 12.5e6, "8bit/s": 1.0, "3kBps": 3e3}
@@ -73,11 +73,11 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
         (lambda: replace(chain(3), edges=((0, 3),)), r"edge \(0, 3\) does not run forward within 3"),
         (lambda: chain(3, (0, 3)), r"tie \(0, 3\) names a layer"),
         (lambda: chain(3, ()), r"tie \(\) names a layer"),
-        (lambda: Placement(()), "every stage needs a rank"),
-        (lambda: Placement(((0,), ())), "every stage needs a rank"),
-        (lambda: Placement(((0,), (2,))), "without a gap"),
-        (lambda: Placement(((1,),)), "without a gap"),
-        (lambda: Placement(((0, 0),)), "two replicas on one rank"),
+        (lambda: schedules.Placement(()), "every stage needs a rank"),
+        (lambda: schedules.Placement(((0,), ())), "every stage needs a rank"),
+        (lambda: schedules.Placement(((0,), (2,))), "without a gap"),
+        (lambda: schedules.Placement(((1,),)), "without a gap"),
+        (lambda: schedules.Placement(((0, 0),)), "two replicas on one rank"),
         (lambda: replace(TWO, stages=()), "at least one stage"),
         (lambda: replace(pd.Plan.uniform(1), stages=(pd.Stage(1, 2),)), "must begin at layer 0, found 1"),
         (lambda: replace(TWO, stages=(pd.Stage(0, 1), pd.Stage(2, 3))), "ends before layer 1, .* begins at 2"),
@@ -110,7 +110,7 @@ def test_refused(call: Callable[[], object], words: str) -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple), st.integers(0, 100))
 def test_round_robin(replicas: tuple[int, ...], k: int) -> None:
-    placement = Placement.replicated(replicas)
+    placement = schedules.Placement.replicated(replicas)
     assert placement.replicas == replicas
     assert placement.workers == sum(replicas)
     for stage, count in enumerate(replicas):

@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream.core.hardware import devices, presets
 from pipedream.core.hardware.devices import DEVICES, Device, device_named, workers_of
-from pipedream.core.hardware.presets import PRESETS
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "bfloat16": 4e12}, 1e11, launch_s=1e-5, flop_share=0.5, byte_share=0.8)
 SMALL = ((1000, 4e11), (10**6, 2e11))
@@ -109,7 +108,7 @@ REFUSED = [
     (partial(replace, TOY, small_bytes_per_s=SMALL[::-1]), "the slower"),
     (partial(replace, TOY, small_bytes_per_s=((1000, 1e10),)), "the slower"),
     (partial(Device, "x", 1, {"float16": 1.0}, 1.0), "float32"),
-    (partial(presets.cluster, "pipedream-z"), "(?s)" + ".*".join(map(re.escape, PRESETS))),
+    (partial(presets.cluster, "pipedream-z"), "(?s)" + ".*".join(map(re.escape, presets.PRESETS))),
     *((partial(presets.cluster, "pipedream-a", count), f"{count} {COUNTS}") for count in (0, -1, 10**9)),
 ]
 
@@ -128,9 +127,9 @@ def test_a_device_survives_a_file_and_is_shown() -> None:
 # -- the papers' clusters ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_as_many_machines_as_in_the_paper_or_as_wanted(name: str) -> None:
-    preset = PRESETS[name]
+    preset = presets.PRESETS[name]
     default, three = presets.cluster(name), presets.cluster(name, 3)
     assert (default.workers, three.workers) == (preset.machines * preset.workers, 3 * preset.workers)
     assert set(default.memories) == {preset.memory_bytes}

@@ -11,7 +11,8 @@ from programs import program_of, with_rank
 
 import pipedream as pd
 from pipedream.core.schedule.program import Move, Transfer, format_instructions
-from pipedream.schedules import Kind, Op
+
+Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
 plans = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda r: pd.Plan.uniform(len(r), replicas=r))
 schedules = st.one_of(drawn.schedules(), plans.map(pd.schedules.evaluation))

@@ -11,10 +11,9 @@ from hypothesis import given
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.schedule.program import Channel
-from pipedream.planner import manual_plan
-from pipedream.schedules import Kind
 from pipedream.simulator import costs
 
+Kind = pd.schedules.Kind
 COSTS = RuntimeCosts(op_s=0.5, message_s=0.25, message_s_per_byte=0.01, update_s=2.0, load_s=3.0)
 ROWS = tuple(pd.Stage(s, s + 1, 1, 4.0, 8.0, 1.0, output_bytes=100) for s in range(3))
 PLAN = pd.Plan(ROWS, (3, 2, 1), pd.Cluster.flat(3, 1e9))
@@ -104,10 +103,10 @@ def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
     large = pd.LayerProfile(10.0, 20.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
     cluster = pd.Cluster.flat(1, 1e9)
     assert [
-        manual_plan(pd.Profile.of_chain(layers), cluster, ()).slowest_stage_s
+        pd.plan(pd.Profile.of_chain(layers), cluster, shape="1").slowest_stage_s
         for layers in ((small,) * 2, (large,) * 2, (small, large))
     ] == [14.0, 60.0, 33.0]
-    plan = manual_plan(pd.Profile.of_chain((small,) * 2), cluster, ())
+    plan = pd.plan(pd.Profile.of_chain((small,) * 2), cluster, shape="1")
     launched = costs(plan, split=2)  # each microbatch is launched alone
     assert [launched.op_s(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)] == [6.0, 8.0, 4.0]
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))

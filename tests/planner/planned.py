@@ -8,7 +8,6 @@ import pipedream as pd
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import PlanSearch
-from pipedream.planner.dynamic_program.recurrence import State
 
 
 def search_plan(
@@ -63,6 +62,6 @@ def random_profile(draw: random.Random, layers: int) -> pd.Profile:
     return pd.Profile("random", graph, tuple(rows), batch=4, input_shapes=((choose([0, 1, 4]),),), **rest)
 
 
-def replicated_states(workers: int) -> tuple[State, ...]:
+def replicated_states(workers: int) -> tuple[tuple[int, int], ...]:
     """Returns the states of all plans on at most this many workers."""
     return tuple((w, r) for w in range(1, workers + 1) for r in range(1, w + 1))

@@ -54,7 +54,7 @@ def periods(profile: pd.Profile, cluster: pd.Cluster, names: tuple[str, ...]) ->
         if m > profile.batch:
             continue
         try:
-            plan = planning.plan(
+            plan = pd.plan(
                 profile, cluster, schedule=name, microbatches=m, shape=shape, in_flight=depth, update_delay=update_delay
             )
             if update_delay and name not in ("pipedream", "pipedream_vertical_sync"):

@@ -21,7 +21,6 @@ from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison, list_finalists
 from pipedream.workflows import plan as planning, stage_search
 from pipedream.workflows.methods import score
-from pipedream.workflows.stage_search import StageSearch, make_candidate
 
 US = 1e-6
 ROWS = (
@@ -139,7 +138,7 @@ def test_no_plan_beats_its_bound(profile: pd.Profile, cluster: pd.Cluster, sched
         period_s = score(plan).period_s
     except pd.PipelineError:
         assume(False)
-    assert make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
+    assert stage_search.make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
 
 
 @given(
@@ -154,14 +153,14 @@ def test_searches_that_are_left_out_find_nothing_faster(
 ) -> None:
     """All finalists, searched for and simulated one by one; beside a rival that is not faster than they."""
     request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
-    search, seconds = StageSearch(profile, request), []
+    search, seconds = stage_search.StageSearch(profile, request), []
     for finalist in list_finalists("any", profile, cluster.workers):
         with suppress(pd.PipelineError):
             plan = search.plan_best(*finalist)
             if profile.batch == 1 or plan.microbatches <= profile.batch:
                 seconds.append(score(plan).period_s)
     assume(seconds)
-    chosen = StageSearch(profile, request).compare(score, link_factor * min(seconds)).candidates[0]
+    chosen = stage_search.StageSearch(profile, request).compare(score, link_factor * min(seconds)).candidates[0]
     assert chosen.period_s is not None
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
@@ -197,7 +196,7 @@ def test_plans_that_cannot_win_need_no_bytes(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage_search, "MEASURED_SHARE", measured_share)
             try:
-                return replace(StageSearch(profile, request).compare(score).plan, note="")
+                return replace(stage_search.StageSearch(profile, request).compare(score).plan, note="")
             except pd.PipelineError as error:
                 return str(error)
 
@@ -209,7 +208,7 @@ def test_the_bound_knows_what_messages_take() -> None:
     profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0),) * 2, batch=8)
     for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
         plan = pd.plan(profile, pd.Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
-        assert 0.98 * seconds * (1 - 1e-9) <= make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
+        assert 0.98 * seconds * (1 - 1e-9) <= stage_search.make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
         assert score(plan).period_s == pytest.approx(seconds)
 
 
@@ -218,7 +217,7 @@ def test_the_bound_knows_that_unequal_replicas_take_turns() -> None:
     profile = pd.Profile.of_chain((pd.LayerProfile(2.0, 4.0, 0, 0, 0),), batch=8)
     cluster = pd.Cluster((pd.Level(2, 1e9),), kinds=(Workers(1, speed=2.0), Workers(1)))
     plan = pd.plan(profile, cluster, schedule="1f1b", shape=(2,), microbatches=3)
-    assert make_candidate(plan, "").least_s == pytest.approx(3.0)
+    assert stage_search.make_candidate(plan, "").least_s == pytest.approx(3.0)
     assert score(plan).period_s == pytest.approx(3.0)
 
 

@@ -7,14 +7,12 @@ from math import lcm
 import pytest
 from every_plan import exhaustive
 from hypothesis import given, strategies as st
+from programs import program_of
 
 import pipedream as pd
-from pipedream import schedules
-from pipedream.core.schedule import lowering
 from pipedream.planner import MeshSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.pipeline_search import PipelineSearch
-from pipedream.workflows.plan import plan
 from tests.planner.planned import random_chain, search_plan
 
 
@@ -80,9 +78,9 @@ def test_every_plan_builds_its_program(
     options = {"shape": shape, "schedule": schedule, "strategy": strategy}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cycles, "CYCLE_LIMITS", (4, 10))
-        patch.setattr(lowering, "MAX_PROVED", 10)
-        planned = plan(profile, cluster=pd.Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
-        lowering.lower(schedules.build(planned.schedule, planned, planned.microbatches))
+        patch.setattr("pipedream.core.schedule.lowering.MAX_PROVED", 10)
+        planned = pd.plan(profile, pd.Cluster.flat(workers, draw.choice([1e8, 1e9])), **options)
+        program_of(planned.schedule, planned, planned.microbatches)
 
 
 def test_counts_that_cannot_be_proved_are_refused() -> None:

@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 from marks import seeds
-from programs import program_of
 
 import pipedream as pd
 from pipedream.core.plan import depth
 from pipedream.planner import SearchSpace, manual_plan
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.simulator import costs, simulate
 from tests.planner.planned import search_plan
 
 FOUR = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
@@ -116,9 +114,7 @@ def test_auto_is_never_slower_than_noam(seed: int) -> None:
         base, full = space.build_plan(cuts, counts), space.build_plan(cuts, counts).with_depth("full")
         room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))
         between = depth.fit_counts(base.in_flight, full.in_flight, room, counts)
-        spans = [
-            simulate(program_of("pipedream", base.with_depth(which)), costs(base), 240).makespan_s
-            for which in ("noam", between, "full")
-        ]
+        plans = [base.with_depth(which) for which in ("noam", between, "full")]
+        spans = [pd.simulate(plan, minibatches=240).makespan_s for plan in plans]
         assert spans[1] <= spans[0] * 1.02, (counts, between)
         assert spans[2] <= spans[1] * 1.02

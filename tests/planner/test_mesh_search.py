@@ -17,7 +17,6 @@ from pipedream.core.plan.mesh import profile_of_rank
 from pipedream.planner import MeshSearch, SearchSpace, mesh_search
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
-from pipedream.planner.mesh_search import fits_rank_memory
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from tests.planner.planned import search_plan
 
@@ -60,7 +59,7 @@ def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: 
     for choices in every_choice(space, recompute):
         used = sum(choice.ranks for choice in choices)
         is_allowed = (len(choices) > 1 or single) and (used == space.cluster.workers or not all_ranks)
-        if is_allowed and lies(space, choices) and fits_rank_memory(space, choices):
+        if is_allowed and lies(space, choices) and mesh_search.fits_rank_memory(space, choices):
             least_s = min(least_s, space.plan_of(choices).slowest_stage_s)
     return least_s
 
@@ -84,7 +83,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert above >= best_s * (1 - 1e-9)
     if best_s < float("inf"):
         answer = programs[1].best()
-        assert fits_rank_memory(space, answer[1])
+        assert mesh_search.fits_rank_memory(space, answer[1])
         assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
         search = MeshSearch.of(profile, cluster, meshes, choices=choices, all_ranks=all_ranks,
                                update_delay=space.update_delay)  # fmt: skip
@@ -127,7 +126,7 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
     except pd.errors.PlanError:
         assert best_s == float("inf")
         return
-    assert fits_rank_memory(search.space, search.space.choices_of(plan))
+    assert mesh_search.fits_rank_memory(search.space, search.space.choices_of(plan))
     assert plan.bound_s <= best_s * (1 + 1e-9)
     assert plan.slowest_stage_s >= best_s * (1 - 1e-9)
     assert plan.ranks == cluster.workers or not all_ranks
@@ -170,6 +169,6 @@ def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
         assert periods.within(float("inf")) is None
         return
     choices = periods.within(best[0] * (1 + 1e-9))
-    assert fits_rank_memory(space, choices)
+    assert mesh_search.fits_rank_memory(space, choices)
     assert space.plan_of(choices).slowest_stage_s == pytest.approx(best[0])
     assert best[0] == 0 or periods.within(best[0] * (1 - 1e-9)) is None

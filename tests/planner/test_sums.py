@@ -9,12 +9,10 @@ from torch import nn
 import pipedream as pd
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.sums import SumMethod
-from pipedream.metrics import run_metrics
 from pipedream.plan_request import PlanRequest
 from pipedream.simulator import costs
 from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.workflows.plan import plan_and_compare
-from pipedream.workflows.simulate import simulate
 
 WIDE = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 4))
 FACTORS = 4 * (2 * (1024 + 256))  # numbers of rank 4; the last layer is too small
@@ -58,7 +56,7 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
     (size,) = costs(plan).sum_bytes
     assert size == pytest.approx(4 * numbers)
     (whole,) = costs(full).sum_bytes
-    periods = [simulate(p, minibatches=9).spans[-1].end_s for p in (full, plan)]
+    periods = [pd.simulate(p, minibatches=9).spans[-1].end_s for p in (full, plan)]
     saved_s = (whole - size) / 1e6
     assert periods[0] - periods[1] == pytest.approx(saved_s * 5, rel=0.1)  # five rounds of two minibatches
     assert plan.costs.sync_s[0] < full.costs.sync_s[0]
@@ -95,7 +93,7 @@ def test_rare_sums_cross_between_sites_and_messages_do_not(
     assert (plan.config, plan.worker_order) == (config, order)
     for stage in range(2):  # replica j is in site j modulo 2, so that a minibatch stays where it is
         assert [worker // width for worker in plan.workers_of(stage)] == [0, 1] * (plan.replicas[stage] // 2)
-    rates = [run_metrics(pd.simulate(candidate, minibatches=60)).samples_per_s for candidate in (plan, near)]
+    rates = [pd.metrics.run_metrics(pd.simulate(candidate, minibatches=60)).samples_per_s for candidate in (plan, near)]
     assert rates[0] > 0.9 * rates[1]
     assert pd.plan(profile, sites, **request | {"sums": "full"}).worker_order == ()
 

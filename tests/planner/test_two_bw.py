@@ -6,8 +6,7 @@ import pytest
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.planner import two_bw
-from pipedream.planner.two_bw import two_bw_s
+from pipedream.planner.two_bw import two_bw, two_bw_s
 from pipedream.workflows.methods import occupancy_of, score
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)

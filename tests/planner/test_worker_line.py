@@ -14,7 +14,6 @@ import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
-from pipedream.core.schedule.occupancy import stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import random_profile, search_plan
@@ -73,12 +72,9 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     planned = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
         profile, cluster = random_profile(draw, draw.randint(1, 4)), random_tree(draw)
-        versions: Any = draw.choice([stash, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
-        options: dict[str, Any] = {
-            "microbatches": draw.choice([1, 2]),
-            "versions": versions,
-            "update_delay": draw.choice([0, 1]),
-        }
+        kept: Any = draw.choice([None, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
+        options: dict[str, Any] = {} if kept is None else {"versions": kept}
+        options |= {"microbatches": draw.choice([1, 2]), "update_delay": draw.choice([0, 1])}
         recompute = draw.choice(["never", "auto", "always"])
         options["choices"] = Choices(recompute=recompute)
         space = SearchSpace.of(profile, cluster, **options)

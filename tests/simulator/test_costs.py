@@ -14,7 +14,6 @@ from programs import program_of
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.schedule.program import Channel
-from pipedream.metrics import steady_metrics
 from pipedream.simulator import Costs, Stragglers, costs, simulate
 
 ROWS = (
@@ -114,7 +113,7 @@ def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: flo
     slow = data.draw(st.integers(0, stages - 1))
     plan = pd.Plan.uniform(stages, 1.0, 2.0)
     timeline = pd.simulate(plan, minibatches=80, slow={slow: factor})
-    assert steady_metrics(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
+    assert pd.metrics.steady_metrics(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
     assert seconds_of(timeline, "F", slow) == pytest.approx([factor] * 80)
 
 

@@ -16,8 +16,6 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.stage_memory import DEFERRED_SHARE
 from pipedream.core.schedule.timeline import WORK
-from pipedream.core.schedule.weights import Stamped
-from pipedream.experimental.timeprest_interpolated import Interpolated
 from pipedream.simulator import Costs, costs, simulate
 
 ROWS = tuple(
@@ -61,9 +59,9 @@ def alive_after(
         waiting, coming: microbatches whose backward, whose forward is still to end.
     """
     until = rule.kept_until(stage)
-    if isinstance(rule, Stamped):  # for forwards to come, not for backwards
+    if rule.name == "stamped":  # for forwards to come, not for backwards
         return len({newest} | {read[k] for k in coming if read[k] <= newest})
-    if (rule.backward_rule == "stash" and until is None) or isinstance(rule, Interpolated):
+    if (rule.backward_rule == "stash" and until is None) or rule.name == "interpolated":
         return len({newest} | {read[k] for k in waiting if read[k] <= newest})
     begun = read.keys() - coming
     ahead = {pd.schedules.Kind.FORWARD: coming, pd.schedules.Kind.BACKWARD: begun & waiting, None: set()}[until]
@@ -118,7 +116,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
-                one_set = rule.backward_rule != "stash" and not isinstance(rule, (Stamped, Interpolated))
+                one_set = rule.backward_rule != "stash" and rule.name not in ("stamped", "interpolated")
                 if one_set or until is not None:
                     alive = alive_after(rule, stage, newest, read, waiting, coming)
                     if until is pd.schedules.Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:

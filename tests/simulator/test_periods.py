@@ -12,7 +12,6 @@ from programs import program_of
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.depth import full, noam
-from pipedream.metrics import steady_metrics
 from pipedream.simulator import costs, simulate, time_updates
 
 SECONDS = st.floats(0.1, 10.0)
@@ -62,7 +61,7 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     plan = pd.Plan.uniform(p, f, b, share * (f + b) / 2).with_depth("full")
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
-    assert min(steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
+    assert min(pd.metrics.steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
 
 
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
@@ -112,7 +111,7 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     busy = 3.0 / period_s(shallow, lcm(*replicas), 100)
     assert busy == pytest.approx(AT_NOAM[replicas], abs=0.005)
     full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
-    assert min(steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)
+    assert min(pd.metrics.steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_full_depth_hides_messages_of_replicated_plans(
     for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
         program = program_of("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates))
         timeline = simulate(program, seconds, 600)
-        shares.append(min(steady_metrics(timeline, skip=400).busy_shares))
+        shares.append(min(pd.metrics.steady_metrics(timeline, skip=400).busy_shares))
         assert simulate(program, overlapped, 600).makespan_s <= timeline.makespan_s
     assert shares[0] == pytest.approx(1.0)
     assert shares[1] < 0.95
@@ -154,7 +153,7 @@ def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
         (1, 2): 6,
     }
     timeline = simulate(program, replace(costs(plan), cluster=pd.Cluster.flat(5, 2.0, 7.5)), 600)
-    assert min(steady_metrics(timeline, skip=400).busy_shares) == pytest.approx(1.0)
+    assert min(pd.metrics.steady_metrics(timeline, skip=400).busy_shares) == pytest.approx(1.0)
 
 
 @st.composite
@@ -254,4 +253,4 @@ def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int
     assert plan.slowest_stage_s == float(period)
     timeline = run("pipedream", plan.with_depth("full"), None, 400)
     # Messages that fill a port to the last byte, and share it with others on their way, would need more in flight.
-    assert min(steady_metrics(timeline, skip=250).busy_shares) >= (0.75 if quarters == 4 else 0.999)
+    assert min(pd.metrics.steady_metrics(timeline, skip=250).busy_shares) >= (0.75 if quarters == 4 else 0.999)

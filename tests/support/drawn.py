@@ -69,7 +69,7 @@ def straight(draw: st.DrawFn) -> pd.Schedule:
     rows = tuple(pd.Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = pd.Plan(rows, in_flight, pd.Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
-        least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
+        least = max(max(number - 1, 1) * count for number, count in zip(in_flight, replicas, strict=True))
         return methods.build(name, plan, least + draw(st.integers(0, 3)))
     try:
         return methods.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))

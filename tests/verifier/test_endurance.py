@@ -8,6 +8,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from drawn import STRAIGHT, laid_out, runs, straight
@@ -16,7 +17,6 @@ from marks import long, slow
 from programs import program_of
 
 import pipedream as pd
-from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs, Stragglers, simulate
 
 _TINY = 1e-9
@@ -27,7 +27,7 @@ def check(schedule: pd.Schedule, timeline: pd.Timeline, total: int) -> None:
     placement, weights, per_update = schedule.placement, schedule.weights, schedule.updates.per_update
     last, letters = placement.stages - 1, [kind.value for kind in schedule.kinds]
     back, gives = ("I", "W") if "I" in letters else ("B", "B")
-    done: dict[tuple[str, int, int, int], Span] = {}
+    done: dict[tuple[str, int, int, int], Any] = {}
     for rank in range(placement.workers):
         mine = [span for span in timeline.work() if span.rank == rank]
         mine.sort(key=lambda span: (span.start_s, span.end_s))
