@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,26 +10,15 @@ from typing import NoReturn
 import processes
 import pytest
 import typer
+from commands import Refused, Run
 
 import pipedream as pd
 from pipedream import cli
-from pipedream.core.model.profile import LayerProfile
-from pipedream.schedules import uniform
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("files")
-    layer = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
-    profile = pd.Profile.of_chain((layer,) * 4)
-    profile.save(folder / "profile.json")
-    pd.Operators({"x": (4, 6), "y": (4,)}, "y[a] += x[a, b]").save(folder / "step.json")
-    pd.plan(profile, pd.Cluster.flat(2)).save(folder / "plan.json")
-    return folder
 
 
 def test_commands_load_only_what_they_need(files: Path) -> None:
     """In one process, one after another: whatever the first of them loads, the others have loaded."""
+    pd.Operators({"x": (4, 6), "y": (4,)}, "y[a] += x[a, b]").save("step.json")
     rows = (
         ("--help", ("torch", "numpy", "rich")),
         ("--version", ("torch", "numpy", "rich")),
@@ -51,7 +39,7 @@ def test_commands_load_only_what_they_need(files: Path) -> None:
         "    assert main(arguments.split()) == 0\n"
         "    assert not (loaded := sys.modules.keys() & {*absent}), (arguments, loaded)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=files)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,17 +59,13 @@ def test_workers_load_only_what_they_need() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_command: Run) -> None:
+    """And each option is described by a sentence."""
     summary = cli.COMMANDS[name]
-    assert (cli.load(name).help or "").startswith(f"{summary}\n") or cli.load(name).help == summary
-    assert cli.main([name, "-h"]) == 0
-    assert summary in capsys.readouterr().out
-    assert cli.main(["--help"]) == 0
-    assert f"  {name:<{max(map(len, cli.COMMANDS))}}  {summary}\n" in capsys.readouterr().out, "in full"
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_option_is_described_by_a_sentence(name: str) -> None:
+    assert (cli.load(name).help or "").partition("\n")[0] == summary
+    status, out, _ = run_command(name, "-h")
+    assert (status, summary in out) == (0, True)
+    assert f"  {name:<{max(map(len, cli.COMMANDS))}}  {summary}\n" in run_command("--help")[1], "in full"
     for param in cli.load(name).params:
         text = param.help or ""
         assert text.endswith("."), f"{param.name}: {text!r}"
@@ -89,48 +73,46 @@ def test_each_option_is_described_by_a_sentence(name: str) -> None:
         assert not text.startswith("Of "), f"{param.name}: {text!r}"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pipedream {pd.__version__}\n"
-
-
-def test_a_misspelt_command_is_corrected(refused: Callable[..., str]) -> None:
-    assert "No such command 'simulat'. Did you mean 'simulate'" in refused("simulat")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "mine.py", "--workers", "2"], "measure one first: pipedream profile mine.py -o mine.profile.json"),
-        (["plan", "none.json", "--workers", "2"], "none.json does not exist; give the file of a Profile"),
-        (["plan", "profile.json"], "the number of workers is missing; give --workers N"),
-        (["plan", "profile.json", "--workers", "2", "--bandwidth", "1Gbps"], "'1Gbps' is not a bandwidth; write"),
-        (["plan", "profile.json", "--workers", "9", "--straight"], "ask for at most 4 stages"),
-        (["simulate", "none.json"], "none.json does not exist; give the file of a Plan"),
-        (["simulate", "profile.json"], "should hold a Plan, but holds 'Profile'"),
-        (["simulate", "plan.json", "--svg", "out.gif"], "write name.svg, .pdf or .png"),
-        (["simulate"], "give a plan's file or --uniform P"),
-        (["plan", "--check", "mine.py"], "so it is not a Plan; give the right file"),
-        (["show", "1fb1"], "; did you mean 1f1b?"),
-        (["show", "pipedraem_2bw"], "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
-        (["train", "none.py"], "the recipe none.py does not exist"),
-        (["train", "mine.py", "--plan", "none.json"], "none.json does not exist"),
-        (["checkpoint", "verify", "nowhere"], "there is no complete checkpoint in nowhere"),
+        ("plan mine.py --workers 2", "measure one first: pipedream profile mine.py -o mine.profile.json"),
+        ("plan none.json --workers 2", "none.json does not exist; give the file of a Profile"),
+        ("plan profile.json", "the number of workers is missing; give --workers N"),
+        ("plan profile.json --workers 2 --bandwidth 1Gbps", "'1Gbps' is not a bandwidth; write"),
+        ("plan profile.json --workers 9 --straight", "ask for at most 6 stages"),
+        ("simulate none.json", "none.json does not exist; give the file of a Plan"),
+        ("simulate profile.json", "should hold a Plan, but holds 'Profile'"),
+        ("simulate plan.json --svg out.gif", "write name.svg, .pdf or .png"),
+        ("simulate", "give a plan's file or --uniform P"),
+        ("plan --check mine.py", "so it is not a Plan; give the right file"),
+        ("show 1fb1", "; did you mean 1f1b?"),
+        ("show pipedraem_2bw", "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
+        ("train none.py", "the recipe none.py does not exist"),
+        ("train mine.py --plan none.json", "none.json does not exist"),
+        (
+            "train imports.py --workers 1",
+            "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'",
+        ),
+        ("train imports.py --workers 1", "imports.py, line 1"),
+        ("checkpoint verify nowhere", "there is no complete checkpoint in nowhere"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_first_mistakes(
-    files: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    (files / "mine.py").write_text("def recipe(): ...", encoding="utf-8")
-    monkeypatch.chdir(files)
-    error = refused(*arguments)
+def test_first_mistakes(files: Path, arguments: str, message: str, refused: Refused) -> None:
+    Path("mine.py").write_text("def recipe(): ...", encoding="utf-8")
+    Path("imports.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
+    error = refused(*arguments.split())
     assert message in error
     assert error.startswith("pipedream: ")
     assert error.count("\n") == 1, "one line"
 
 
-def test_it_is_also_a_module() -> None:
+def test_a_misspelt_command_is_corrected(refused: Refused) -> None:
+    assert "No such command 'simulat'. Did you mean 'simulate'" in refused("simulat")
+
+
+def test_it_is_also_a_module(run_command: Run) -> None:
+    assert run_command("--version") == (0, f"pipedream {pd.__version__}\n", "")
     done = subprocess.run([sys.executable, "-m", "pipedream", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"pipedream {pd.__version__}\n")
 
@@ -143,18 +125,18 @@ def test_the_shell_completes_commands() -> None:
 
 
 @pytest.mark.parametrize("out", ["folder", "plan.json/file", "x" * 300, "/proc/file"])
-@pytest.mark.parametrize(
-    "command", [("plan", "profile.json", "--workers", "2", "-o"), ("show", "1f1b", "--svg"), ("show", "1f1b", "--csv")]
-)
-def test_what_cannot_be_written_is_one_message(
-    command: tuple[str, ...], out: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(files)
-    Path("folder").mkdir(exist_ok=True)
-    assert cli.main([*command, out]) == 2
-    error = capsys.readouterr().err
+@pytest.mark.parametrize("command", ["plan profile.json --workers 2 -o", "show 1f1b --svg", "show 1f1b --csv"])
+def test_what_cannot_be_written_is_one_message(command: str, out: str, files: Path, refused: Refused) -> None:
+    Path("folder").mkdir()
+    error = refused(*command.split(), out)
     assert (error.count("\n"), out in error) == (1, True), error
     assert not [*files.rglob(".*")], "nothing half written is left"
+
+
+def test_a_folder_that_is_missing_is_not_made(files: Path, refused: Refused) -> None:
+    for option in ("--csv", "--svg"):
+        assert "there is no folder no/such; make it first" in refused("show", "1f1b", option, "no/such/file")
+        assert not Path("no").exists()
 
 
 @pytest.mark.parametrize(("command", "to"), [("show", "a pipe that nobody reads"), ("--version", "/dev/full")])
@@ -169,22 +151,18 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--workers", "2", "--schedule", "chimera"), "--elastic may leave 1 worker, "),
-        (("--workers", "4", "--schedule", "chimera", "--min-workers", "2"), "--elastic may leave 3 workers, "),
-        (("--workers", "4", "--schedule", "chimera", "--min-workers", "4"), ""),
-        (("--workers", "3", "--schedule", "interleaved"), ""),
-        (("--workers", "3", "--phases", "1f1b:10,chimera"), "--elastic may leave 1 worker, "),
-        (("--workers", "3", "--phases", "1f1b:10,pipedream"), ""),
-        (("--plan", "chimera.json"), "--elastic may leave 1 worker, "),
-        (("--plan", "code.json"), "the plan names the method 'code.py'"),
+        ("--workers 2 --schedule chimera", "--elastic may leave 1 worker, "),
+        ("--workers 4 --schedule chimera --min-workers 2", "--elastic may leave 3 workers, "),
+        ("--workers 4 --schedule chimera --min-workers 4", ""),
+        ("--workers 3 --schedule interleaved", ""),
+        ("--workers 3 --phases 1f1b:10,chimera", "--elastic may leave 1 worker, "),
+        ("--workers 3 --phases 1f1b:10,pipedream", ""),
+        ("--plan chimera.json", "--elastic may leave 1 worker, "),
+        ("--plan code.json", "the plan names the method 'code.py'"),
     ],
 )
 def test_elastic_runs_need_a_method_for_fewer_workers(
-    options: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run
 ) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -198,23 +176,22 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
     monkeypatch.chdir(tmp_path)
     Path("recipe.py").touch()
     Path("code.py").write_text("raise AssertionError('a plan is data')")
-    replace(uniform("chimera", 2), schedule="chimera").save("chimera.json")
-    replace(uniform("1f1b", 2), schedule="code.py").save("code.json")
-    status = cli.main(["train", "recipe.py", "--elastic", *options])
+    replace(pd.schedules.uniform("chimera", 2), schedule="chimera").save("chimera.json")
+    replace(pd.schedules.uniform("1f1b", 2), schedule="code.py").save("code.json")
+    status, _, error = run_command("train", "recipe.py", "--elastic", *options.split())
     assert (status, len(started)) == ((2, 0) if message else (0, 1))
-    error = capsys.readouterr().err
     assert message in error if message else not error
 
 
 def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = "torch.nn.Linear(1, 1), loss=None, train=[], optimizer=torch.optim.SGD"
     Path("recipe.py").write_text(
         f"import torch, pipedream\ndef recipe(): return pipedream.Recipe(model={model}, phases='chimera:10,1f1b')\n"
     )
-    saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=uniform("1f1b", 2))
+    saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=pd.schedules.uniform("1f1b", 2))
     checkpoint = SimpleNamespace(path="run", manifest=saved)
     monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))  # imports find_resume_point
     monkeypatch.setattr("pipedream.training.run_folder.find_resume_point", lambda *_: checkpoint)
@@ -223,13 +200,5 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
             monkeypatch.delenv(name, raising=False)
         if size is not None:
             monkeypatch.setenv("WORLD_SIZE", size)
-        assert "--elastic may leave 1 worker, with which 'chimera' does not work" in refused(
-            "train", "recipe.py", "--elastic", *options
-        )
-
-
-def test_a_recipe_that_does_not_import_is_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
-    assert cli.main(["train", str(tmp_path / "small.py"), "--workers", "1", "--out", str(tmp_path / "run")]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert all(words in line for words in ("does not import", "nothing_of_that_name", "small.py, line 1"))
+        error = refused("train", "recipe.py", "--elastic", *options)
+        assert "--elastic may leave 1 worker, with which 'chimera' does not work" in error

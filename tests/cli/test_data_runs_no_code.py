@@ -1,6 +1,5 @@
 """A plan or a checkpoint that names a method's Python file does not run it; only the user does, by naming it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Answer, Refused, Run
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
 from pipedream.schedules import registry
-from pipedream.training.train import train_recipe
-
-RunCommand = Callable[..., tuple[int, str, str]]
 
 METHOD = """
 from pathlib import Path
@@ -40,14 +36,20 @@ def recipe():
     step = lambda named: torch.optim.SGD(named, lr=0.1)
     return pipedream.Recipe(model=nn.Linear(3, 2), loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
 """
+NAMED = "names the method 'mine.py', a Python file"
 
 
 @pytest.fixture
 def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a method's file, in the working directory, that leaves a file beside itself when it is run."""
+    """Returns a method's file, in the working directory, that leaves a file beside itself when it is run.
+
+    A recipe is there too, and a plan that names the method.
+    """
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text(f"{METHOD}\n# {tmp_path}")  # of each test alone: a file runs again only if its bytes have changed
+    Path("recipe.py").write_text(RECIPE)
+    replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
     return path
 
 
@@ -62,40 +64,33 @@ def ran(method: Path) -> bool:
         *((command, "mine.py") for command in ("plan --check", "emulate", "show")),
     ],
 )
-def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command: RunCommand) -> None:
+def test_a_plan_in_a_command(command: str, name: str, method: Path, refused: Refused) -> None:
     method.with_suffix(".PY").write_bytes(method.read_bytes())
     replace(pd.Plan.uniform(1), schedule=name).save("plan.json")
-    status, out, error = run_command(*command.split(), "plan.json")
-    assert (status, out) == (2, "")
+    error = refused(*command.split(), "plan.json")
     assert f"names the method {name!r}, a Python file" in error
     assert f"--schedule {name!r} on the command line" in error
     assert not ran(method)
 
 
-def test_the_user_may_name_it(method: Path, run_command: RunCommand) -> None:
+def test_the_user_may_name_it(method: Path, answer: Answer) -> None:
     replace(pd.Plan.uniform(2), schedule="mine.py", microbatches=4).save("plan.json")
-    status, by_name, _ = run_command("simulate", "plan.json", "--schedule", "mine.py", "--json")
-    assert (status, ran(method)) == (0, True)
+    by_name = answer("simulate", "plan.json", "--schedule", "mine.py")
+    assert ran(method)
     replace(pd.Plan.uniform(2), schedule="gpipe", microbatches=4).save("plan.json")
-    assert run_command("simulate", "plan.json", "--json")[1] == by_name, "with the plan's microbatches"
+    assert answer("simulate", "plan.json") == by_name, "with the plan's microbatches"
 
 
 def test_a_plan_in_python(method: Path) -> None:
-    replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
-    plan = pd.Plan.load("plan.json")
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "sample": torch.zeros(4, 3)}
     for verb in (pd.simulate, partial(pd.Pipeline, nn.Sequential(nn.Linear(3, 2)), **options)):
-        with pytest.raises(ScheduleError, match=r"read the file and, if you trust it, .* schedule='mine.py' in Python"):
-            verb(plan)
+        with pytest.raises(pd.PipelineError, match=r"read the file and, if you trust it, .* schedule='mine.py' in Pyt"):
+            verb(pd.Plan.load("plan.json"))
 
 
-def test_train_with_a_plan(method: Path, refused: Callable[..., str]) -> None:
-    Path("recipe.py").write_text(RECIPE)
-    replace(pd.Plan.uniform(1), schedule="mine.py").save("plan.json")
+def test_train_with_a_plan(method: Path, refused: Refused) -> None:
     for more in ([], ["--schedule", "auto"]):
-        assert "the plan 1 names the method 'mine.py', a Python file" in refused(
-            "train", "recipe.py", "--plan", "plan.json", *more
-        )
+        assert f"the plan 1 {NAMED}" in refused("train", "recipe.py", "--plan", "plan.json", *more)
     assert not ran(method)
 
 
@@ -104,22 +99,16 @@ def test_train_with_a_plan(method: Path, refused: Callable[..., str]) -> None:
     [pytest.param(None, marks=pytest.mark.slow), [pd.Phase("gpipe", until=1), pd.Phase("mine.py")]],
     ids=["schedule", "phases"],
 )
-def test_train_from_a_checkpoint(
-    phases: list[pd.Phase] | None, method: Path, run_command: RunCommand, refused: Callable[..., str]
-) -> None:
-    Path("recipe.py").write_text(RECIPE)
-    arguments: dict[str, Any] = {}
-    exec(RECIPE, arguments)
-    options = {"schedule": None if phases else "mine.py", "phases": phases, "workers": 1, "minibatches": 2}
-    train_recipe(lambda seed: arguments["recipe"](), out="run", quiet=True, **options)
+def test_train_from_a_checkpoint(phases: Any, method: Path, run_command: Run, refused: Refused) -> None:
+    space: dict[str, Any] = {}
+    exec(RECIPE, space)
+    options: dict[str, Any] = {"schedule": None if phases else "mine.py", "phases": phases, "workers": 1}
+    pd.run(space["recipe"], out="run", quiet=True, minibatches=2, **options)
     method.with_suffix(".ran").unlink()
     registry._run_file.cache_clear()
-    assert "the checkpoint run/checkpoints/minibatch-00000002 names the method 'mine.py', a Python file" in refused(
-        "train", "recipe.py", "--resume", "run"
-    )
-    assert "names the method 'mine.py', a Python file" in refused(
-        "train", "recipe.py", "--resume", "run", "--schedule", "auto"
-    )
+    resume = ("train", "recipe.py", "--resume", "run")
+    assert f"the checkpoint run/checkpoints/minibatch-00000002 {NAMED}" in refused(*resume)
+    assert NAMED in refused(*resume, "--schedule", "auto")
     assert not ran(method)
     again = ("--phases", "gpipe:1,mine.py") if phases else ("--schedule", "mine.py")
-    assert run_command("train", "recipe.py", "--resume", "run", *again)[0] == 0
+    assert run_command(*resume, *again)[0] == 0

@@ -1,19 +1,17 @@
 """`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses between them."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from built import Built
+from commands import Answer, Refused, Run
 from torch import nn
 from torch.nn import functional as F
 
-import pipedream
-from pipedream import cli
-from pipedream.core.model.graph import Call, Layer, LayerGraph, Value, ValueSite, crossings, layer_table
+import pipedream as pd
+from pipedream.core.model.graph import Call, Value, ValueSite, crossings, layer_table
 
 CHAIN = """
 import torch
@@ -28,59 +26,47 @@ def recipe():
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> str:
+def chain(tmp_path: Path) -> Path:
     (tmp_path / "chain.py").write_text(CHAIN, encoding="utf-8")
-    return str(tmp_path / "chain.py")
+    return tmp_path / "chain.py"
 
 
-def skip() -> nn.Module:
-    """Two linear layers with a skip connection over both, and a mask that only the second reads."""
-
-    def forward(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = model.stem(x)
-        return model.head(x + model.down(F.relu(model.up(x)) * mask))
-
-    parts = {"stem": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "head": nn.Linear(4, 2)}
-    return Built(forward, **parts)
-
-
-def test_command_lists_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layers", chain]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
+def test_the_command_lists_a_chain(chain: Path, run_command: Run, answer: Answer) -> None:
+    status, out, err = run_command("layers", chain)
+    assert (status, err) == (0, "")
     assert out.splitlines() == [
         "   layer  kind      sent  returned  what crosses the cut before it",
         "0  0      Linear       -         -",
         "1  1      Dropout  192 B     192 B  0 output",
         "2  2      Linear   192 B     192 B  1 output",
     ]
-
-
-def test_json_of_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layers", chain, "--json"]) == 0
-    report = json.loads(capfd.readouterr().out)
-    assert set(report) == {"chain", "layers", "ties", "inseparable", "refused"}
-    assert report["chain"] is True
-    assert report["ties"] == report["inseparable"] == []
-    assert report["refused"] == {}
-    assert [(row["name"], row["kind"], row["sent_bytes"], row["returned_bytes"]) for row in report["layers"]] == [
+    report = answer("layers", chain)
+    rows = report.pop("layers")
+    assert report == {"chain": True, "ties": [], "inseparable": [], "refused": {}}
+    assert [(row["name"], row["kind"], row["sent_bytes"], row["returned_bytes"]) for row in rows] == [
         ("0", "Linear", None, None),
         ("1", "Dropout", 192, 192),
         ("2", "Linear", 192, 192),
     ]
-    assert report["layers"][2]["parameters"] == ["2.weight", "2.bias"]
-    assert report["layers"][1]["crossing"] == [{"name": "0 output", "bytes": 192, "gradient": True}]
+    assert rows[2]["parameters"] == ["2.weight", "2.bias"]
+    assert rows[1]["crossing"] == [{"name": "0 output", "bytes": 192, "gradient": True}]
 
 
-def test_command_refuses_what_does_not_run(tmp_path: Path, chain: str, refused: Callable[..., str]) -> None:
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(CHAIN.replace("nn.Linear(6, 2)", "nn.Linear(5, 2)"), encoding="utf-8")
-    assert "8x6 and 5x2" in refused("layers", str(wrong))
-    assert "does not exist" in refused("layers", str(tmp_path / "none.py"))
+def test_command_refuses_what_does_not_run(tmp_path: Path, chain: Path, refused: Refused) -> None:
+    chain.write_text(CHAIN.replace("nn.Linear(6, 2)", "nn.Linear(5, 2)"), encoding="utf-8")
+    assert "8x6 and 5x2" in refused("layers", chain)
+    assert "does not exist" in refused("layers", tmp_path / "none.py")
 
 
 def test_capture_of_a_model_with_a_skip_connection() -> None:
-    capture = pipedream.capture(skip(), (torch.randn(3, 4), torch.rand(3, 8)))
+    """Over two linear layers, and a mask that only the second reads."""
+
+    def forward(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = model.stem(x)
+        return model.head(x + model.down(F.relu(model.up(x)) * mask))
+
+    parts = {"stem": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "head": nn.Linear(4, 2)}
+    capture = pd.capture(Built(forward, **parts), (torch.randn(3, 4), torch.rand(3, 8)))
     assert [layer.name for layer in capture.graph.layers] == ["stem", "up", "down", "head"]
     across = crossings(capture.graph)
     assert [[value.name for value in crossing.values] for crossing in across] == [
@@ -94,10 +80,8 @@ def test_capture_of_a_model_with_a_skip_connection() -> None:
 
 @pytest.mark.parametrize("batch", [torch.randn(3, 4), (torch.randn(3, 4),)], ids=["tensor", "tuple"])
 def test_capture_takes_a_batch_as_the_model_does(batch: Any) -> None:
-    assert [
-        crossing.bytes
-        for crossing in crossings(pipedream.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph)
-    ] == [60]
+    graph = pd.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph
+    assert [crossing.bytes for crossing in crossings(graph)] == [60]
 
 
 def test_table_names_ties_and_what_cannot_be_cut() -> None:
@@ -107,8 +91,8 @@ def test_table_names_ties_and_what_cannot_be_cut() -> None:
         Value(4000, False, -1, 7, (ValueSite("", "in", "labels", -1),)),
         Value(8, True, 3, 4, (ValueSite("b", "in", "0/x", 2),)),
     )
-    layers = tuple(Layer(call.name, "Linear") for call in calls)
-    graph = LayerGraph(layers, ((0, 1), (1, 2), (2, 3)), ((0, 3), (2, 3)), ((2, 3),), calls=calls, values=values)
+    layers = tuple(pd.Layer(call.name, "Linear") for call in calls)
+    graph = pd.LayerGraph(layers, ((0, 1), (1, 2), (2, 3)), ((0, 3), (2, 3)), ((2, 3),), calls=calls, values=values)
     refused = {"b.inner": "it runs compiled code"} | {f"b.{i}": "b is called 30 times in a loop" for i in range(30)}
     lines = layer_table(graph, refused).splitlines()
     assert lines[:5] == [

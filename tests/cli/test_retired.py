@@ -1,35 +1,18 @@
 """What is retired is refused, with the words of one table; nothing else is."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Refused, Run
 
 import pipedream as pd
-from pipedream import cli
 from pipedream.cli import retired
-from pipedream.core.model.profile import LayerProfile
 
 GRAPH = """\
 node1 -- Input -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=100.0, parameter_size=0.0
 node2 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=50.0, parameter_size=8.0
 \tnode1 -- node2
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    profile = pd.Profile.of_chain((LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000),) * 4)
-    profile.save("profile.json")
-    profile.save("profile.txt")
-    pd.plan(profile, pd.Cluster.flat(2)).save("plan.json")
-    Path("net.txt").write_text(GRAPH)
-    Path("net").write_text(GRAPH)
-    Path("recipe.py").write_text("def recipe(seed): ...\n")
-    return tmp_path
-
-
 CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o PROFILE converts it"
 
 
@@ -56,39 +39,39 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
         ("plan net.txt --check plan.json", "reading a graph.txt (net.txt)", CONVERT),
     ],
 )
-def test_it_says_what_to_do_instead(
-    command: str, start: str, instead: str, folder: Path, refused: Callable[..., str]
-) -> None:
+def test_it_says_what_to_do_instead(command: str, start: str, instead: str, files: Path, refused: Refused) -> None:
+    for name in ("net", "net.txt"):
+        Path(name).write_text(GRAPH)
+    Path("recipe.py").write_text("def recipe(seed): ...\n")
     message = refused(*command.split())
     assert message.startswith(f"pipedream: {start} is retired; ")
     assert instead in message
     assert len(message.splitlines()) == 1
-    assert not (folder / "out.txt").exists()
+    assert not Path("out.txt").exists()
 
 
-def test_a_profile_may_have_any_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "profile.txt", "--workers", "2", "-o", "plan.txt.json"]) == 0
+def test_a_profile_may_have_any_name(files: Path, run_command: Run, refused: Refused) -> None:
+    Path("profile.json").rename("profile.txt")
+    assert run_command("plan", "profile.txt", "--workers", "2", "-o", "plan.txt.json")[0] == 0
     assert pd.Plan.load("plan.txt.json").workers == 2
-
-
-def test_an_empty_file_is_no_profile(folder: Path, refused: Callable[..., str]) -> None:
     Path("none.txt").touch()
     assert "none.txt is not JSON" in refused("plan", "none.txt", "--workers", "2")
 
 
-def test_other_commands_know_nothing_of_such_options(folder: Path, refused: Callable[..., str]) -> None:
+def test_other_commands_know_nothing_of_such_options(files: Path, refused: Refused) -> None:
     assert "No such option: --batch" in refused("simulate", "plan.json", "--batch", "2")
 
 
 def test_commands_and_options_of_several_can_be_retired(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+    files: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run, refused: Refused
 ) -> None:
     rows = {"emulate": "run it", "* --minibatches": "count", "* --memory=1*": "more"}
     monkeypatch.setattr(retired, "RETIRED", rows)
     assert refused("emulate", "plan.json") == refused("emulate", "-h") == "pipedream: emulate is retired; run it\n"
     assert refused("simulate", "plan.json", "--minibatches", 2).endswith("simulate --minibatches is retired; count\n")
-    assert "plan --memory=1GB is retired" in refused("plan", "profile.json", "--workers", 2, "--memory", "1GB")
-    assert cli.main(["plan", "profile.json", "--workers", "2", "--memory", "2GB"]) == 0
+    limited = ("plan", "profile.json", "--workers", "2", "--memory")
+    assert "plan --memory=1GB is retired" in refused(*limited, "1GB")
+    assert run_command(*limited, "2GB")[0] == 0
 
 
 def test_the_table_says_what_to_do_in_a_line() -> None:

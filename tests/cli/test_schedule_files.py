@@ -1,32 +1,29 @@
 """A schedule's file in PyTorch's notation, wherever the command takes a method's name."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Answer, Refused, Run
 from zoo import alike_layers
 
-from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan
-from pipedream.plan_request import PlanRequest
-from pipedream.schedules import build, to_torch_csv, uniform
-from pipedream.workflows.plan import plan_from_file
+import pipedream as pd
+from pipedream import schedules
 from pipedream.workflows.simulate import share_model
-
-RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def looped(tmp_path: Path) -> Path:
+def looped(tmp_path: Path) -> str:
     """Returns a file of interleaved 1F1B: four stages on two ranks, four microbatches."""
-    path = tmp_path / "looped.csv"
-    path.write_text(to_torch_csv(build("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4)))
-    return path
+    path, built = tmp_path / "looped.csv", schedules.build("interleaved_1f1b", plan_of_looped(), 4)
+    path.write_text(schedules.to_torch_csv(built))
+    return str(path)
 
 
-def test_show_writes_and_reads(run_command: RunCommand, tmp_path: Path, refused: Callable[..., str]) -> None:
+def plan_of_looped() -> pd.Plan:
+    return schedules.uniform("interleaved_1f1b", 2)
+
+
+def test_show_writes_and_reads(run_command: Run, answer: Answer, tmp_path: Path, refused: Refused) -> None:
     file, svg = tmp_path / "mine.csv", tmp_path / "mine.svg"
     status, drawn, _ = run_command("show", "1f1b", "--stages", 3, "--microbatches", 4, "--csv", file)
     assert status == 0
@@ -36,67 +33,68 @@ def test_show_writes_and_reads(run_command: RunCommand, tmp_path: Path, refused:
     assert again.startswith(drawn.rstrip("\n"))
     assert f"Proof of {file}, plan 1-1-1" in again
     assert "3 stages" in svg.read_text()
-    rows = json.loads(run_command("show", file, "--json", "--minibatches", 2)[1])
+    rows = answer("show", file, "--minibatches", 2)
     assert rows["proof"]["peak_in_flight"] == [3, 2, 1]
     assert "F7" in rows["grid"][1], "a second minibatch"
     assert "updates without a flush" in refused("show", "pipedream", "--csv", file)
-    assert run_command("show", file, "--stages", 2)[0] == 2
+    assert "is for 3 workers, and 2 were asked for" in refused("show", file, "--stages", 2)
     assert "the file itself says which stages a worker has" in refused("show", file, "--chunks", 2)
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     assert "wait for each other for ever" in refused("show", file)
 
 
-def test_simulate(run_command: RunCommand, looped: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    by_name = json.loads(
-        run_command("simulate", "--uniform", 2, "--schedule", "interleaved_1f1b", "--microbatches", 4, "--json")[1]
-    )
-    assert json.loads(run_command("simulate", "--uniform", 2, "--schedule", looped, "--json")[1]) == by_name
-    twice = json.loads(run_command("simulate", "--uniform", 2, "--schedule", looped, "--minibatches", 2, "--json")[1])
-    assert "the file has 4" in refused("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8)
-    assert twice["makespan_s"] == 2 * by_name["makespan_s"]
-    plan = share_model(uniform("interleaved_1f1b", 2)).save(tmp_path / "plan.json")
-    assert json.loads(run_command("simulate", plan, "--schedule", looped, "--json")[1]) == by_name
-    straight = Plan.uniform(4).save(tmp_path / "straight.json")
-    assert "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in refused(
-        "simulate", straight, "--schedule", looped
-    )
+def test_simulate(answer: Answer, looped: str, tmp_path: Path, refused: Refused) -> None:
+    run = ("simulate", "--uniform", 2, "--schedule")
+    by_name = answer(*run, "interleaved_1f1b", "--microbatches", 4)
+    assert answer(*run, looped) == by_name
+    assert answer(*run, looped, "--minibatches", 2)["makespan_s"] == 2 * by_name["makespan_s"]
+    assert "the file has 4" in refused(*run, looped, "--microbatches", 8)
+    plan = share_model(plan_of_looped()).save(tmp_path / "plan.json")
+    assert answer("simulate", plan, "--schedule", looped) == by_name
+    straight = pd.Plan.uniform(4).save(tmp_path / "straight.json")
+    error = refused("simulate", straight, "--schedule", looped)
+    assert "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in error
 
 
-def test_plan(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
+def cuts_of(plan: pd.Plan) -> list[tuple[int, int]]:
+    return [(stage.first, stage.last) for stage in plan.stages]
+
+
+def test_plan(run_command: Run, looped: str, tmp_path: Path) -> None:
     saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
     assert run_command("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
-    plan = Plan.load(out)
-    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert (plan.worker_order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
+    plan = pd.Plan.load(out)
+    assert cuts_of(plan) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert (plan.worker_order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), looped, 4)
     assert run_command("plan", "--check", out)[0] == 0
     assert run_command("simulate", out)[0] == 0
-    for wrong in (("--workers", 3), ("--workers", 2, "--microbatches", 3), ("--workers", 2, "--data-parallel")):
-        assert run_command("plan", saved, *wrong, "--schedule", looped, "-o", tmp_path / "none.json")[0] == 2
 
 
-def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
-    manual_plan = plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), cuts=(1, 2, 5)))
-    assert [(stage.first, stage.last) for stage in manual_plan.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
-    with pytest.raises(PlanError, match="has 4 stages, the cuts make 2"):
-        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), cuts=(1,)))
-    with pytest.raises(PlanError, match=r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"):
-        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(4), schedule=str(looped)))
-    with pytest.raises(ScheduleError, match="with 8 microbatches a minibatch: the file has 4"):
-        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), microbatches=8))
-    most = max(sum(stage.peak_bytes for stage in manual_plan.stages[rank::2]) for rank in (0, 1))
-    assert plan_from_file(
-        alike_layers(8), PlanRequest(Cluster.flat(2, memory_bytes=most), schedule=str(looped), cuts=(1, 2, 5))
-    ).stages
-    with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need up to"):
-        plan_from_file(
-            alike_layers(8), PlanRequest(Cluster.flat(2, memory_bytes=most - 1), schedule=str(looped), cuts=(1, 2, 5))
-        )
+def test_plans_of_files(looped: str, tmp_path: Path) -> None:
+    def plan(workers: int = 2, memory_bytes: int | None = None, **options: object) -> pd.Plan:
+        cluster = pd.Cluster.flat(workers, memory_bytes=memory_bytes)
+        return pd.plan(alike_layers(8), cluster, **{"schedule": looped} | options)
+
+    by_hand = plan(cuts=(1, 2, 5))
+    assert cuts_of(by_hand) == [(0, 1), (1, 2), (2, 5), (5, 8)]
+    most = max(sum(stage.peak_bytes for stage in by_hand.stages[rank::2]) for rank in (0, 1))
+    assert plan(cuts=(1, 2, 5), memory_bytes=most).stages
+    for options, message in (
+        ({"cuts": (1,)}, "has 4 stages, the cuts make 2"),
+        ({"workers": 3}, "has 2 ranks, and a plan for 3"),
+        ({"workers": 4}, r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"),
+        ({"microbatches": 3}, "3 microbatches"),
+        ({"microbatches": 8}, "with 8 microbatches a minibatch: the file has 4"),
+        ({"shape": "data-parallel"}, "data-parallel"),
+        ({"cuts": (1, 2, 5), "memory_bytes": most - 1}, r"stages \d, \d of worker \d need up to"),
+    ):
+        with pytest.raises(pd.PipelineError, match=message):
+            plan(**options)
     # A straight file is planned as its method is.
     path = tmp_path / "straight.csv"
-    path.write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
-    plan = plan_from_file(alike_layers(7), PlanRequest(Cluster.flat(2), schedule=str(path)))
-    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 3), (3, 7)]
-    assert plan.worker_order == ()
+    path.write_text(schedules.to_torch_csv(schedules.build("gpipe", pd.Plan.uniform(2), 4)))
+    straight = pd.plan(alike_layers(7), pd.Cluster.flat(2), schedule=str(path))
+    assert (cuts_of(straight), straight.worker_order) == ([(0, 3), (3, 7)], ())
 
 
 RECIPE = """
@@ -113,13 +111,11 @@ def recipe():
 """
 
 
-def test_train(looped: Path, tmp_path: Path, run_command: RunCommand, started: list[int]) -> None:
+def test_train(looped: str, tmp_path: Path, answer: Answer, started: list[int]) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(RECIPE)
-    options = ("--schedule", looped, "--epochs", 1, "--out", tmp_path / "run", "--json")
-    status, out, error = run_command("train", recipe, *options)
-    assert (status, started) == (0, [2]), error
-    summary = json.loads(out)
+    summary = answer("train", recipe, "--schedule", looped, "--epochs", 1, "--out", tmp_path / "run")
+    assert started == [2]
     chosen = summary["configuration"]
-    assert (chosen["workers"], chosen["microbatches"], chosen["schedule"]) == (2, 4, str(looped))
+    assert (chosen["workers"], chosen["microbatches"], chosen["schedule"]) == (2, 4, looped)
     assert [row["rank"] for row in summary["stages"]] == [0, 1, 0, 1]

@@ -11,12 +11,20 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import ModuleType
+from typing import Any
+
+Run = Callable[..., tuple[int, str, str]]
+"""The fixture `run_command`."""
+Refused = Callable[..., str]
+"""The fixture `refused`."""
+Answer = Callable[..., Any]
+"""A function: the arguments of a command -> the object that it prints with --json."""
 
 _MARK = "STARTED_BY_TEST"
 _KILL = signal.SIGKILL
