@@ -1,18 +1,15 @@
 """Options that exclude each other: Python and the command read one table and use one wording."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Refused
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.model.profile import LayerProfile
 from pipedream.workflows.exclusions import EXCLUSIONS, as_flag, as_keyword, check_options
 
-LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
-PROFILE = pd.Profile.of_chain((LAYER,) * 4)
+PROFILE = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 1000, 1000, 100),) * 4)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +24,8 @@ PROFILE = pd.Profile.of_chain((LAYER,) * 4)
     ],
     ids=str,
 )
-def test_python_and_the_command_refuse_alike(
-    options: dict[str, Any], tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    with pytest.raises(PlanError) as raised:
+def test_python_and_the_command_refuse_alike(options: dict[str, Any], tmp_path: Path, refused: Refused) -> None:
+    with pytest.raises(pd.errors.PlanError) as raised:
         pd.plan(PROFILE, pd.Cluster.flat(2), **options)
     in_python, reason = str(raised.value).split("; ")[0].split(", but ")
     keyword, *others = (as_keyword(name, value) for name, value in options.items())
@@ -42,11 +37,8 @@ def test_python_and_the_command_refuse_alike(
 
 
 def test_a_run_takes_a_plan_or_a_shape() -> None:
-    def never(seed: int) -> pd.Recipe:
-        raise AssertionError("the recipe is not made")
-
-    with pytest.raises(PlanError, match=r"plan=<Plan 1-1 .*> was given with shape='straight', but a plan has"):
-        pd.run(never, plan=pd.plan(PROFILE, pd.Cluster.flat(2)), shape="straight")
+    with pytest.raises(pd.PipelineError, match=r"plan=<Plan 1-1 .*> was given with shape='straight', but a plan has"):
+        pd.run(pytest.fail, plan=pd.plan(PROFILE, pd.Cluster.flat(2)), shape="straight")  # the recipe is not made
 
 
 def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
@@ -71,7 +63,7 @@ def test_spellings() -> None:
     assert [as_flag("PLAN", "plan.json"), as_flag("workers", ["4", "2"])] == ["PLAN plan.json", "--workers 4,2"]
 
 
-def test_an_elastic_run_has_no_mesh(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_an_elastic_run_has_no_mesh(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "recipe.py").touch()
     mesh = ["--elastic", "--workers", "4", "--config", "1-1", "--mesh", "model:2"]
     assert "--elastic was given with --mesh model:2, but a mesh" in refused("train", str(tmp_path / "recipe.py"), *mesh)

@@ -1,12 +1,11 @@
 """Plans know what encoded messages send and cost, and offer approximations only where they save time."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Channel
@@ -14,7 +13,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.simulator.costs import costs
 from pipedream.workflows.plan import plan_and_compare
 
-PROFILE = Profile.of_chain((LayerProfile(0.1, 0.2, 1_000_000, 40_000_000),) * 8, batch=8)
+PROFILE = pd.Profile.of_chain((pd.LayerProfile(0.1, 0.2, 1_000_000, 40_000_000),) * 8, batch=8)
 SLOW, FAST = pd.Cluster.flat(2, 1e6), pd.Cluster.flat(2, 1e9)
 HOW = {"schedule": "1f1b", "microbatches": 8, "shape": "straight"}
 ACTIVATION = Channel(0, 1, Carries.ACTIVATION, 0, 1)
@@ -70,10 +69,17 @@ def test_no_approximation_where_the_link_is_fast() -> None:
     assert not pd.plan(profile, FAST, allow_approximate=True, **HOW).choices.messages
 
 
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(PipelineError, match="messages='int9' was asked for; the encodings are full, bfloat16"):
-        pd.plan(PROFILE, SLOW, messages="int9")
-    with pytest.raises(PlanError, match="allow_approximate=True was given with messages='int8', but it tries"):
-        pd.plan(PROFILE, SLOW, messages="int8", allow_approximate=True)
-    with pytest.raises(PlanError, match="allow_approximate=True was given with strategy='2bw'"):
-        pd.plan(PROFILE, SLOW, strategy="2bw", allow_approximate=True)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"messages": "int9"}, "messages='int9' was asked for; the encodings are full, bfloat16"),
+        (
+            {"messages": "int8", "allow_approximate": True},
+            "allow_approximate=True was given with messages='int8', but it tries",
+        ),
+        ({"strategy": "2bw", "allow_approximate": True}, "allow_approximate=True was given with strategy='2bw'"),
+    ],
+)
+def test_what_is_wrong_is_said(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        pd.plan(PROFILE, SLOW, **options)

@@ -6,13 +6,11 @@ import inspect
 import pytest
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
 from pipedream.core.flags import flag_of
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.plan import make_plan
 
-CHAIN = Profile.of_chain(tuple(LayerProfile(1.0 + i % 2, 2.0, 4, 4) for i in range(6)), batch=12)
+CHAIN = pd.Profile.of_chain(tuple(pd.LayerProfile(1.0 + i % 2, 2.0, 4, 4) for i in range(6)), batch=12)
 
 
 @pytest.mark.parametrize(
@@ -44,5 +42,5 @@ def test_keywords_and_flags_are_those_of_the_request() -> None:
     ],
 )
 def test_requests_that_mean_nothing(options: dict[str, object], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         pd.plan(CHAIN, **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from two_machines import machines, on_both
 
-from pipedream import Cluster, PipelineError
+import pipedream as pd
 from pipedream.core.hardware.survey import Survey
 from pipedream.slow_links import LINK, Network
 from pipedream.workflows.probe import choose_steps, probe
@@ -47,7 +47,7 @@ def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> Non
 
 
 def test_lone_process_has_nothing_to_measure() -> None:
-    with pytest.raises(PipelineError, match=r"torchrun.*--workers 2"):
+    with pytest.raises(pd.PipelineError, match=r"torchrun.*--workers 2"):
         probe()
 
 
@@ -111,7 +111,7 @@ def test_shaped_link_is_measured_at_its_rate(machines: Network, tmp_path: Path) 
     rows = {(link["sender"], link["receiver"]): link for link in summary["measured"]["links"]}
     for pair, rate in zip(((0, 1), (1, 0)), rates, strict=True):
         assert rows[pair]["alone_bytes_per_s"] == pytest.approx(rate * 1e6 / 8, rel=0.1), pair
-    cluster = Cluster.load(tmp_path / "cluster.json")
+    cluster = pd.Cluster.load(tmp_path / "cluster.json")
     assert [level.width for level in cluster.levels] == [2]
     assert cluster.bandwidth_bytes_per_s == pytest.approx(sum(rates) / 2 * 1e6 / 8, rel=0.1)
     # A sum is as fast as the slower of the two machines.

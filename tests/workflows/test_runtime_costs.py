@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import seed_all
 from processes import results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream as pd
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.runtime.comm import process_group
 from pipedream.training import job
@@ -28,13 +28,9 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_a_single_process_measures_itself_once() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    seed_all(0)
     expected = drawn()
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    seed_all(0)
     measured = measure_runtime()
     assert drawn() == expected, "the user's generators were drawn from"
     assert measure_runtime() is measured
@@ -74,7 +70,9 @@ def test_a_profile_has_the_runtimes_costs_unless_nothing_was_run() -> None:
 class Slow(TensorDataset):
     """Counts what is read, and draws for each sample."""
 
-    read = 0
+    def __init__(self) -> None:
+        super().__init__(torch.rand(16, 4), torch.rand(16, 4))
+        self.read = 0
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         self.read += 1
@@ -82,15 +80,15 @@ class Slow(TensorDataset):
         return image + torch.rand(4), label
 
 
+def recipe_of(last: nn.Module, data: Any) -> pd.Recipe:
+    model = nn.Sequential(nn.Linear(4, 4), last)
+    return pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), data)
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
-    data = Slow(torch.rand(16, 4), torch.rand(16, 4))
-    recipe = pd.Recipe(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
-        nn.functional.mse_loss,
-        partial(torch.optim.SGD, lr=0.1),
-        DataLoader(data, batch_size=8, num_workers=processes),
-    )
+    data = Slow()
+    recipe = recipe_of(nn.ReLU(), DataLoader(data, batch_size=8, num_workers=processes))
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
@@ -105,10 +103,8 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
 def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = RuntimeCosts(op_s=1e-5)
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: measured)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    data = [(torch.rand(8, 4), torch.rand(8, 1))]
-    recipe = pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), data)
-    planned = pd.plan(pd.profile(model, data[0][0], runs=1), pd.Cluster.flat(2))
+    recipe = recipe_of(nn.Linear(4, 4), [(torch.rand(8, 4), torch.rand(8, 4))])
+    planned = pd.plan(pd.profile(recipe.model, torch.rand(8, 4), runs=1), pd.Cluster.flat(2))
     for costs, expected in ((RuntimeCosts(), measured), (RuntimeCosts(load_s=2e-5), RuntimeCosts(load_s=2e-5))):
         plan = replace(planned, runtime=costs)
         out = tmp_path / str(costs.load_s)
@@ -118,9 +114,7 @@ def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest
 
 def test_a_run_times_its_loader_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It made eleven batches before the first that it trained with, five of them again for the profile."""
-    data = Slow(torch.rand(16, 4), torch.rand(16, 4))
-    model, loader = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), DataLoader(data, batch_size=8)
-    recipe = pd.Recipe(model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), loader)
+    recipe = recipe_of(nn.Linear(4, 4), DataLoader(Slow(), batch_size=8))
     costs = RuntimeCosts(load_s=1e-5)
     timed: list[pd.Recipe] = []
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: timed.append(recipe) or costs)
@@ -138,9 +132,9 @@ def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.M
         places.extend(tensor.device.type for tensor in batch)
         return nn.functional.mse_loss(output, output)
 
-    def profile_model(*model: Any, loss: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Profile:
+    def profile_model(*model: Any, loss: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> pd.Profile:
         loss(torch.rand(8, 4))
-        return Profile.of_chain((LayerProfile(1.0, 1.0, 8, 8),))
+        return pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 8, 8),))
 
     monkeypatch.setattr(job, "profile_model", profile_model)
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: RuntimeCosts())
@@ -168,9 +162,7 @@ def count_calls(on_all_ranks: bool) -> tuple[int, str]:
 @pytest.mark.processes
 def test_all_ranks_run_the_layers_only_if_asked() -> None:
     """Else a model whose activations fit one process of a machine might not fit as many as there are ranks."""
-    (calls, text), (other_calls, other_text) = results(count_calls, 2, False)
-    assert (calls > 0, other_calls) == (True, 0)
-    assert text == other_text
-    (calls, text), (other_calls, other_text) = results(count_calls, 2, True)
-    assert calls == other_calls > 0
-    assert text == other_text
+    for on_all_ranks in (False, True):
+        (calls, text), (other_calls, other_text) = results(count_calls, 2, on_all_ranks)
+        assert (calls > 0, other_calls) == (True, calls if on_all_ranks else 0)
+        assert text == other_text

@@ -1,25 +1,24 @@
 """Sweeps: rows agree with plan and simulate, crossovers are where the lead changes."""
 
 import json
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Refused, Run
 
 import pipedream as pd
-from pipedream import cli
-from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.sweep import DATA_PARALLEL, Sweep
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.methods import score
 from pipedream.workflows.sweep import sweep
 
 LAYERS = tuple(
-    LayerProfile(1.0 + 0.3 * i, 2.0, output_bytes=1000, parameter_bytes=10_000, activation_bytes=960) for i in range(4)
+    pd.LayerProfile(1.0 + 0.3 * i, 2.0, output_bytes=1000, parameter_bytes=10_000, activation_bytes=960)
+    for i in range(4)
 )
-CHAIN = Profile.of_chain(LAYERS, batch=16)  # as many as the microbatches of 1F1B and GPipe on four stages
+CHAIN = pd.Profile.of_chain(LAYERS, batch=16)  # as many as the microbatches of 1F1B and GPipe on four stages
 
 
 def sweep_pipelines(*schedules: str, memory_bytes: int | None = None, **how: Any) -> Sweep:
@@ -68,9 +67,9 @@ def test_a_crossover_by_hand() -> None:
     The pipeline of two takes 5 s. A ring of two moves 8e5 bytes each way, in one bucket that is ready with the
     backward's end: data parallelism takes (8 + 8e5 / B) / 2. They are equal at B = 4e5.
     """
-    layers = (LayerProfile(1.0, 2.0, 0, 400_000), LayerProfile(2.0, 3.0, 0, 400_000))
+    layers = (pd.LayerProfile(1.0, 2.0, 0, 400_000), pd.LayerProfile(2.0, 3.0, 0, 400_000))
     request, chosen = PlanRequest(pd.Cluster.flat(2), shape="pipeline"), {"workers": (2,), "bandwidths": (2e5,)}
-    result = sweep(Profile.of_chain(layers), request, schedules=("pipedream",), **chosen)
+    result = sweep(pd.Profile.of_chain(layers), request, schedules=("pipedream",), **chosen)
     rows = {point.schedule: point.samples_per_s for point in result.points}
     assert rows["pipedream"] == pytest.approx(1 / 5)
     assert rows[DATA_PARALLEL] == pytest.approx(1 / 6)
@@ -85,26 +84,20 @@ def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
     assert [point.samples_per_s is None for point in result.points] == [True, False, True, False]
     assert "fits" in result.points[0].why
     assert "-  (none of the data-parallel plans fits" in str(result)
-    with pytest.raises(ScheduleError, match="not known"):
-        sweep_pipelines("dream")
-    with pytest.raises(PlanError, match="at least one worker count"):
-        sweep_pipelines("1f1b", workers=())
+    for options, words in (({}, "not known"), ({"workers": ()}, "at least one worker count")):
+        with pytest.raises(pd.PipelineError, match=words):
+            sweep_pipelines("1f1b" if options else "dream", **options)
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]) -> None:
-    CHAIN.save(tmp_path / "profile.json")
-    command = ["sweep", str(tmp_path / "profile.json"), "--workers", "1,2", "--bandwidth", "300,3kB/s"]
-    csv = tmp_path / "sweep.csv"
-    assert cli.main([*command, "--schedule", "pipedream,naive", "--json", "--csv", str(csv)]) == 0
-    summary = json.loads(capfd.readouterr().out)
+def test_the_command(tmp_path: Path, run_command: Run, refused: Refused) -> None:
+    profile, csv = CHAIN.save(tmp_path / "profile.json"), tmp_path / "sweep.csv"
+    options = ("--bandwidth", "300,3kB/s", "--schedule", "pipedream,naive", "--json", "--csv", csv)
+    summary = json.loads(run_command("sweep", profile, "--workers", "1,2", *options)[1])
     assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in summary["rows"]] == [
-        (count, rate, name)
-        for count in (1, 2)
-        for rate in (300.0, 3e3)
-        for name in (DATA_PARALLEL, "pipedream", "naive")
+        *product((1, 2), (300.0, 3e3), (DATA_PARALLEL, "pipedream", "naive"))
     ]
     assert {row["schedule"] for row in summary["crossovers"]} == {"pipedream", "naive"}
     head, *lines = csv.read_text().splitlines()
     assert head.split(",")[:3] == [*summary["rows"][0]][:3]
     assert len(lines) == 12
-    assert "write --workers 2,4,8" in refused("sweep", str(tmp_path / "profile.json"), "--workers", "0")
+    assert "write --workers 2,4,8" in refused("sweep", profile, "--workers", 0)

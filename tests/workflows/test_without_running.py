@@ -3,15 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import Refused, Run
 
 import pipedream as pd
-from pipedream import cli
 from pipedream.core.hardware.devices import Device
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.recipe import load_recipe
@@ -22,7 +21,6 @@ PARAMETERS = 70_553_706_496  # as published for Llama 3 70B
 # In one process, so that its peak is that of all: profile, plan without and with enough memory.
 PROGRAM = """
 import json, resource, sys
-from pipedream import cli
 status = cli.main(["profile", sys.argv[1], "--device", "meta", "--as", "H100", "-o", "llama.json"])
 plan = ["plan", "llama.json", "--workers", "8", "8", "--bandwidth", "450e9", "50e9", "--memory", "80GB"]
 statuses = [status, cli.main(plan), cli.main([*plan, "--schedule", "1f1b", "-o", "plan.json"])]
@@ -90,12 +88,10 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    device = tmp_path / "slow.json"
-    Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
-    command = ["profile", str(EXAMPLES / "digits.py"), "--device", "meta", "--json"]
-    assert cli.main([*command, "--as", str(device)]) == 0
-    slow = pd.Profile.from_json(capfd.readouterr().out)
+def test_command_with_a_device_from_a_file(tmp_path: Path, run_command: Run) -> None:
+    device = Device("slow", 10**9, {"float32": 1e6}, 1e6).save(tmp_path / "slow.json")
+    printed = run_command("profile", EXAMPLES / "digits.py", "--device", "meta", "--json", "--as", device)[1]
+    slow = pd.Profile.from_json(printed)
     assert slow.device == "slow"
     assert slow.forward_s > sum(layer.forward_flops for layer in slow.layers) / 1e6
 
@@ -103,39 +99,35 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--as", "A100"], "--device cpu was given with --as A100"),
-        (["--device", "meta", "--as", "abacus"], "RTX-4090"),
-        (["--device", "meta", "--as", "A100", "--dtype", "int8"], "bfloat16"),
-        (["--device", "moon"], "meta"),
+        ("--as A100", "--device cpu was given with --as A100"),
+        ("--device meta --as abacus", "RTX-4090"),
+        ("--device meta --as A100 --dtype int8", "bfloat16"),
+        ("--device moon", "meta"),
     ],
 )
-def test_command_refuses(options: list[str], message: str, refused: Callable[..., str]) -> None:
-    assert message in refused("profile", str(EXAMPLES / "digits.py"), *options)
+def test_command_refuses(options: str, message: str, refused: Refused) -> None:
+    assert message in refused("profile", EXAMPLES / "digits.py", *options.split())
 
 
 @pytest.mark.slow
-def test_command_plans_for_unlike_devices(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Callable[..., str]
-) -> None:
+def test_command_plans_for_unlike_devices(tmp_path: Path, run_command: Run, refused: Refused) -> None:
     """A recipe of real tensors is profiled too, as another device, and its model is not run."""
-    profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"
-    recipe = str(EXAMPLES / "char_gpt.py")
-    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "--dtype", "float16", "-o", profile]) == 0
-    printed, computed = capfd.readouterr().out, pd.Profile.load(profile)
+    profile, out = tmp_path / "profile.json", tmp_path / "plan.json"
+    options = ("--device", "meta", "--as", "V100", "--dtype", "float16", "-o", profile)
+    printed = run_command("profile", EXAMPLES / "char_gpt.py", *options)[1]
+    computed = pd.Profile.load(profile)
     assert "V100-16GB, not run" in printed
     assert "note: computed from flops and bytes" in printed
     assert (computed.dtype, computed.optimizer) == ("float16", "AdamW")
     assert computed.loss_s > 0
-    command = ["plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", str(out)]
-    assert cli.main([*command, "--memory", "20GB"]) == 0
-    told = capfd.readouterr().out
+    command = ("plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", out)
+    told = run_command(*command, "--memory", "20GB")[1]
     assert " on\n" in told
     assert "V100-16GB" in told, "the plan says which stage is on which device"
     first, second = pd.Plan.load(out).cluster.kinds
     assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
     assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
     assert second.speed == pytest.approx(1008 / 900), "in float16 the bandwidths decide"
-    capfd.readouterr()
     assert "joins 4" in refused(*command, "--workers", "4")
     assert "RTX-4090" in refused("plan", profile, "--devices", "2xabacus")
     replace(computed, device="cpu: EPYC").save(profile)
