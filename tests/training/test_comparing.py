@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,20 @@ import commands
 import processes
 import pytest
 import torch
+from built import Built
+from commands import Refused
 from hypothesis import given, strategies as st
 from rich.console import Console
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
-import pipedream
+import pipedream as pd
 from pipedream.core.cold import count_warm_up
-from pipedream.core.errors import PlanError, RecipeError, WorkerError
-from pipedream.core.model.profile import LayerProfile
 from pipedream.core.variants import ONE_WORKER, RecipeComparison
 from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
-from pipedream.training.compare import _Comparer, compare_recipe, predict_samples_per_s
+from pipedream.training.compare import _Comparer, _list_ways, compare_recipe, predict_samples_per_s
 from pipedream.training.compare_options import ComparisonOptions
 from pipedream.training.compare_runs import Runs
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
@@ -50,31 +51,25 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     return pipedream.Recipe(
         model=nn.Sequential(*hidden, nn.Linear(8, 2)),
         loss=functional.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        train=DataLoader(data, batch_size=8),
-        test=DataLoader(data, batch_size=32),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
+        train=DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        test=DataLoader(data, batch_size=20),
         metrics={"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
-        target=("loss", 0.69),
+        target=("loss", 10.0),
     )
 """
 
 
-def recipe(seed: int = 0, **changed: Any) -> pipedream.Recipe:
-    torch.manual_seed(seed)
-    inputs = torch.randn(44, 8)
-    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    options: dict[str, Any] = {
-        "model": nn.Sequential(*hidden, nn.Linear(8, 2)),
-        "loss": functional.cross_entropy,
-        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
-        "train": DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)),
-        "test": DataLoader(data, batch_size=20),
-        "metrics": {"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
-        "target": ("loss", 10.0),
-    }
-    return pipedream.Recipe(**options | changed)
+def recipe(**changed: Any) -> pd.Recipe:
+    """Returns the recipe of an epoch of five whole minibatches and a half."""
+    space: dict[str, Any] = {}
+    exec(RECIPE.replace("160", "44"), space)
+    return replace(space["recipe"](), **changed)
+
+
+def task(*microbatches: int, rank: int = 0, workers: int = 1, **changed: Any) -> Task:
+    return Task(recipe(**changed), rank, workers, CPU, *microbatches)
 
 
 def train(rival: Any, epochs: int, minibatches: int | None = None) -> TrainingLoop:
@@ -85,10 +80,9 @@ def train(rival: Any, epochs: int, minibatches: int | None = None) -> TrainingLo
 
 
 def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
-    loop = train(PlainLoop(Task(recipe(), 0, 1, CPU)), 2)
-    summary = pipedream.run(
-        lambda seed: recipe(), workers=1, schedule="1f1b", microbatches=1, epochs=2, out=tmp_path / "run", quiet=True
-    )
+    loop = train(PlainLoop(task()), 2)
+    how: dict[str, Any] = {"workers": 1, "schedule": "1f1b", "microbatches": 1, "epochs": 2, "quiet": True}
+    summary = pd.run(recipe, out=tmp_path / "run", **how)
     figures = loop.list_figures()
     assert figures["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
     for actual, expected in zip(figures["evaluations"], summary["evaluations"], strict=True):
@@ -100,17 +94,10 @@ def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
     assert figures["seconds_to_target"] > 0
 
 
-class _Penalised(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value = super().forward(x)
-        return pipedream.add_auxiliary_loss(value, value.square().mean())
-
-
 def test_auxiliary_losses_count_alike_in_parts() -> None:
-    whole, parts = (
-        PlainLoop(Task(recipe(model=nn.Sequential(_Penalised(8, 8), nn.Linear(8, 2))), 0, 1, CPU, parts))
-        for parts in (1, 3)
-    )
+    penalised = Built(lambda _, value: pd.add_auxiliary_loss(value, value.square().mean()))
+    model = lambda: nn.Sequential(nn.Linear(8, 8), penalised, nn.Linear(8, 2))  # noqa: E731
+    whole, parts = (PlainLoop(task(parts, model=model())) for parts in (1, 3))
     first = list(zip(whole.module.parameters(), parts.module.parameters(), strict=True))
     for a, b in first:
         b.data.copy_(a.data)
@@ -120,30 +107,23 @@ def test_auxiliary_losses_count_alike_in_parts() -> None:
 
 
 def test_minibatches_end_the_run() -> None:
-    loop = train(PlainLoop(Task(recipe(target=None), 0, 1, CPU)), 5, 8)
+    loop = train(PlainLoop(task(target=None)), 5, 8)
     assert loop.list_figures()["minibatches"] == 8
     assert loop.seconds_to_target is None
 
 
-def _make_recipe() -> pipedream.Recipe:
-    # Schedule1F1B takes minibatches of one size only.
-    return recipe(train=DataLoader(recipe().train.dataset, batch_size=8, drop_last=True))  # type: ignore[attr-defined]
-
-
 def _train_each_way() -> dict[str, dict[str, Any]]:
-    rank = torch.distributed.get_rank()
-
-    def task(*microbatches: int) -> Task:
-        return Task(_make_recipe(), rank, 2, CPU, *microbatches)
-
-    of_stages = task(4)
+    # Schedule1F1B takes minibatches of one size only.
+    equal = {"rank": torch.distributed.get_rank(), "workers": 2}
+    equal["train"] = DataLoader(recipe().train.dataset, batch_size=8, drop_last=True)  # type: ignore[attr-defined]
+    of_stages = task(4, **equal)
     layers = [(str(number), layer) for number, layer in enumerate(of_stages.recipe.model)]
     ways: dict[str, PlainLoop] = {
-        "shared": DataParallel(task(4)),
-        "own": DataParallel(task()),
-        "fp16": DataParallel(task(), sums="float16"),
-        "every:1": DataParallel(task(), sums="every:1"),
-        "accumulated": DataParallel(task(), 2),
+        "shared": DataParallel(task(4, **equal)),
+        "own": DataParallel(task(**equal)),
+        "fp16": DataParallel(task(**equal), sums="float16"),
+        "every:1": DataParallel(task(**equal), sums="every:1"),
+        "accumulated": DataParallel(task(**equal), 2),
         "1f1b": OneFOneB(of_stages, [layers[:3], layers[3:]]),
     }
     return {way: _list_figures(rival) for way, rival in ways.items()}
@@ -178,7 +158,7 @@ def test_torchs_ways_give_the_plain_loops_weights(way: str, samples: int, bound:
     """What is left of an epoch of 5 minibatches of 8 is left out. SGD of averaged gradients averages SGD's steps."""
     data = recipe().train.dataset  # type: ignore[attr-defined]
     used = torch.utils.data.Subset(data, range(40 // samples * samples))
-    alone = _list_figures(PlainLoop(Task(recipe(train=DataLoader(used, batch_size=samples)), 0, 1, CPU)))
+    alone = _list_figures(PlainLoop(task(train=DataLoader(used, batch_size=samples))))
     for ways in _figures():
         figures = ways[way]
         assert figures["metrics"] == pytest.approx(alone["metrics"], rel=bound)
@@ -207,7 +187,7 @@ def test_an_accumulating_worker_sums_its_gradients_once(monkeypatch: pytest.Monk
             return self.module(inputs)
 
     monkeypatch.setattr(torch_baselines, "DistributedDataParallel", OneProcess)
-    rival = DataParallel(Task(recipe(test=None, target=None), 0, 1, CPU), 4)
+    rival = DataParallel(task(test=None, target=None), 4)
     assert [(done.number, done.samples, done.ends_epoch) for done in rival.train(None, until_epoch=1)] == [
         (3, 32, False),
         (5, 12, True),
@@ -218,47 +198,47 @@ def test_an_accumulating_worker_sums_its_gradients_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PlainLoop(Task(recipe(ema=0.9), 0, 1, CPU)), "has ema, which"),
+        (lambda: PlainLoop(task(ema=0.9)), "has ema, which"),
+        (lambda: PlainLoop(task(scheduler=ReduceLROnPlateau)), "ReduceLROnPlateau follows evaluations"),
+        (lambda: OneFOneB(task(2, workers=2, clip_grad_norm=1.0), [[], []]), "clips the norm"),
         (
-            lambda: PlainLoop(Task(recipe(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), 0, 1, CPU)),
-            "ReduceLROnPlateau follows evaluations",
-        ),
-        (lambda: OneFOneB(Task(recipe(clip_grad_norm=1.0), 0, 2, CPU, 2), [[], []]), "clips the norm"),
-        (
-            lambda: OneFOneB(Task(recipe(), 0, 2, CPU, 3), [[("0", nn.Linear(8, 2))], []]),
+            lambda: OneFOneB(task(3, workers=2), [[("0", nn.Linear(8, 2))], []]),
             "needs equal microbatches, but 8 samples are split into 3",
         ),
     ],
 )
 def test_what_torchs_ways_do_not_train(make: Callable[[], PlainLoop], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(pd.PipelineError, match=words):
         make()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--link", "400"), "--link 400 is 400 B/s; did you mean 400mbit/s?"),
-        (("--link", "400 Mbps"), "did you mean 400Mbit/s?"),
-        (("--link", "0"), "--link 0: '0' is not a bandwidth; write for example"),
-        (("--link", "5 parsec"), "--link 5 parsec: '5 parsec' is not a bandwidth"),
-        (("--link", "1tbit/s"), "a link of 1000 Gbit/s was asked for, but this machine's loopback carries"),
-        (("--workers", "1000"), "1000 workers were asked for on "),
-        (("--schedule", "pipedreem"), "pipedreem"),
-        (("--schedule", "1f1b+spike"), "a compensation changes losses, and speeds are compared; add --emulate-delay"),
-        (("--seconds", "2", "--minibatches", "8"), "--seconds 2 was given with --minibatches 8; leave one out"),
-        (("--seconds", "2", "--emulate-delay"), "--seconds 2 was given with --emulate-delay; leave one out"),
-        (("--out", "."), "is not empty, and has no comparison to continue; name a new folder"),
-        (("--out", "s3://bucket/run"), "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
+        ("--link 400", "--link 400 is 400 B/s; did you mean 400mbit/s?"),
+        ("--link 400_Mbps", "did you mean 400Mbit/s?"),
+        ("--link 0", "--link 0: '0' is not a bandwidth; write for example"),
+        ("--link 5_parsec", "--link 5 parsec: '5 parsec' is not a bandwidth"),
+        ("--link 1tbit/s", "a link of 1000 Gbit/s was asked for, but this machine's loopback carries"),
+        ("--workers 1000", "1000 workers were asked for on "),
+        ("--schedule pipedreem", "pipedreem"),
+        ("--schedule 1f1b+spike", "a compensation changes losses, and speeds are compared; add --emulate-delay"),
+        ("--seconds 2 --minibatches 8", "--seconds 2 was given with --minibatches 8; leave one out"),
+        ("--seconds 2 --emulate-delay", "--seconds 2 was given with --emulate-delay; leave one out"),
+        ("--out .", "is not empty, and has no comparison to continue; name a new folder"),
+        ("--out s3://bucket/run", "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
+        ("--emulate-delay --schedule 1f1b --schedule gpipe", "with 1f1b, gpipe, which flush: no gradient is stale"),
+        ("--emulate-delay --schedule pipedreem", "pipedreem"),
+        ("--emulate-delay --schedule pipedream+spyke", "spyke"),
+        ("--emulate-delay --link 1gbit/s --link 1mbit/s", "2 links were given with --emulate-delay"),
+        ("--emulate-delay --out .", "is not empty, and has no comparison to continue; name a new folder"),
     ],
 )
-def test_bad_input(
-    options: tuple[str, ...], words: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(options: str, words: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
-    assert words in refused("compare", "small.py", *options)
-    assert os.listdir() == ["small.py"]
+    Path("small.py").write_text(RECIPE, encoding="utf-8")
+    assert words in refused("compare", "small.py", *(option.replace("_", " ") for option in options.split()))
+    assert {*os.listdir()} <= {"small.py", "__pycache__"}
 
 
 class FakeRuns:
@@ -268,7 +248,7 @@ class FakeRuns:
         self.ran: list[tuple[str, int, str]] = []
         self.options: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, BaseException] = {}
-        profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
+        profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
 
         def run(self_: Runs, kind: str, workers: int, name: str, **options: Any) -> Path:
             self.ran.append((kind, workers, name))
@@ -279,7 +259,7 @@ class FakeRuns:
             if kind == "profile":
                 profile.save(folder / "profile.json")
                 return folder
-            plan = pipedream.Plan.load(options["plan"])
+            plan = pd.Plan.load(options["plan"])
             plan.save(folder / "plan.json")
             (folder / "losses.json").write_text("[[0, 0.75], [1, 0.5]]")
             summary = {"throughput": {"measured_per_s": predict_samples_per_s(plan)}, "minibatches": 2, "metrics": {},
@@ -304,7 +284,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     torchs = ["DDP", "DDP, accumulating 8", "DDP, fp16", "DDP, fp16, accumulating 8", "local SGD, every 8",
               "DDP, minibatch shared", "torch Schedule1F1B"]  # fmt: skip
     assert [variant["name"] for variant in state["variants"]] == [ONE_WORKER, *torchs]
-    fake.failures = {"1f1b": WorkerError(0, "stage 1", "the loss is not finite")}
+    fake.failures = {"1f1b": pd.errors.WorkerError(0, "stage 1", "the loss is not finite")}
     fake.ran.clear()
     comparison, folder = compare(options)
     assert folder == out
@@ -321,7 +301,9 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     assert rows["pipedream"].losses == ((8, 0.75), (16, 0.5))
     assert rows["data-parallel+diloco:30"].approximation == "sums=diloco:30"
     assert comparison.verdict in (out / "compare.html").read_text().replace("&#x27;", "'")
-    with pytest.raises(PlanError, match=r"has a comparison with minibatches 4, and 5 was asked for; give the same"):
+    with pytest.raises(
+        pd.PipelineError, match="has a comparison with minibatches 4, and 5 was asked for; give the same"
+    ):
         compare(ComparisonOptions(schedules=options.schedules, minibatches=5))
 
 
@@ -335,10 +317,10 @@ def test_a_run_of_some_seconds_has_them_after_its_warm_up(
     seconds: float, bytes_per_s: float, sums: str, shared: bool
 ) -> None:
     """In the part that `TrainingLoop` counts, at the predicted rate: at least two updates, and whole periods."""
-    layers = tuple(LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=100_000) for _ in range(2))
-    profile, cluster = pipedream.Profile.of_chain(layers, batch=16), pipedream.Cluster.flat(2, bytes_per_s)
+    layers = tuple(pd.LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=100_000) for _ in range(2))
+    profile, cluster = pd.Profile.of_chain(layers, batch=16), pd.Cluster.flat(2, bytes_per_s)
     request: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2} if shared else {}
-    plan = pipedream.plan(profile, cluster, shape="data-parallel", sums=sums, **request)
+    plan = pd.plan(profile, cluster, shape="data-parallel", sums=sums, **request)
     runs: Any = None
     comparer = _Comparer(ComparisonOptions(seconds=seconds), runs, RecipeComparison("small", 2), print)
     minibatches = 1 if shared else 2  # of an update
@@ -359,13 +341,11 @@ def test_one_worker_alone_is_the_planners_choice_over_a_slow_link(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
-    profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
+    profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
     runs: Any = Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
     comparer = _Comparer(ComparisonOptions(), runs, RecipeComparison("small", 2), lambda line: None)
-    from pipedream.training.compare import _list_ways
-
     for link in (1e3, 2e3):
-        for way in _list_ways(ComparisonOptions(schedules=("auto",)), pipedream.Cluster.flat(2, link)):
+        for way in _list_ways(ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
             comparer.add(way, profile, link)
     assert [name for _, _, name in fake.ran] == ["one_worker"], "it is measured once"
     rows = [(variant.name, variant.link, variant.samples_per_s) for variant in comparer.comparison.variants]
@@ -409,10 +389,7 @@ def test_compares_over_links(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        ("profile", signal.SIGKILL),
-        pytest.param("DDP_over_80_Mbit_s.plan.json", signal.SIGINT, marks=pytest.mark.long),
-    ],
+    [("profile", signal.SIGKILL), pytest.param("DDP_over_80_Mbit_s.plan.json", signal.SIGINT, marks=pytest.mark.long)],
 )
 def test_nothing_is_left_after_a_signal(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")

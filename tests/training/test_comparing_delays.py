@@ -3,92 +3,62 @@
 import json
 import re
 import signal
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Run
 
-import pipedream
-from pipedream.core.errors import WorkerError
-from pipedream.core.model.profile import Profile
+import pipedream as pd
 from pipedream.core.variants import RecipeComparison
 from pipedream.recipe import load_recipe
 from pipedream.runtime.torch_baselines import PlainLoop, Task
 from pipedream.training import compare_runs
 from pipedream.training.compare import compare_recipe, read_methods
 from pipedream.training.compare_options import ComparisonOptions
-from pipedream.training.train import train_recipe
+from tests.training import test_comparing
 
-Run = Callable[..., tuple[int, str, str]]
-RECIPE = """
-from functools import partial
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-import pipedream
-
-def recipe(seed: int = 0) -> pipedream.Recipe:
-    torch.manual_seed(seed)
-    inputs = torch.randn(60, 8)
-    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    return pipedream.Recipe(
-        model=nn.Sequential(*hidden, nn.Linear(8, 2)),
-        loss=nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.9),
-        train=DataLoader(data, batch_size=6, shuffle=True),
-        test=DataLoader(data, batch_size=20),
-        epochs=2,
-    )
-"""
+RECIPE = (
+    test_comparing.RECIPE.replace("160", "60").replace("size=8", "size=6").replace('target=("loss", 10.0)', "epochs=2")
+)
 METHODS = ("pipedream+error_feedback",)  # after 1f1b
 
 
 @cache
-def _measure(text: str) -> Profile:
-    namespace: dict[str, Any] = {}
-    exec(text, namespace)
-    return pipedream.profile(namespace["recipe"]().model, torch.randn(6, 8), runs=1)
+def _measure() -> pd.Profile:
+    return pd.profile(test_comparing.recipe().model, torch.randn(6, 8), runs=1)
 
 
 @pytest.fixture(autouse=True)
-def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model is profiled once for all tests."""
-    monkeypatch.setattr(compare_runs, "profile_recipe", lambda recipe, **how: _measure(RECIPE))
+    monkeypatch.setattr(compare_runs, "profile_recipe", lambda recipe, **how: _measure())
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
 
 
 def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -> RecipeComparison:
-    recipe = folder.parent / "small.py"
-    recipe.write_text(RECIPE, encoding="utf-8")
-    chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (1e6,)} | options
-    return compare_recipe(str(recipe), ComparisonOptions(schedules=methods, emulate_delay=True, **chosen), out=folder)[
+    chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (1e6,), "emulate_delay": True} | options
+    return compare_recipe(str(folder.parent / "small.py"), ComparisonOptions(schedules=methods, **chosen), out=folder)[
         0
     ]
 
 
 def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_path: Path) -> None:
     reference, late = _compare(tmp_path / "out").variants
-    train_recipe(
-        lambda seed: load_recipe(str(tmp_path / "small.py"), seed=seed),
-        plan=pipedream.plan(_measure(RECIPE), pipedream.Cluster.flat(3, 1e6), schedule="pipedream", shape="straight"),
-        compensation=["error_feedback"],
-        seed=3,
-        out=tmp_path / "run",
-        quiet=True,
-    )
+    make = lambda seed: load_recipe(str(tmp_path / "small.py"), seed=seed)  # noqa: E731
+    plan = pd.plan(_measure(), pd.Cluster.flat(3, 1e6), schedule="pipedream", shape="straight")
+    pd.run(make, plan=plan, compensation=["error_feedback"], seed=3, out=tmp_path / "run", quiet=True)
     trained = json.loads((tmp_path / "run" / "losses.json").read_text())
     assert late.losses == tuple((6 * (number + 1), loss) for number, loss in trained)
     assert len(trained) == 20
     assert (late.samples_per_s, late.peak_bytes, late.seconds_to_target) == (None, None, None), "one process's"
-    plain = list(PlainLoop(Task(load_recipe(str(tmp_path / "small.py"), seed=3), 0, 1, torch.device("cpu"))).train(
-        None, until_epoch=2))  # fmt: skip
+    loop = PlainLoop(Task(make(3), 0, 1, torch.device("cpu")))
+    plain = [done.loss for done in loop.train(None, until_epoch=2)]
     assert reference.name == "1f1b"
-    assert [loss for _, loss in reference.losses] == pytest.approx([done.loss for done in plain], rel=1e-5)
-    assert [loss for _, loss in late.losses] != pytest.approx([done.loss for done in plain], rel=1e-3)
+    assert [loss for _, loss in reference.losses] == pytest.approx(plain, rel=1e-5)
+    assert [loss for _, loss in late.losses] != pytest.approx(plain, rel=1e-3)
 
 
 def test_after_ctrl_c_the_same_command_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +97,7 @@ def test_a_method_that_diverges_ends_alone(tmp_path: Path, monkeypatch: pytest.M
 
     def diverge(make: Any, **options: Any) -> Any:
         if options["compensation"] is not None:
-            raise WorkerError(0, "stage 2, B of microbatch 4", "the loss is not finite")
+            raise pd.errors.WorkerError(0, "stage 2, B of microbatch 4", "the loss is not finite")
         return train(make, **options)
 
     monkeypatch.setattr(compare_runs, "train_recipe", diverge)
@@ -155,34 +125,11 @@ def test_a_method_that_flushes_is_the_reference() -> None:
     assert methods == [["1f1b", "paci"], ["gpipe", "paci/4"]]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--schedule", "1f1b", "--schedule", "gpipe"), "with 1f1b, gpipe, which flush: no gradient is stale"),
-        (("--schedule", "pipedreem"), "pipedreem"),
-        (("--schedule", "pipedream+spyke"), "spyke"),
-        (("--link", "1gbit/s", "--link", "1mbit/s"), "2 links were given with --emulate-delay"),
-        (("--out", "."), "is not empty, and has no comparison to continue; name a new folder"),
-    ],
-)
-def test_bad_input(
-    flags: tuple[str, ...], words: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("small.py").write_text(RECIPE, encoding="utf-8")
-    assert words in refused("compare", "small.py", "--emulate-delay", *flags)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["small.py"]
-
-
 def test_the_command(run_command: Run, tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     flags = ("--emulate-delay", "--workers", 3, "--minibatches", 4, "--out", tmp_path / "out")
-    flags = (*flags, "--link", "1gbit/s", "--schedule", "pipedream")
-    status, out, _ = run_command("compare", tmp_path / "small.py", *flags, "--json")
-    assert status == 0
-    shown = json.loads(out)
+    command = ("compare", tmp_path / "small.py", *flags, "--link", "1gbit/s", "--schedule", "pipedream")
+    shown = json.loads(run_command(*command, "--json")[1])
     assert [(row["name"], row["link"]) for row in shown["variants"]] == [("1f1b", 1.25e8), ("pipedream", 1.25e8)]
-    status, out, _ = run_command("compare", tmp_path / "small.py", *flags)
-    assert status == 0
+    out = run_command(*command)[1]
     assert re.search(r"^1 Gbit/s +pipedream +1-1-1, noam +\S+ +6 +\d ", out, re.MULTILINE)
     assert shown["verdict"] in out

@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
 from pipedream.recipe import load_recipe
 from pipedream.runtime.checkpoint.folders import read_manifest
-from pipedream.training.train import train_recipe
 
 FILES = Path(__file__).parent / "files_of_0_1"
 
 
 def test_the_plan_is_read() -> None:
-    plan = Plan.load(FILES / "plan.json")
+    plan = pd.Plan.load(FILES / "plan.json")
     assert (plan.config, plan.update_delay) == ("2-1", (1, 0))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert pd.Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_checkpoint_is_read() -> None:
@@ -38,7 +37,7 @@ def test_the_run_is_resumed(tmp_path: Path) -> None:
     """It continues with the losses that the earlier version had."""
     out = tmp_path / "run"
     with pytest.warns(UserWarning, match="checkpoint has no checksums, so damage may go unnoticed"):
-        summary = train_recipe(
+        summary = pd.run(
             lambda seed: load_recipe(str(FILES / "recipe.py"), seed=seed),
             resume=FILES / "checkpoint",
             out=out,

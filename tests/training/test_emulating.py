@@ -11,16 +11,14 @@ import processes
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream import Cluster, PipelineError, Plan, Timeline, metrics, simulate
-from pipedream.core.model.graph import Layer, LayerGraph
+import pipedream as pd
 from pipedream.core.plan import depth
-from pipedream.core.plan.stage import Stage
-from pipedream.training.emulate import emulate, scale_plan
+from pipedream.training.emulate import scale_plan
 
 
-def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
+def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> pd.Plan:
     stages = tuple(
-        Stage(
+        pd.Stage(
             s,
             s + 1,
             count,
@@ -33,13 +31,13 @@ def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
         )
         for s, count in enumerate(counts)
     )
-    return Plan(stages, depth.noam(counts), Cluster.flat(sum(counts), 1e9, 1e-4))
+    return pd.Plan(stages, depth.noam(counts), pd.Cluster.flat(sum(counts), 1e9, 1e-4))
 
 
 def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
     """Checks that the rate is that of the measured timeline, however late a busy machine wakes those that wait."""
-    measured = Timeline.load(folder / "measured.json")
-    assert summary["throughput"]["measured_per_s"] == pytest.approx(metrics.steady_metrics(measured).samples_per_s)
+    measured = pd.Timeline.load(folder / "measured.json")
+    assert summary["throughput"]["measured_per_s"] == pytest.approx(pd.metrics.steady_metrics(measured).samples_per_s)
 
 
 @given(
@@ -50,8 +48,8 @@ def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
 def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilation: float, byte_scale: float) -> None:
     plan = plan_of(counts)
     # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
-    before = simulate(plan, minibatches=12, overlap=False).makespan_s
-    after = simulate(scale_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
+    before = pd.simulate(plan, minibatches=12, overlap=False).makespan_s
+    after = pd.simulate(scale_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
     assert after == pytest.approx(dilation * before, rel=1e-6)
 
 
@@ -66,29 +64,29 @@ def test_layers_of_a_stage_become_one() -> None:
 
 
 def test_emulated_stages_are_no_longer_those_of_the_model() -> None:
-    graph = LayerGraph.chain((Layer("transformer.h.0", "Block"), Layer("lm_head", "Linear")))
+    graph = pd.LayerGraph.chain((pd.Layer("transformer.h.0", "Block"), pd.Layer("lm_head", "Linear")))
     assert scale_plan(replace(plan_of((1, 1)), graph=graph)).graph is None
 
 
 def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:
     """What waits in place of stepping has no velocity: predicted weights are the weights."""
-    summary = emulate(plan_of((1,)), schedule="spectrain_v2", minibatches=6, out=tmp_path / "run", quiet=True)
+    summary = pd.emulate(plan_of((1,)), schedule="spectrain_v2", minibatches=6, out=tmp_path / "run", quiet=True)
     assert summary["configuration"]["schedule"] == "spectrain_v2"
 
 
 @pytest.mark.parametrize("factors", [{"dilation": 0.0}, {"byte_scale": -1.0}, {"dilation": float("inf")}])
 def test_factors_that_make_no_sense_are_refused(factors: dict[str, float]) -> None:
-    with pytest.raises(PipelineError, match="give a positive number"):
+    with pytest.raises(pd.PipelineError, match="give a positive number"):
         scale_plan(plan_of((1,)), **factors)
 
 
 def test_needs_a_process_a_worker() -> None:
-    with pytest.raises(PipelineError, match=r"2 workers, found 1 process.*pipedream emulate"):
-        emulate(plan_of((1, 1)))
+    with pytest.raises(pd.PipelineError, match=r"2 workers, found 1 process.*pipedream emulate"):
+        pd.emulate(plan_of((1, 1)))
 
 
 def test_one_worker_needs_no_others(tmp_path: Path) -> None:
-    summary = emulate(plan_of((1,)), minibatches=6, out=tmp_path / "run", quiet=True)
+    summary = pd.emulate(plan_of((1,)), minibatches=6, out=tmp_path / "run", quiet=True)
     assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
     check_measured_rate(summary, tmp_path / "run")
     assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
@@ -100,12 +98,12 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
 
 def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
     plan = replace(plan_of((1,)), schedule="gpipe", microbatches=2)
-    configuration = emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
+    configuration = pd.emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
     assert (configuration["schedule"], configuration["microbatches"]) == ("gpipe", 2)
 
 
-def _emulate(plan: Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    return emulate(plan, minibatches=8, dilation=2.0, byte_scale=0.5, out=folder, quiet=True, **options)
+def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    return pd.emulate(plan, minibatches=8, dilation=2.0, byte_scale=0.5, out=folder, quiet=True, **options)
 
 
 @pytest.mark.processes
@@ -118,7 +116,7 @@ def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
     rate = summary["throughput"]
     check_measured_rate(summary, tmp_path / "run")
     assert rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
-    measured, predicted = (Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
+    measured, predicted = (pd.Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
     assert {span.rank for span in measured.spans} == {0, 1, 2}
     for kind, seconds in (("F", 0.02), ("B", 0.04), ("U", 0.002)):
         spans_s = [span.end_s - span.start_s for span in measured.spans if span.kind == kind]

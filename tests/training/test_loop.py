@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import nn
 
 import pipedream as pd
-from pipedream.runtime.results.results import Done
 from pipedream.training import loop
 
 
@@ -39,13 +38,13 @@ class Finishing:
         self.finished = 0
         self.is_full = False
 
-    def train(self, loader: Any, until_epoch: int) -> Iterator[Done]:
+    def train(self, loader: Any, until_epoch: int) -> Iterator[pd.Done]:
         for number in range(8):
             if number >= self.finished:
                 self.clock.now_s += 1.0 if self.is_full else 5.0
                 self.is_full = True
                 self.finished += 1
-            yield Done(number, number // 4, number % 4 == 3, 0.5, 4.0, 4, 0.1)
+            yield pd.Done(number, number // 4, number % 4 == 3, 0.5, 4.0, 4, 0.1)
 
     def evaluate(self, loader: Any) -> dict[str, float]:
         self.clock.now_s += 100.0
@@ -105,7 +104,7 @@ def test_status_is_computed_only_if_it_is_shown(
     pipeline: Any = _Pipeline()
     shown = loop.Progress(console, 2, rank)
     with shown.display:
-        shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
+        shown.show(pd.Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
     assert pipeline.computed == computed
 
 
@@ -120,7 +119,7 @@ def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -
     shown.remaining = 1000
     for number in range(100, 200):
         now_s += 1.5
-        shown.show(Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
+        shown.show(pd.Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
     lines = log.getvalue().splitlines()
     assert "minibatch    103      0.7 minibatches/s  loss 0.5000  about 1496 s left" in lines[0]
     assert len(lines) < 9

@@ -19,15 +19,12 @@ from cases import FLUSHING, OPTIMIZERS, Case, Fresh, Outcome, assert_near, check
 from marks import slow, thinned
 
 import pipedream as pd
-from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
+from pipedream import schedules
 from pipedream.core.schedule.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
-from pipedream.core.schedule.lowering import lower, with_common_channels
-from pipedream.core.schedule.phase import Phase, phase_at, phases_text, read_phases
+from pipedream.core.schedule.lowering import with_common_channels
+from pipedream.core.schedule.phase import phase_at, phases_text, read_phases
 from pipedream.runtime.results import recorder
-from pipedream.schedules import build, to_torch_csv
 from pipedream.training.job import profile_recipe
-from pipedream.training.train import train_recipe
-from pipedream.verifier import verify
 from pipedream.workflows.prepare import check_phases_fit
 
 
@@ -116,16 +113,13 @@ def test_compensations_change_with_the_phase() -> None:
     late = lambda s: 2 - s  # noqa: E731
     stash = delayed.Paper(lambda s, k: max(0, k - late(s)), lambda s, k: max(0, k - late(s)), "stash")
     case = phased("pipedream+spike:17,1f1b/4:29,pipedream+none:41,pipedream+spike+t1=60")
-    check_papers(
-        case,
-        run(case),
-        {
-            0: delayed.Turn(stash, 1, spike=late),
-            17: delayed.synchronous(4),
-            29: delayed.Turn(stash, 1),
-            41: delayed.Turn(stash, 1, rate=t1(60, late), spike=late),
-        },
-    )
+    turns = {
+        0: delayed.Turn(stash, 1, spike=late),
+        17: delayed.synchronous(4),
+        29: delayed.Turn(stash, 1),
+        41: delayed.Turn(stash, 1, rate=t1(60, late), spike=late),
+    }
+    check_papers(case, run(case), turns)
 
 
 RUNS = [
@@ -135,9 +129,7 @@ RUNS = [
     slow(phased("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip_grad_norm=0.1)),
     # Replicas: the first phase ends in the middle of a round of the next, which ends at a whole round of its own.
     phased("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
-    phased(
-        "pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip_grad_norm=0.1, evaluate_at=(2, 23)
-    ),  # 15 minibatches tear a round
+    phased("pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip_grad_norm=0.1, evaluate_at=(2, 23)),  # 15 tear a round
     slow(phased("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw")),
     slow(phased("zb_h1/4:13,pipedream:30,zb_h2/4", clip_grad_norm=0.1)),
     # A loop that is left at a border, and within a phase.
@@ -240,9 +232,7 @@ def test_compensations_as_text() -> None:
     phases = read_phases(text)
     assert [phase.compensation for phase in phases] == [None, (ErrorFeedback(0.5), LearningRateRescheduling(500)), ()]
     assert phases_text(phases) == text
-    assert Phase("pipedream", compensation=["spike"]) == Phase("pipedream", compensation=SpikeCompensation())
-    with pytest.raises(ScheduleError, match="compensation 'none' is not known"):
-        read_phases("pipedream+spike+none")
+    assert pd.Phase("pipedream", compensation=["spike"]) == pd.Phase("pipedream", compensation=SpikeCompensation())
 
 
 def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None:
@@ -255,26 +245,40 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
     assert compensations(text, compensation="spike") == ["", "spike", "t1:7", "spike"]
     assert compensations(text, compensation=()) == ["", "", "t1:7", ""]
     for phases, options in (("1f1b+spike:5,pipedream", {}), ("1f1b:5,gpipe/2", {"compensation": "spike"})):
-        with pytest.raises(ScheduleError, match="spike was asked for with a method that flushes"):
+        with pytest.raises(pd.PipelineError, match="spike was asked for with a method that flushes"):
             compensations(phases, **options)
 
 
 @pytest.mark.parametrize("phase", ["pipedream+spike", "pb_lwp"])
 def test_what_a_later_phase_asks_of_the_optimizer_is_told_before_the_run(phase: str) -> None:
-    with pytest.raises(ScheduleError, match=r"without momentum|needs momentum="):
+    with pytest.raises(pd.PipelineError, match=r"without momentum|needs momentum="):
         make_pipeline("mlp", phases=f"1f1b/2:900,{phase}", optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 def test_phases_as_text() -> None:
     text = "1f1b/4:200,pipedream:3e,1f1b/4"
     phases = read_phases(" 1f1b/4:200, pipedream:3e,1f1b/4 ")
-    assert phases == (
-        Phase("1f1b", until=200, microbatches=4), Phase("pipedream", until_epoch=3), Phase("1f1b", microbatches=4),
-    )  # fmt: skip
+    make_1f1b = partial(pd.Phase, "1f1b", microbatches=4)
+    assert phases == (make_1f1b(until=200), pd.Phase("pipedream", until_epoch=3), make_1f1b())
     assert phases_text(phases) == text
     at = [phase_at(phases, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
     assert at == [0, 0, 1, 1, 2, 2]
     assert phase_at(phases, 10, 3) == 0, "phases come one after the other"
+
+
+def test_a_file_of_a_method_may_be_a_phase() -> None:
+    text = "a/my-own.csv/4:200,../methods.py:two_by_two/2+spike:3e,C:\\x.CSV:700,methods.py"
+    phases = read_phases(text)
+    assert phases == (
+        pd.Phase("a/my-own.csv", until=200, microbatches=4),
+        pd.Phase("../methods.py:two_by_two", until_epoch=3, microbatches=2, compensation="spike"),
+        pd.Phase("C:\\x.CSV", until=700),
+        pd.Phase("methods.py"),
+    )
+    assert phases_text(phases) == text
+
+
+COUNT = "was asked for; give a count from 1 on"
 
 
 @pytest.mark.parametrize(
@@ -283,37 +287,40 @@ def test_phases_as_text() -> None:
         ("1f1b:5", "the last phase, 1f1b:5, ends before the run"),
         ("1f1b,pipedream", "phase 1f1b needs one end"),
         ("1f1b:5,pipedream:5,1f1b", r"end at \[5, 5\]; these are counts since the start"),
-        ("1f1b:0,pipedream", "until=0 was asked for; give a count from 1 on"),
+        ("1f1b:0,pipedream", f"until=0 {COUNT}"),
         ("1f1b:2e,pipedream:1e,1f1b", r"end at \[2, 1\]"),
         ("1f1b:x,pipedream", "phase '1f1b:x' is not known; write METHOD"),
         ("nothing:5,pipedream", "schedule 'nothing' is not known"),
-        ([Phase("1f1b", until=5, until_epoch=1), Phase("pipedream")], "needs one end"),
         ("pipedream/4:5,1f1b", "does not split it, but 4 microbatches"),
+        ("pipedream+spike+none", "compensation 'none' is not known"),
+        ([pd.Phase("1f1b", until=5, until_epoch=1), pd.Phase("pipedream")], "needs one end"),
+        (lambda: pd.Phase("1f1b", until=2.5), COUNT),
+        (lambda: pd.Phase("1f1b", until=-3), COUNT),
+        (lambda: pd.Phase("1f1b", until_epoch=True), COUNT),
+        (lambda: pd.Phase("1f1b", microbatches=0), COUNT),
+        (3, "phases is 3, neither a text nor a list of Phase"),
+        ({"phases": "1f1b", "schedule": "gpipe"}, "each phase has its own"),
+        ({"phases": "1f1b", "microbatches": 4}, "each phase has its own"),
     ],
 )
 def test_phases_that_make_no_sense_are_refused(phases: Any, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        make_pipeline("mlp", (1, 1, 1), phases=phases)
-
-
-@pytest.mark.parametrize("other", [{"schedule": "gpipe"}, {"microbatches": 4}], ids=str)
-def test_phases_and_a_schedule_are_not_both_said(other: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match="each phase has its own"):
-        make_pipeline("mlp", phases="1f1b", **other)
+    options = phases if isinstance(phases, dict) else {"phases": phases}
+    with pytest.raises(pd.PipelineError, match=message):
+        phases() if callable(phases) else make_pipeline("mlp", (1, 1, 1), **options)
 
 
 def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
-    deep = replace(pd.Plan.uniform(3), in_flight=(7, 4, 1))
-    deeper, other = lower(build("pipedream", deep)), lower(build("gpipe", pd.Plan.uniform(3), 4))
+    deep, three = replace(pd.Plan.uniform(3), in_flight=(7, 4, 1)), pd.Plan.uniform(3)
+    deeper, other = pd.lower(schedules.build("pipedream", deep)), pd.lower(schedules.build("gpipe", three, 4))
     programs = with_common_channels([deeper, other])
     assert [p.channels for p in programs] == [programs[0].channels] * 2
     for common, a, b in zip(programs[0].channels, deeper.channels, other.channels, strict=True):
         assert common.depth == max(a.depth, b.depth)
     assert any(a.depth != b.depth for a, b in zip(deeper.channels, other.channels, strict=True))
     for program in programs:
-        verify(program)
-    with pytest.raises(ScheduleError, match="take methods of one placement"):
-        with_common_channels([deeper, lower(build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))))])
+        pd.verify(program)
+    with pytest.raises(pd.PipelineError, match="take methods of one placement"):
+        with_common_channels([deeper, pd.lower(schedules.build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))))])
 
 
 def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
@@ -328,7 +335,7 @@ def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
 @pytest.mark.slow
 def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> None:
     text = "1f1b/2:4,pipedream:22,gpipe/3"
-    summary = train_recipe(make, phases=text, out=tmp_path / "whole", quiet=True, evaluate_every=0)
+    summary = pd.run(make, phases=text, out=tmp_path / "whole", quiet=True, evaluate_every=0)
     assert summary["schedule"] == summary["configuration"]["phases"] == text
     rows = [(phase["schedule"], phase["microbatches"], phase["begin"], phase["end"]) for phase in summary["phases"]]
     assert rows == [("1f1b", 2, 0, 4), ("pipedream", 1, 4, 22), ("gpipe", 3, 22, 30)]
@@ -346,11 +353,9 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
     assert page.count('class="phase"') == 3
 
     # A run that was left in its second phase goes on with the phases that it had; the recipe's own come last.
-    first = train_recipe(make, phases=text, minibatches=10, out=tmp_path / "parts", quiet=True)
+    first = pd.run(make, phases=text, minibatches=10, out=tmp_path / "parts", quiet=True)
     assert [phase["schedule"] for phase in first["phases"]] == ["1f1b", "pipedream"]
-    rest = train_recipe(
-        lambda seed: make(seed, "naive:1,gpipe"), resume=tmp_path / "parts", quiet=True, evaluate_every=0
-    )
+    rest = pd.run(lambda seed: make(seed, "naive:1,gpipe"), resume=tmp_path / "parts", quiet=True, evaluate_every=0)
     assert [(phase["schedule"], phase["end"]) for phase in rest["phases"]] == [("pipedream", 22), ("gpipe", 30)]
     assert rest["phases"][0]["begin"] == first["minibatches"]
     assert page.count('class="phase"') > (tmp_path / "parts" / "report.html").read_text().count('class="phase"')
@@ -358,44 +363,21 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> None:
-    make_in_phases = lambda seed: make(seed, [Phase("1f1b", until=3, microbatches=2), Phase("pipedream")])  # noqa: E731
+    make_in_phases = lambda seed: make(seed, [pd.Phase("1f1b", until=3, microbatches=2), pd.Phase("pipedream")])  # noqa: E731
     options: dict[str, Any] = {"minibatches": 6, "checkpoint_every": 0, "quiet": True}
-    summary = train_recipe(make_in_phases, out=tmp_path / "1", **options)
+    summary = pd.run(make_in_phases, out=tmp_path / "1", **options)
     assert summary["schedule"] == "1f1b/2:3,pipedream"
-    assert (
-        train_recipe(make_in_phases, phases="naive:2,gpipe/2", out=tmp_path / "2", **options)["schedule"]
-        == "naive:2,gpipe/2"
-    )
-    made_up = train_recipe(make_in_phases, compensation="spike", out=tmp_path / "5", **options)
+    again = pd.run(make_in_phases, phases="naive:2,gpipe/2", out=tmp_path / "2", **options)
+    assert again["schedule"] == "naive:2,gpipe/2"
+    made_up = pd.run(make_in_phases, compensation="spike", out=tmp_path / "5", **options)
     assert made_up["schedule"] == made_up["configuration"]["phases"] == "1f1b/2:3,pipedream+spike"
-    overridden = train_recipe(make_in_phases, schedule="gpipe", out=tmp_path / "3", **options | {"checkpoint_every": 3})
+    overridden = pd.run(make_in_phases, schedule="gpipe", out=tmp_path / "3", **options | {"checkpoint_every": 3})
     assert overridden["schedule"] == "gpipe"
     assert overridden["configuration"]["phases"] is None
-    assert train_recipe(make_in_phases, resume=tmp_path / "3", **options | {"minibatches": 7})["schedule"] == "gpipe", (
-        "what is not said is as it was"
-    )
-    with pytest.raises(ScheduleError, match="each phase has its own"):
-        train_recipe(make_in_phases, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
-    with pytest.raises(RecipeError, match="phases is 3, neither a text nor a list of Phase"):
-        make(phases=3)
-
-
-@pytest.mark.parametrize("wrong", [{"until": 2.5}, {"until": -3}, {"until_epoch": True}, {"microbatches": 0}], ids=str)
-def test_a_phase_is_counted_from_one_on(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match=r"was asked for; give a count from 1 on"):
-        Phase("1f1b", **wrong)
-
-
-def test_a_file_of_a_method_may_be_a_phase() -> None:
-    text = "a/my-own.csv/4:200,../methods.py:two_by_two/2+spike:3e,C:\\x.CSV:700,methods.py"
-    phases = read_phases(text)
-    assert phases == (
-        Phase("a/my-own.csv", until=200, microbatches=4),
-        Phase("../methods.py:two_by_two", until_epoch=3, microbatches=2, compensation="spike"),
-        Phase("C:\\x.CSV", until=700),
-        Phase("methods.py"),
-    )
-    assert phases_text(phases) == text
+    kept = pd.run(make_in_phases, resume=tmp_path / "3", **options | {"minibatches": 7})
+    assert kept["schedule"] == "gpipe", "what is not said is as it was"
+    with pytest.raises(pd.PipelineError, match="each phase has its own"):
+        pd.run(make_in_phases, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
 
 
 def test_a_phase_whose_end_lies_behind_is_told() -> None:
@@ -404,37 +386,37 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
         with pytest.warns(UserWarning, match=r"phase pipedream:1e is skipped.* minibatch 7, after 1 whole"):
             list(pipeline.train(batches, epochs=2))
         assert pipeline.trained == {0: (0, 7), 2: (7, 10)}
-        with pytest.raises(PipelineError, match="phase 7 was requested, but the run has phases 0 to 2"):
+        with pytest.raises(pd.PipelineError, match="phase 7 was requested, but the run has phases 0 to 2"):
             pipeline.timeline(7)
 
 
 @pytest.mark.slow
 def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) -> None:
     plan = zoo.plan_of(zoo.make("mlp", torch.float32), 2, (1, 1))
-    (tmp_path / "mine.csv").write_text(to_torch_csv(build("gpipe", pd.Plan.uniform(2), 4)))
-    mine = replace(build("gpipe", plan, 3), name="my own")
+    (tmp_path / "mine.csv").write_text(schedules.to_torch_csv(schedules.build("gpipe", pd.Plan.uniform(2), 4)))
+    mine = replace(schedules.build("gpipe", plan, 3), name="my own")
     options: dict[str, Any] = {"plan": plan, "checkpoint_every": 3, "quiet": True, "evaluate_every": 0}
 
     def both(name: str, phases: Any, first: dict[str, Any] | None = None, **rest: Any) -> tuple[Any, Any, Any]:
         recipe = lambda seed: make(seed, phases)  # noqa: E731
-        begun = train_recipe(recipe, out=tmp_path / name, minibatches=3, **options, **(first or {}))
-        summary = train_recipe(recipe, resume=tmp_path / name, minibatches=9, **options | {"plan": None}, **rest)
+        begun = pd.run(recipe, out=tmp_path / name, minibatches=3, **options, **(first or {}))
+        summary = pd.run(recipe, resume=tmp_path / name, minibatches=9, **options | {"plan": None}, **rest)
         trained = [(phase["schedule"], phase["begin"], phase["end"]) for phase in summary["phases"]]
         return begun["schedule"], trained, summary["configuration"]["compensation"]
 
     path = tmp_path / "mine.csv"
-    text, trained, _ = both("csv", [Phase(str(path), until=5), Phase("pipedream")])
+    text, trained, _ = both("csv", [pd.Phase(str(path), until=5), pd.Phase("pipedream")])
     assert text == f"{path}:5,pipedream"
     assert [begin for _, begin, _ in trained] == [3, 5]
-    text, trained, _ = both("object", [Phase(mine, until=5), Phase("pipedream")])
+    text, trained, _ = both("object", [pd.Phase(mine, until=5), pd.Phase("pipedream")])
     assert (text, *trained[0]) == ("<my own>:5,pipedream", "my own", 3, 5)
-    with pytest.raises(ScheduleError, match=r"phase .<my own>:5' was a Schedule object.*give the same phases again"):
-        train_recipe(make, resume=tmp_path / "object", minibatches=10, **options)
+    with pytest.raises(pd.PipelineError, match=r"phase .<my own>:5' was a Schedule object.*give the same phases again"):
+        pd.run(make, resume=tmp_path / "object", minibatches=10, **options)
     # What is not said is the checkpoint's, and what is said is not.
     run = "1f1b/2:2,pipedream"
     assert both("kept", run, {"compensation": "spike"})[2] == ["spike"]
     assert both("changed", run, {"compensation": "spike"}, compensation=())[2] == []
-    with pytest.raises(ScheduleError, match=r"phases=.* was given with microbatches=2, but each phase has its own"):
+    with pytest.raises(pd.PipelineError, match=r"phases=.* was given with microbatches=2, but each phase has its own"):
         both("split", run, microbatches=2)
 
 
@@ -447,21 +429,22 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
         return pd.Recipe(model=model, loss=loss, optimizer=OPTIMIZERS["sgd"], train=data, name="wide")
 
     profile = profile_recipe(wide())
-    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream_2bw", microbatches=8, shape="pipeline")
+    split: dict[str, Any] = {"schedule": "pipedream_2bw", "microbatches": 8}
+    plan = pd.plan(profile, pd.Cluster.flat(2), **split, shape="pipeline")
     tight = pd.Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
-    options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
     plan = replace(plan, cluster=tight)
-    for limits in ({"cluster": tight}, {"plan": plan}):
-        with pytest.raises(PlanError, match=r"in phase pipedream:3 the plan 1-1 does not fit: .*needs"):
-            train_recipe(wide, out=tmp_path / "tight", **options, **limits)
+    phases, error_feedback = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8"}, "pipedream_2bw/8.error_feedback"
+    for options, phase in (
+        (phases | {"cluster": tight}, "pipedream:3"),
+        (phases | {"plan": plan}, "pipedream:3"),
+        (split | {"cluster": tight, "compensation": "error_feedback"}, error_feedback),
+    ):
+        with pytest.raises(pd.PipelineError, match=f"in phase {phase} the plan 1-1 does not fit: .*needs"):
+            pd.run(wide, out=tmp_path / "tight", workers=2, quiet=True, **options)
     check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
     # What a compensation keeps counts too.
-    phases = read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback")
-    with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
-        check_phases_fit(plan, phases, profile)
-    options |= {"phases": None, "schedule": "pipedream_2bw", "microbatches": 8, "compensation": "error_feedback"}
-    with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
-        train_recipe(wide, cluster=tight, out=tmp_path / "kept", **options)
+    with pytest.raises(pd.PipelineError, match=f"in phase {error_feedback} the plan"):
+        check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback"), profile)
 
 
 def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None:
@@ -477,10 +460,10 @@ def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None
 def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_TABLE_ROWS", 40)  # as in a long run: the second phase pushes out the first's
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
-    summary = train_recipe(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
+    summary = pd.run(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
     assert [phase["end"] - phase["begin"] for phase in summary["phases"]] == [20, 10]
     assert summary["configuration"]["schedule"] == "pipedream"
     assert all(stage["busy_share"] for stage in summary["stages"])
     # A run that goes on where it has ended has nothing to tell.
-    again = train_recipe(make, resume=tmp_path / "run", **options)
+    again = pd.run(make, resume=tmp_path / "run", **options)
     assert [(phase["begin"], phase["end"]) for phase in again["phases"]] == [(30, 30)]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from marks import long, slow
 
-import pipedream
+import pipedream as pd
 from pipedream._version import hash_sources
-from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.plan.without import drop_worker
 from pipedream.options import TrainingOptions
 from pipedream.recipe import load_recipe
@@ -111,9 +110,9 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert "restarts after failures" in report
     assert f"failure after minibatch {failures['each'][0]['minibatches']}, resumed" in report
     # The plan was measured by the run that died; with it, nothing that dies gives the same weights, in one process too.
-    whole = pipedream.run(
+    whole = pd.run(
         lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),
-        plan=pipedream.Plan.load(tmp_path / "run" / "plan.json"),
+        plan=pd.Plan.load(tmp_path / "run" / "plan.json"),
         checkpoint_every=10,
         out=tmp_path / "whole" / "run",
         quiet=True,
@@ -148,13 +147,13 @@ def test_other_intervals_are_refused(
 
 
 def test_workers_on_spare_machines_are_not_started() -> None:
-    with pytest.raises(PlanError) as refusal:
+    with pytest.raises(pd.errors.PlanError) as refusal:
         _count_workers(TrainingOptions(workers=2), None, 3)
     assert str(refusal.value) == (
         "2 workers were asked for, 3 processes were started; make the numbers equal; torchrun's --nnodes does not "
         "count spare machines"
     )
-    with pytest.raises(PlanError, match=r"make the numbers equal$"):
+    with pytest.raises(pd.PipelineError, match=r"make the numbers equal$"):
         _count_workers(TrainingOptions(workers=3), None, 2)
 
 
@@ -174,9 +173,9 @@ def _find_point(folder: Path) -> int | None:
 
 def test_a_machine_that_was_not_restarted_resumes_with_the_others(tmp_path: Path) -> None:
     model, batches = torch.nn.Sequential(torch.nn.Linear(4, 4)), [(torch.ones(2, 4), torch.ones(2, 4))] * 3
-    plan = pipedream.plan(pipedream.profile(model, batches[0][0]), pipedream.Cluster.flat(1))
+    plan = pd.plan(pd.profile(model, batches[0][0]), pd.Cluster.flat(1))
     options = {"loss": torch.nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
-    with pipedream.Pipeline(model, plan, **options) as pipeline:
+    with pd.Pipeline(model, plan, **options) as pipeline:
         list(pipeline.train(batches))
         pipeline.save(tmp_path / "checkpoints")
     assert find_resume_point(None, tmp_path) is None
@@ -187,7 +186,7 @@ def test_losses_count_from_the_newest_plan_on(monkeypatch: pytest.MonkeyPatch, t
     """Ranks are those of the attempt that lost them; one that ended before it had a plan has that of before."""
     launched(monkeypatch, tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    plan = pipedream.Plan.uniform(2, replicas=(4, 1))
+    plan = pd.Plan.uniform(2, replicas=(4, 1))
     attempts = [tmp_path / "launch" / str(attempt) for attempt in range(3)]
     for attempt in attempts:
         attempt.mkdir(exist_ok=True)
@@ -217,13 +216,13 @@ def test_code_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, t
     restarts.check_code_stays("x = 2\n", 1)  # another rank may come first
     for rank in (0, 1):
         restarts.check_code_stays("x = 1\n", rank)
-    with pytest.raises(RecipeError, match=r"restart 1 must continue .* its file has changed .'-x = 1'.; put the file"):
+    with pytest.raises(pd.PipelineError, match=r"restart 1 must continue .* its file has changed .'-x = 1'.; put"):
         restarts.check_code_stays("x = 2\n", 1)
     before = process_group.name_code()
     for name, value in (("__version__", "0.2"), ("hash_sources", lambda: "0" * 12)):
         monkeypatch.setattr(process_group, name, value)
         now = process_group.name_code()
-        with pytest.raises(RecipeError) as refusal:
+        with pytest.raises(pd.errors.RecipeError) as refusal:
             restarts.check_code_stays("x = 1\n", 1)
         assert f"restart 1 must continue with {before}, but rank 1 has {now}; install" in str(refusal.value)
 
@@ -278,13 +277,11 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
         folder.mkdir(exist_ok=True)
         (folder / "mortal.py").write_text(text.replace("DOOMED", condition), encoding="utf-8")
 
-    def make(seed: int) -> pipedream.Recipe:
+    def make(seed: int) -> pd.Recipe:
         return load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed)
 
     recipe = make(0)
-    plan = pipedream.plan(
-        pipedream.profile(recipe.model, recipe.first_batch()[0]), pipedream.Cluster.flat(sum(replicas)), shape=replicas
-    )
+    plan = pd.plan(pd.profile(recipe.model, recipe.first_batch()[0]), pd.Cluster.flat(sum(replicas)), shape=replicas)
     plan.save(tmp_path / "plan.json")
     options = ("--plan", "plan.json", "--elastic", "--checkpoint-every", "4")
     ended, summary = train(tmp_path, *options)
@@ -297,11 +294,11 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     assert lost == [f"{rank} {resumed} (1,)" for rank in range(sum(replicas) - 1)]
     reduced = drop_worker(plan, 1)
     assert reduced is not None
-    assert pipedream.Plan.load(tmp_path / "run" / "plan.json").config == reduced.config
+    assert pd.Plan.load(tmp_path / "run" / "plan.json").config == reduced.config
     assert not (tmp_path / "run" / "profile.json").exists(), "nothing is measured to plan again"
     common: dict[str, Any] = {"checkpoint_every": 4, "quiet": True}
-    pipedream.run(make, plan=plan, minibatches=resumed, out=tmp_path / "a", **common)
-    pipedream.run(make, plan=reduced, resume=tmp_path / "a", out=tmp_path / "b", **common)
+    pd.run(make, plan=plan, minibatches=resumed, out=tmp_path / "a", **common)
+    pd.run(make, plan=reduced, resume=tmp_path / "a", out=tmp_path / "b", **common)
     states = [torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "b")]
     assert all(torch.allclose(states[0][name], states[1][name], rtol=0, atol=1e-10) for name in states[0])
     losses = [json.loads((tmp_path / run / "losses.json").read_text(encoding="utf-8")) for run in ("run", "b")]

@@ -17,12 +17,10 @@ from cases import Case, Fresh, Outcome, answer, assert_near, check_resumed, make
 from marks import long, spread
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.object_store import RemotePath
 from pipedream.training import emulate as emulate_module, loop
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
-from pipedream.training.train import train_recipe
 
 
 def leg(
@@ -142,11 +140,11 @@ def test_what_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:
         (leg((1, 1), 4, scheduled=False), r"saved with a learning-rate scheduler, this run has none"),
         (replace(leg((1, 1), 4), optimizer="adamw"), "in one group of the optimizer now"),
     ):
-        with pytest.raises(ArtifactError, match=words):
+        with pytest.raises(pd.PipelineError, match=words):
             run(case, tmp_path, tmp_path)
-    with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*empty"):
+    with pytest.raises(pd.PipelineError, match=r"no complete checkpoint in .*empty"):
         run(leg((1, 1), 4), tmp_path, tmp_path / "empty")
-    with pytest.raises(ArtifactError, match=r"exists already"):
+    with pytest.raises(pd.PipelineError, match=r"exists already"):
         run(leg((1, 1), 2), tmp_path, None, EVERY)
 
 
@@ -207,11 +205,11 @@ OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, 
 
 def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
     """Seconds, evaluations, target and losses are carried through the checkpoint."""
-    first = train_recipe(regression, epochs=2, out=tmp_path / "a", **OPTIONS)
+    first = pd.run(regression, epochs=2, out=tmp_path / "a", **OPTIONS)
     saved = folders.read_manifest(folders.list_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
     assert [row["minibatches"] for row in first["evaluations"]] == [5, 10]
     assert saved.extra["evaluations"] == first["evaluations"]
-    rest = train_recipe(regression, resume=tmp_path / "a", out=tmp_path / "b", **OPTIONS)
+    rest = pd.run(regression, resume=tmp_path / "a", out=tmp_path / "b", **OPTIONS)
     assert rest["evaluations"][:2] == first["evaluations"]
     assert [row["minibatches"] for row in rest["evaluations"]] == [5, 10, 15, 20]
     seconds = [row["seconds"] for row in rest["evaluations"]]
@@ -224,7 +222,7 @@ def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
 
 def test_a_loops_own_values_are_kept(tmp_path: Path) -> None:
     with make_pipeline("mlp") as pipeline:
-        with pytest.raises(ArtifactError, match=r"extra cannot be kept in a checkpoint.*Tensor"):
+        with pytest.raises(pd.PipelineError, match=r"extra cannot be kept in a checkpoint.*Tensor"):
             pipeline.save(tmp_path, extra={"best": torch.ones(1)})
         pipeline.save(tmp_path, extra={"best": 0.5})
     with make_pipeline("mlp") as pipeline:
@@ -238,7 +236,7 @@ def test_one_command_starts_and_continues_a_run(tmp_path: Path) -> None:
     assert find_resume_point(run, run) is None
     assert find_resume_point(str(run), run) is None
     for out in (None, tmp_path / "other"):
-        with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*run to resume from"):
+        with pytest.raises(pd.PipelineError, match=r"no complete checkpoint in .*run to resume from"):
             find_resume_point(run, out)
 
 
@@ -248,12 +246,12 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
     store = RemotePath(url)
-    train_recipe(regression, epochs=2, out=url, resume=url, **OPTIONS)
+    pd.run(regression, epochs=2, out=url, resume=url, **OPTIONS)
     shutil.rmtree("runs")
-    with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):
-        train_recipe(regression, out=url, **OPTIONS)
+    with pytest.raises(pd.PipelineError, match="holds checkpoints of an earlier run"):
+        pd.run(regression, out=url, **OPTIONS)
     shutil.rmtree("runs")
-    rest = train_recipe(regression, epochs=3, resume=url, **OPTIONS)
+    rest = pd.run(regression, epochs=3, resume=url, **OPTIONS)
     assert rest["resumed_from"] == 10
     assert [number for number, _ in json.loads((store / "losses.json").read_text())] == list(range(15))
     folder = Path("runs", "memory", "bucket", "gpt")
@@ -278,8 +276,8 @@ def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch:
         write(self, data)
 
     monkeypatch.setattr(RemotePath, "write_bytes", limited)
-    with pytest.raises(WorkerError, match="credentials have expired") as caught:
-        train_recipe(regression, epochs=1, out=url, **OPTIONS)
+    with pytest.raises(pd.PipelineError, match="credentials have expired") as caught:
+        pd.run(regression, epochs=1, out=url, **OPTIONS)
     folder = Path("runs", "memory", "bucket", "gpt")
     assert (folder / "report.html").exists()
     assert f"the files are in {folder}" in str(caught.value)
@@ -293,11 +291,11 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
 
     def full(path: Path, text: str) -> None:
         if folders.list_checkpoints(run / CHECKPOINTS):
-            raise ArtifactError(f"cannot write {path}: No space left on device; free space")
+            raise pd.errors.ArtifactError(f"cannot write {path}: No space left on device; free space")
 
     monkeypatch.setattr(loop, "write_text_at", full)
-    with pytest.raises(WorkerError, match=r"saving the losses so far: .*No space left") as caught:
-        train_recipe(regression, out=run, **OPTIONS)
+    with pytest.raises(pd.PipelineError, match=r"saving the losses so far: .*No space left") as caught:
+        pd.run(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
     assert pieces.verify_checkpoint(folders.list_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5
 
@@ -305,9 +303,9 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
 def test_restarts_go_on_from_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another run was resumed into it, and where the whole command is repeated; not from another run's."""
     a, b, other = (tmp_path / name for name in ("a", "b", "other"))
-    train_recipe(regression, epochs=1, out=a, **OPTIONS)
-    train_recipe(regression, epochs=3, resume=a, out=b, **OPTIONS)
-    train_recipe(regression, minibatches=7, checkpoint_every=2, out=other, **OPTIONS)
+    pd.run(regression, epochs=1, out=a, **OPTIONS)
+    pd.run(regression, epochs=3, resume=a, out=b, **OPTIONS)
+    pd.run(regression, minibatches=7, checkpoint_every=2, out=other, **OPTIONS)
     first = find_resume_point(a, None)
     assert first is not None
     for restarts in "01":
@@ -324,50 +322,50 @@ def test_restarts_go_on_from_the_run_folder(tmp_path: Path, monkeypatch: pytest.
         point = find_resume_point(oldest, b)
         assert point is not None
         assert point.path == oldest, "the run goes back"
-        with pytest.raises(ArtifactError, match=r"was to be resumed, but the run folder holds .* of another run"):
+        with pytest.raises(pd.PipelineError, match=r"was to be resumed, but the run folder holds .* of another run"):
             find_resume_point(a, other)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    rest = train_recipe(regression, resume=a, out=b, **OPTIONS)
+    rest = pd.run(regression, resume=a, out=b, **OPTIONS)
     assert (rest["resumed_from"], rest["minibatches"]) == (15, 20)
     assert [number for number, _ in json.loads((b / "losses.json").read_text())] == list(range(20))
 
 
 def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, a = tmp_path / "done", tmp_path / "a"
-    train_recipe(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
-    train_recipe(regression, epochs=1, out=a, **OPTIONS)
+    pd.run(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
+    pd.run(regression, epochs=1, out=a, **OPTIONS)
     weights = (done / "weights.pt").read_bytes()
     plan = pd.Plan.load(done / "plan.json")
     for train_again in (
-        lambda: train_recipe(regression, out=done, checkpoint_every=0, **OPTIONS),
-        lambda: train_recipe(regression, out=done, resume=a, **OPTIONS),
-        lambda: train_recipe(regression, out=done, resume=done, **OPTIONS),
+        lambda: pd.run(regression, out=done, checkpoint_every=0, **OPTIONS),
+        lambda: pd.run(regression, out=done, resume=a, **OPTIONS),
+        lambda: pd.run(regression, out=done, resume=done, **OPTIONS),
     ):
         for name in ("weights.pt", "summary.json"):
-            with pytest.raises(ArtifactError, match=f"{done} holds {name} of an earlier run; give another folder"):
+            with pytest.raises(pd.PipelineError, match=f"{done} holds {name} of an earlier run; give another folder"):
                 train_again()
             (done / name).rename(tmp_path / name)
         for name in ("weights.pt", "summary.json"):
             (tmp_path / name).rename(done / name)
     assert (done / "weights.pt").read_bytes() == weights
     monkeypatch.setattr(emulate_module, "_join_group", lambda plan: (0, 1))
-    with pytest.raises(ArtifactError, match=r"holds .* of an earlier run"):
+    with pytest.raises(pd.PipelineError, match=r"holds .* of an earlier run"):
         pd.emulate(plan, out=a, minibatches=1, quiet=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a worker was lost while it wrote them
-    train_recipe(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
+    pd.run(regression, epochs=1, out=done, checkpoint_every=0, **OPTIONS)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.chdir(tmp_path)
-    train_recipe(regression, epochs=2, resume=a, out="a", **OPTIONS)  # its own folder, written otherwise
+    pd.run(regression, epochs=2, resume=a, out="a", **OPTIONS)  # its own folder, written otherwise
 
 
 def test_all_losses_are_in_the_run_folder(tmp_path: Path) -> None:
     """Also those of minibatches that a method without a flush finishes after the last one asked for."""
     options = OPTIONS | {"schedule": "pipedream", "microbatches": None}
-    first = train_recipe(regression, minibatches=7, out=tmp_path, **options)
+    first = pd.run(regression, minibatches=7, out=tmp_path, **options)
     assert first["minibatches"] > 7
     numbers = [number for number, _ in json.loads((tmp_path / "losses.json").read_text())]
     assert numbers == list(range(first["minibatches"]))
-    train_recipe(regression, resume=tmp_path, **options)
+    pd.run(regression, resume=tmp_path, **options)
     assert [number for number, _ in json.loads((tmp_path / "losses.json").read_text())] == list(range(20))
 
 
@@ -400,11 +398,11 @@ def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_the_order_of_the_data_is_refused(tmp_path: Path) -> None:
-    train_recipe(regression, epochs=1, out=tmp_path, **OPTIONS)
+    pd.run(regression, epochs=1, out=tmp_path, **OPTIONS)
     file = folders.list_checkpoints(tmp_path / CHECKPOINTS)[0] / folders.MANIFEST
     manifest = json.loads(file.read_text())
     del manifest["crc32"]
     for data in ({}, None):
         file.write_text(json.dumps(manifest | {"data": data}))
-        with pytest.raises(ArtifactError, match="it has no state of the data, whose order would begin anew"):
-            train_recipe(regression, resume=tmp_path, **OPTIONS)
+        with pytest.raises(pd.PipelineError, match="it has no state of the data, whose order would begin anew"):
+            pd.run(regression, resume=tmp_path, **OPTIONS)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.core.errors import ArtifactError
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.training.run_folder import write_report
 from tests.cli.test_data_runs_no_code import RECIPE
@@ -26,7 +25,7 @@ RunCommand = Callable[..., tuple[int, str, str]]
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a recipe in the working directory, beside a plan and a file that is no folder."""
     monkeypatch.chdir(tmp_path)
-    Plan.uniform(1).save("plan.json")
+    pd.Plan.uniform(1).save("plan.json")
     Path("file").touch()
     path = tmp_path / "recipe.py"
     path.write_text(RECIPE)
@@ -113,7 +112,7 @@ def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: RunCommand) -
 def test_weights_on_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     save_weights(path, {"first": torch.ones(2)})
-    full = pytest.raises(ArtifactError, match=r"cannot write .*weights.pt: File too large; free space")
+    full = pytest.raises(pd.PipelineError, match=r"cannot write .*weights.pt: File too large; free space")
     with files_up_to(4096), full:
         save_weights(path, {"first": torch.ones(100_000)})
     assert torch.load(path)["first"].tolist() == [1.0, 1.0], "the file before is whole"
@@ -133,11 +132,11 @@ def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> No
             inside = inside[key]
         inside[last] = "a text"
         Path("run/summary.json").write_text(json.dumps(changed))
-        with suppress(ArtifactError):
+        with suppress(pd.errors.ArtifactError):
             write_report(Path("run"))
     for losses in ("[1, 2]", '{"a": 1}', '[[0, "x"]]'):
         Path("run/losses.json").write_text(losses)
-        with pytest.raises(ArtifactError, match=r"summary\.json or losses\.json in run is not as a run writes it"):
+        with pytest.raises(pd.PipelineError, match=r"summary\.json or losses\.json in run is not as a run writes it"):
             write_report(Path("run"))
 
 
