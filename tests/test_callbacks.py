@@ -12,8 +12,6 @@ import zoo
 
 import pipedream as pd
 from pipedream.callbacks import Callback, EarlyStopping
-from pipedream.loggers import CSVLogger
-from pipedream.training.train import train_recipe
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -52,7 +50,11 @@ def pipeline_of(animal: zoo.Animal, *counts: int, **options: Any) -> pd.Pipeline
 
 
 def trained(
-    counts: tuple[int, ...], callbacks: list[Callback], *, evaluate: bool = False, schedule: str = "pipedream"
+    counts: tuple[int, ...],
+    callbacks: list[Callback],
+    *,
+    evaluate: bool = False,
+    schedule: str = "pipedream",
 ) -> tuple[list[float], int, dict[str, torch.Tensor], bool]:
     """Returns the losses of a run of 8 epochs, its minibatches, its weights, and whether it was stopped."""
     animal, losses = zoo.make("mlp"), []
@@ -213,11 +215,11 @@ class Publish(Callback):
 def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     animal, events = zoo.make("mlp"), Events()
     heard = {"callbacks": [EarlyStopping(patience=1, min_delta=9.0), events, Publish()]}
-    heard |= {"loggers": [CSVLogger(tmp_path / "own.csv")]}
+    heard |= {"loggers": [pd.loggers.CSVLogger(tmp_path / "own.csv")]}
     data = animal.batches, animal.batches
     recipe = pd.Recipe(InItsOwnFormat(*animal.model), animal.loss, SGD, *data, epochs=8, name="zoo", **heard)
     plan = zoo.plan_of(animal, 2)
-    summary = train_recipe(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
+    summary = pd.run(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
     count = 2 * len(animal.batches)
     assert summary["minibatches"] == count, "the second evaluation is no better by 9"
     assert f"stopped after minibatch {count}: should_stop was set by a callback" in capsys.readouterr().out

@@ -14,9 +14,7 @@ from built import Built
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-import pipedream
-from pipedream.core.errors import PipelineError
-from pipedream.experts import MixtureOfExperts, capacity, gate
+import pipedream as pd
 
 
 def loops(
@@ -99,7 +97,7 @@ def gates(draw: st.DrawFn) -> Drawn:
 @given(gates(), st.booleans())
 def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
     importance = drawn.importance if pads else None
-    masks = gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
+    masks = pd.experts.gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
     everywhere = torch.ones_like(drawn.importance)
     expected, loss = loops(
         drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=drawn.importance if pads else everywhere,
@@ -114,9 +112,9 @@ def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
 def test_the_softmax_is_taken_in_full_precision() -> None:
     logits = torch.randn(1, 16, 4)
     for dtype, result_dtype in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        masks = gate(logits.to(dtype), 8, second="all")
+        masks = pd.experts.gate(logits.to(dtype), 8, second="all")
         assert (masks.combine.dtype, masks.loss.dtype) == (result_dtype, result_dtype)
-        expected = gate(logits.to(dtype).to(result_dtype), 8, second="all")
+        expected = pd.experts.gate(logits.to(dtype).to(result_dtype), 8, second="all")
         assert torch.equal(masks.combine, expected.combine)
 
 
@@ -124,15 +122,15 @@ def test_the_softmax_is_taken_in_full_precision() -> None:
     ("tokens", "experts", "factor", "places"), [(1024, 8, 2.0, 256), (10, 4, 1.25, 4), (6, 2, 9.0, 6), (2, 2, 1.0, 4)]
 )
 def test_capacity(tokens: int, experts: int, factor: float, places: int) -> None:
-    assert capacity(tokens, experts, factor) == places
+    assert pd.experts.capacity(tokens, experts, factor) == places
 
 
 # -- the layer --------------------------------------------------------------------------------------
 
 
-def experts_of(form: str = "sorted", **how: Any) -> MixtureOfExperts:
+def experts_of(form: str = "sorted", **how: Any) -> pd.experts.MixtureOfExperts:
     torch.manual_seed(0)
-    return MixtureOfExperts(6, 10, how.pop("experts", 4), form=form, **how).double()
+    return pd.experts.MixtureOfExperts(6, 10, how.pop("experts", 4), form=form, **how).double()
 
 
 def trained(layer: nn.Module, x: Tensor, **how: Any) -> dict[str, Tensor]:
@@ -176,7 +174,7 @@ def test_where_counts_cannot_be_read_all_slots_are_computed() -> None:
         torch.testing.assert_close(counts[name].as_subclass(Tensor), expected[name], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(counts["1.up"].as_subclass(Tensor), expected["up"], rtol=1e-10, atol=1e-12)
     with torch.device("meta"):
-        assert MixtureOfExperts(6, 10, 4)(torch.empty(2, 8, 6)).shape == (2, 8, 6)
+        assert pd.experts.MixtureOfExperts(6, 10, 4)(torch.empty(2, 8, 6)).shape == (2, 8, 6)
 
 
 @pytest.mark.parametrize("form", ["sorted", "dense"])
@@ -197,7 +195,7 @@ def test_its_losses_join_the_objective_in_training_alone(form: str) -> None:
     layer, x = experts_of(form, groups=2, balance_loss=0.5, z_loss=0.25), torch.randn(4, 8, 6, dtype=torch.float64)
     gate_gradient = trained(layer, x)["gate"]
     logits = (x.view(2, 16, 6) @ layer.gate).detach().requires_grad_()
-    balance = gate(logits, 8).loss
+    balance = pd.experts.gate(logits, 8).loss
     (expected,) = torch.autograd.grad(0.5 * balance + 0.25 * logits.logsumexp(-1).square().mean(), logits)
     layer.balance_loss = layer.z_loss = 0.0
     without = trained(layer, x)["gate"]
@@ -222,7 +220,7 @@ def test_switch_counts_an_output_by_its_probability() -> None:
 
 
 def test_it_names_its_weights() -> None:
-    layer = MixtureOfExperts(6, 10, 4)
+    layer = pd.experts.MixtureOfExperts(6, 10, 4)
     sizes = {"d_model": 6, "d_ff": 10, "experts": 4, "experts_unsplit": 4}
     weights = dict(layer.named_parameters())
     assert layer.layout_names.keys() == weights.keys()
@@ -242,12 +240,12 @@ def test_it_names_its_weights() -> None:
     ],
 )
 def test_what_is_asked_for_is_checked(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
+    with pytest.raises(pd.PipelineError, match=message):
         experts_of(**wrong)
 
 
 def test_groups_must_divide_the_tokens() -> None:
-    with pytest.raises(PipelineError, match=r"5 groups were asked for, but \(4, 8, 6\) has 32 tokens.*last one's too"):
+    with pytest.raises(pd.PipelineError, match=r"5 groups were asked for, but \(4, 8, 6\) has 32 tokens.*last one's"):
         experts_of(groups=5)(torch.randn(4, 8, 6, dtype=torch.float64))
 
 
@@ -255,7 +253,7 @@ def test_groups_must_divide_the_tokens() -> None:
 
 
 def block(form: str) -> nn.Module:
-    experts = MixtureOfExperts(6, 10, 4, groups=2, capacity_factor=1.0, form=form)
+    experts = pd.experts.MixtureOfExperts(6, 10, 4, groups=2, capacity_factor=1.0, form=form)
     return Built(lambda module, x: x + module.experts(module.norm(x)), norm=nn.LayerNorm(6), experts=experts)
 
 
@@ -272,10 +270,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def through_a_pipeline(model: nn.Module, cuts: tuple[int, ...], schedule: str, **how: Any) -> dict[str, Tensor]:
-    profile = pipedream.profile(model, next(batches())[0], warmup=0, runs=1)
-    plan = pipedream.plan(profile, pipedream.Cluster.flat(len(cuts) + 1), cuts=cuts)
+    profile = pd.profile(model, next(batches())[0], warmup=0, runs=1)
+    plan = pd.plan(profile, pd.Cluster.flat(len(cuts) + 1), cuts=cuts)
     how |= {"schedule": schedule, "optimizer": partial(torch.optim.SGD, lr=0.5), "seed": 3, "check": False}
-    with pipedream.Pipeline(model, plan, loss=F.mse_loss, **how) as pipeline:
+    with pd.Pipeline(model, plan, loss=F.mse_loss, **how) as pipeline:
         for _ in pipeline.train(list(batches()), epochs=2):
             pass
         return pipeline.state_dict()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import load_script
 
-import pipedream
+import pipedream as pd
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pipedream"
@@ -50,28 +50,28 @@ def test_face_says_each_name_once() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    modules = {name: homes.pop(name) for name in pipedream._MODULES}
+    modules = {name: homes.pop(name) for name in pd._MODULES}
     assert set(modules.values()) == {""}
-    assert homes == pipedream._HOMES
-    assert {*pipedream.__all__} == {*homes, *modules, "__version__"}
-    assert len(pipedream.__all__) <= 41
+    assert homes == pd._HOMES
+    assert {*pd.__all__} == {*homes, *modules, "__version__"}
+    assert len(pd.__all__) <= 41
 
 
-@pytest.mark.parametrize("name", pipedream.__all__)
+@pytest.mark.parametrize("name", pd.__all__)
 def test_face_resolves(name: str) -> None:
-    value = getattr(pipedream, name)
+    value = getattr(pd, name)
     assert getattr(value, "__name__", name).split(".")[-1] == name
 
 
 def test_face_shows_what_a_user_needs_and_nothing_else() -> None:
     program = "import pipedream, pipedream.cli, pipedream.workflows.plan; print(*dir(pipedream))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
-    assert shown == sorted(pipedream.__all__)
+    assert shown == sorted(pd.__all__)
 
 
 def test_face_refuses_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'plam'"):
-        pipedream.plam  # noqa: B018
+        pd.plam  # noqa: B018
 
 
 def test_examples_in_docstrings() -> None:

@@ -2,14 +2,11 @@
 
 import pytest
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
-from pipedream.metrics import Metrics, in_flight, run_metrics, staleness, steady_metrics, steady_window
-from pipedream.schedules import build, evaluation
+import pipedream as pd
+from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.simulator import costs, simulate
 
-MEASURED = Timeline(
+MEASURED = pd.Timeline(
     name="pipedream",
     source="measured",
     workers=2,
@@ -44,7 +41,7 @@ MEASURED = Timeline(
 
 
 def test_measured_run_with_gaps() -> None:
-    metrics = run_metrics(MEASURED)
+    metrics = pd.metrics.run_metrics(MEASURED)
     assert metrics.makespan_s == pytest.approx(10.0)
     assert metrics.throughput_per_s == pytest.approx(0.3)
     assert metrics.samples_per_s == pytest.approx(9.6)
@@ -59,8 +56,8 @@ def test_measured_run_with_gaps() -> None:
 
 
 def test_steady_part_of_a_measured_run() -> None:
-    assert steady_window(MEASURED) == (16.0, 17.2)
-    metrics = steady_metrics(MEASURED)
+    assert pd.metrics.steady_window(MEASURED) == (16.0, 17.2)
+    metrics = pd.metrics.steady_metrics(MEASURED)
     assert metrics.makespan_s == pytest.approx(1.2)
     assert [row.busy_s for row in metrics.per_rank] == pytest.approx([1.1, 0.5])
     assert [row.wait_s for row in metrics.per_rank] == [0.0, 0.0]
@@ -68,63 +65,63 @@ def test_steady_part_of_a_measured_run() -> None:
 
 
 def test_steady_part_has_neither_warm_up_nor_drain() -> None:
-    plan = Plan.uniform(4)
-    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
-    whole, steady = run_metrics(timeline), steady_metrics(timeline)
+    plan = pd.Plan.uniform(4)
+    timeline = simulate(pd.lower(pd.schedules.build("pipedream", plan)), costs(plan), 40)
+    whole, steady = pd.metrics.run_metrics(timeline), pd.metrics.steady_metrics(timeline)
     assert whole.bubble > 0.05
     assert steady.bubble == pytest.approx(0.0)
     assert steady.throughput_per_s == pytest.approx(1 / 3)
-    assert steady_window(timeline) == (12.0, 12.0 + 36 * 3 - 2)
-    assert steady_window(timeline, skip=5)[0] == 12.0 + 15
+    assert pd.metrics.steady_window(timeline) == (12.0, 12.0 + 36 * 3 - 2)
+    assert pd.metrics.steady_window(timeline, skip=5)[0] == 12.0 + 15
 
 
 def test_steady_throughput_of_replicas_that_finish_together() -> None:
-    plan = Plan.uniform(1, replicas=(4,))
-    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
-    assert steady_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
-    assert run_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
+    plan = pd.Plan.uniform(1, replicas=(4,))
+    timeline = simulate(pd.lower(pd.schedules.build("pipedream", plan)), costs(plan), 40)
+    assert pd.metrics.steady_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
+    assert pd.metrics.run_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
 
 
 def test_run_without_steady_part_is_refused() -> None:
-    plan = Plan.uniform(3)
-    gpipe = simulate(lower(build("gpipe", plan, 6)), costs(plan), 6)
+    plan = pd.Plan.uniform(3)
+    gpipe = simulate(pd.lower(pd.schedules.build("gpipe", plan, 6)), costs(plan), 6)
     with pytest.raises(ValueError, match="this run of 6 microbatches drains earlier"):
-        steady_metrics(gpipe)
+        pd.metrics.steady_metrics(gpipe)
     with pytest.raises(ValueError, match="beyond 8 backwards"):
-        steady_metrics(gpipe, skip=7)
+        pd.metrics.steady_metrics(gpipe, skip=7)
 
 
 def test_in_flight_counts_until_the_weight_gradient() -> None:
     letters = ["F", "F", "I", "F", "W", "I", "I", "W", "W"]
     spans = tuple(Span(0, letter, 0, i, float(i), i + 1.0) for i, letter in enumerate(letters))
-    assert in_flight(Timeline("split", "simulated", 1, spans, 3), 0) == 3
+    assert pd.metrics.in_flight(pd.Timeline("split", "simulated", 1, spans, 3), 0) == 3
 
 
 def test_forwards_alone_hold_nothing() -> None:
-    plan = Plan.uniform(2)
-    timeline = simulate(lower(evaluation(plan)), costs(plan), 5)
-    assert in_flight(timeline, 0) == 0
-    assert run_metrics(timeline).per_rank[1].staleness is None
+    plan = pd.Plan.uniform(2)
+    timeline = simulate(pd.lower(pd.schedules.evaluation(plan)), costs(plan), 5)
+    assert pd.metrics.in_flight(timeline, 0) == 0
+    assert pd.metrics.run_metrics(timeline).per_rank[1].staleness is None
 
 
 def test_staleness_by_stage() -> None:
-    assert (staleness(MEASURED, 0), staleness(MEASURED, 1)) == (1, 0)
+    assert (pd.metrics.staleness(MEASURED, 0), pd.metrics.staleness(MEASURED, 1)) == (1, 0)
     with pytest.raises(ValueError, match="no gradient versions"):
-        staleness(MEASURED, 2)
+        pd.metrics.staleness(MEASURED, 2)
 
 
 def test_empty_timeline() -> None:
-    metrics = run_metrics(Timeline("none", "measured", 2, (), 0))
+    metrics = pd.metrics.run_metrics(pd.Timeline("none", "measured", 2, (), 0))
     assert (metrics.makespan_s, metrics.bubble, metrics.throughput_per_s) == (0.0, 0.0, 0.0)
     assert metrics.busy_shares == (0.0, 0.0)
 
 
 def test_prints_as_a_table_and_can_be_saved() -> None:
-    metrics = run_metrics(MEASURED)
+    metrics = pd.metrics.run_metrics(MEASURED)
     assert str(metrics).splitlines() == [
         "pipedream, measured: 10.0 s, bubble 35.0%, 0.3 microbatches/s, 9.6 samples/s",
         "rank    busy  share   waits   sends  in flight  versions  staleness     peak",
         "   0  7.30 s  73.0%  2.00 s  1.50 s          2         -          1  2.00 kB",
         "   1  5.70 s  57.0%     0 s     0 s          1         -          0  1.00 kB",
     ]
-    assert Metrics.from_json(metrics.to_json()) == metrics
+    assert pd.metrics.Metrics.from_json(metrics.to_json()) == metrics

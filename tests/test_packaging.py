@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from commands import load_script
 
-import pipedream
+import pipedream as pd
 from pipedream.core import errors
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def test_each_extra_is_advised() -> None:
 
 def test_the_citation_has_the_version() -> None:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {pipedream.__version__}\n" in text
+    assert f"\nversion: {pd.__version__}\n" in text
     assert f"license: {SETTINGS['license']}\n" in text
 
 
@@ -126,8 +126,8 @@ def test_the_wheel_of_the_sdist_works_elsewhere(tmp_path: Path) -> None:
     assert run(tmp_path, python, *install) == ""
     assert run(tmp_path, python, "-c", "import pipedream; print(pipedream.__file__)").startswith(str(tmp_path))
     command = python.with_name("pipedream")
-    assert run(tmp_path, command, "--version") == f"pipedream {pipedream.__version__}\n"
-    assert run(tmp_path, python, "-m", "pipedream", "--version") == f"pipedream {pipedream.__version__}\n"
+    assert run(tmp_path, command, "--version") == f"pipedream {pd.__version__}\n"
+    assert run(tmp_path, python, "-m", "pipedream", "--version") == f"pipedream {pd.__version__}\n"
     digits = str(unpacked / "examples" / "digits.py")
     run(tmp_path, command, "train", digits, "--workers", "2", "--epochs", "1", "--minibatches", "4", "--out", "run")
     assert (tmp_path / "run" / "report.html").is_file()

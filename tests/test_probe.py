@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import pipedream as pd
 from pipedream import probe
-from pipedream.core.errors import PlanError
 from pipedream.probe import _list_group_bytes, available_bytes, host_bytes, host_bytes_per_s, probe_gpus
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
@@ -97,10 +97,10 @@ def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
-    with pytest.raises(PlanError, match=r"cuda:1.*but 1 GPUs were found"):
+    with pytest.raises(pd.PipelineError, match=r"cuda:1.*but 1 GPUs were found"):
         probe_gpus(2, device="cuda:1")
     _fake_gpus(monkeypatch)
-    with pytest.raises(PlanError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
+    with pytest.raises(pd.PipelineError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
         probe_gpus(2)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import commands
 import pytest
 
+import pipedream as pd
 from pipedream import slow_links
-from pipedream.core.errors import PipelineError
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network, why_not
 
 RECEIVER = """
@@ -205,7 +205,7 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_links.shutil, "which", lambda tool: None if tool in ("ip", "tc") else tool)
     with (
-        pytest.raises(PipelineError, match=r"no ip and no tc on the path; install iproute2"),
+        pytest.raises(pd.PipelineError, match=r"no ip and no tc on the path; install iproute2"),
         slow_network((2,), (1e6,)),
     ):
         pass
@@ -213,7 +213,7 @@ def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("widths", "rates"), [((2, 2), (1e6,)), ((0,), (1e6,)), ((), ())])
 def test_levels_that_do_not_fit(widths: tuple[int, ...], rates: tuple[float, ...]) -> None:
-    with pytest.raises(PipelineError, match="give a width and a rate for each level"), slow_network(widths, rates):
+    with pytest.raises(pd.PipelineError, match="give a width and a rate for each level"), slow_network(widths, rates):
         pass
 
 

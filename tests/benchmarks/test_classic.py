@@ -12,10 +12,6 @@ from paper_tables.classic_states import CutStates
 from paper_tables.graph_txt import GraphNode, GraphText
 
 import pipedream as pd
-from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile
 
 Cut = frozenset[int]
 
@@ -54,7 +50,7 @@ def slow_cuts(graph: GraphText) -> dict[Cut, Cut]:
     return {state.union(*(past(node) for node in state)): crossing for state, crossing in states.items()}
 
 
-def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut], *, straight: bool = False) -> float:
+def slow_seconds(graph: GraphText, levels: tuple[pd.Level, ...], order: list[Cut], *, straight: bool = False) -> float:
     """The recurrence as written in the module, over the states in a given order."""
     cuts = slow_cuts(graph)
     assert set(order) == set(cuts)
@@ -102,7 +98,7 @@ def graphs(draw: st.DrawFn) -> GraphText:
     return GraphText(tuple(nodes), tuple(edges))
 
 
-levels = st.lists(st.builds(Level, st.integers(1, 4), st.sampled_from([1e5, 1e6, 1e7])), min_size=1, max_size=3)
+levels = st.lists(st.builds(pd.Level, st.integers(1, 4), st.sampled_from([1e5, 1e6, 1e7])), min_size=1, max_size=3)
 
 
 def runs(states: CutStates) -> list[Cut]:
@@ -110,7 +106,7 @@ def runs(states: CutStates) -> list[Cut]:
 
 
 @given(graphs(), levels, st.booleans())
-def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level], straight: bool) -> None:
+def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[pd.Level], straight: bool) -> None:
     states = CutStates.of(graph)
     order = runs(states)
     assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
@@ -121,7 +117,7 @@ def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Leve
 
 @pytest.mark.parametrize("block", [1, 2])
 @given(graph=graphs(), network=levels)
-def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Level]) -> None:
+def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[pd.Level]) -> None:
     """The bounds of small blocks, which a small graph would not have."""
     states = CutStates.of(graph)
     whole = solve(states, tuple(network))
@@ -134,12 +130,12 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
 
 
 @given(graphs(), levels)
-def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
+def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[pd.Level]) -> None:
     if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
-        with pytest.raises(PlanError, match="layers take no time"):
-            classic(graph, Cluster(tuple(network)))
+        with pytest.raises(pd.PipelineError, match="layers take no time"):
+            classic(graph, pd.Cluster(tuple(network)))
         return
-    answer = classic(graph, Cluster(tuple(network)))
+    answer = classic(graph, pd.Cluster(tuple(network)))
     names = [name for stage in answer.plan.stages for name in stage.names]
     layers = graph.profile().graph.layers
     assert sorted(names) == sorted(layer.name for layer in layers)
@@ -152,11 +148,11 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) 
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=7), levels)
-def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[Level]) -> None:
+def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[pd.Level]) -> None:
     """On one level the plan's own stages, priced by the equations, give the predicted seconds."""
-    costs = tuple(LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
+    costs = tuple(pd.LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
     level = network[0]
-    answer = classic(pd.Profile.of_chain(costs), Cluster((level,)))
+    answer = classic(pd.Profile.of_chain(costs), pd.Cluster((level,)))
     stages, seconds, rate = answer.plan.stages, [], level.bandwidth_bytes_per_s
     for s, stage in enumerate(stages):
         r, sends = stage.replicas, [other.output_bytes for other in stages[max(s - 1, 0) : s + 1]]
@@ -201,7 +197,7 @@ def test_published_answers(
     model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float, config: str | None
 ) -> None:
     graph, workers = GraphText.load(published(model)), math.prod(widths)
-    answer = classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=config == "straight")
+    answer = classic(graph, pd.Cluster(tuple(map(pd.Level, widths, rates))), straight=config == "straight")
     assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
     assert answer.plan.workers == workers
     expected = "-".join(["1"] * workers) if config == "straight" else config
@@ -209,37 +205,37 @@ def test_published_answers(
 
 
 def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:
-    profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    assert classic(profile, Cluster.flat(2), straight=True).plan.config == "1-1"
-    with pytest.raises(PlanError, match="straight pipeline of 3 stages, but this graph cannot be cut into as many"):
-        classic(profile, Cluster.flat(3), straight=True)
+    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1),) * 2)
+    assert classic(profile, pd.Cluster.flat(2), straight=True).plan.config == "1-1"
+    with pytest.raises(pd.PipelineError, match="straight pipeline of 3 stages, but this graph cannot be cut into as"):
+        classic(profile, pd.Cluster.flat(3), straight=True)
 
 
 def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
-    layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
+    layer = pd.LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
     profile = pd.Profile.of_chain((layer, layer))
-    answer = classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
+    answer = classic(profile, pd.Cluster((pd.Level(2, 100.0), pd.Level(2, 1e9))))
     assert (answer.plan.config, answer.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
     assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in answer.plan.note
-    alone = classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
+    alone = classic(pd.Profile.of_chain((layer,)), pd.Cluster((pd.Level(2, 100.0), pd.Level(2, 1e9)))).plan
     assert (alone.config, "side by side" in alone.note) == ("4", False)
 
 
 def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
-    even = pd.Profile.of_chain((LayerProfile(1.0, 0.0, 0, 0),) * 4)
-    assert classic(even, Cluster.flat(2)).plan.config == "2"
-    heavy = LayerProfile(4.0, 0.0, 0, 4_000)
-    free = LayerProfile(0.0, 0.0, 0, 0)
-    plan = classic(pd.Profile.of_chain((heavy, free, heavy)), Cluster.flat(2, 1e3)).plan
+    even = pd.Profile.of_chain((pd.LayerProfile(1.0, 0.0, 0, 0),) * 4)
+    assert classic(even, pd.Cluster.flat(2)).plan.config == "2"
+    heavy = pd.LayerProfile(4.0, 0.0, 0, 4_000)
+    free = pd.LayerProfile(0.0, 0.0, 0, 0)
+    plan = classic(pd.Profile.of_chain((heavy, free, heavy)), pd.Cluster.flat(2, 1e3)).plan
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
 
 
 def test_a_profile_keeps_what_it_knows() -> None:
-    costs = (LayerProfile(1.0, 1.0, 8, 4000, 100), LayerProfile(1.0, 1.0, 8, 4000, 100))
-    graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight",)), Layer("b", "Linear")))
+    costs = (pd.LayerProfile(1.0, 1.0, 8, 4000, 100), pd.LayerProfile(1.0, 1.0, 8, 4000, 100))
+    graph = pd.LayerGraph.chain((pd.Layer("a", "Linear", ("a.weight",)), pd.Layer("b", "Linear")))
     profile = pd.Profile("net", graph, costs, batch=32, update_s=0.5, optimizer="Adam", optimizer_bytes=16_000)
-    plan = classic(profile, Cluster.flat(2, 1e3)).plan
+    plan = classic(profile, pd.Cluster.flat(2, 1e3)).plan
     assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("net", 32, "1-1", "noam")
     assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
     assert all(stage.peak_bytes > 0 for stage in plan.stages)
@@ -253,15 +249,15 @@ WORK = GraphNode("n2", "Conv2d", 1.0)
 @pytest.mark.parametrize(
     ("nodes", "cluster", "says"),
     [
-        ((LOADER,), Cluster.flat(2), "no layer besides its inputs"),
-        ((IDLE,), Cluster.flat(2), "layers take no time"),
-        ((WORK,), Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
-        ((WORK,), Cluster.flat(50_000), "its tables would not fit the memory"),
-        ((WORK,), Cluster((Level(2, 2e9, sizes=(2, 1)), Level(2, 1e9))), "machines of unequal sizes"),
+        ((LOADER,), pd.Cluster.flat(2), "no layer besides its inputs"),
+        ((IDLE,), pd.Cluster.flat(2), "layers take no time"),
+        ((WORK,), pd.Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
+        ((WORK,), pd.Cluster.flat(50_000), "its tables would not fit the memory"),
+        ((WORK,), pd.Cluster((pd.Level(2, 2e9, sizes=(2, 1)), pd.Level(2, 1e9))), "machines of unequal sizes"),
     ],
 )
-def test_refusals(nodes: tuple[GraphNode, ...], cluster: Cluster, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+def test_refusals(nodes: tuple[GraphNode, ...], cluster: pd.Cluster, says: str) -> None:
+    with pytest.raises(pd.PipelineError, match=says):
         classic(GraphText(nodes, ()), cluster)
 
 
@@ -269,5 +265,5 @@ def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classic_states, "MAX_STATES", 20)
     nodes = tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8))
     star = tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7))
-    with pytest.raises(PlanError, match="the 8 nodes of this graph can be cut in more than 20 ways"):
-        classic(GraphText(nodes, star), Cluster.flat(2))
+    with pytest.raises(pd.PipelineError, match="the 8 nodes of this graph can be cut in more than 20 ways"):
+        classic(GraphText(nodes, star), pd.Cluster.flat(2))

@@ -8,9 +8,6 @@ from marks import published
 from paper_tables.graph_txt import GraphNode, GraphText
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile
 
 TEXT = """\
 node3 -- LSTM(8, 4) -- forward_compute_time=1.500, backward_compute_time=2.250, activation_size=[64.0; 8.0; 8.0], \
@@ -69,14 +66,14 @@ def test_it_is_a_profile_without_its_loaders() -> None:
         ("node4", "__getitem__(0)"),
     ]
     assert profile.graph.edges == ((0, 1),)
-    assert profile.layers[0] == LayerProfile(0.0015, 0.00225, 80, 512, 80)
+    assert profile.layers[0] == pd.LayerProfile(0.0015, 0.00225, 80, 512, 80)
     assert profile.model == "lstm"
 
 
 def test_a_profile_in_this_form_has_the_same_costs() -> None:
-    layers = (Layer("a.0", "Conv2d"), Layer("a.1", "InputBlock"), Layer("b", "two\n  lines -- long"))
-    costs = (LayerProfile(1e-6, 2e-6, 100, 200), LayerProfile(0.3, 0.1, 7, 0), LayerProfile(0.0, 1.0, 1, 1))
-    graph = GraphText.of(pd.Profile("m", LayerGraph.chain(layers), costs, batch=4))
+    layers = (pd.Layer("a.0", "Conv2d"), pd.Layer("a.1", "InputBlock"), pd.Layer("b", "two\n  lines -- long"))
+    costs = (pd.LayerProfile(1e-6, 2e-6, 100, 200), pd.LayerProfile(0.3, 0.1, 7, 0), pd.LayerProfile(0.0, 1.0, 1, 1))
+    graph = GraphText.of(pd.Profile("m", pd.LayerGraph.chain(layers), costs, batch=4))
     assert GraphText.parse(str(graph)) == graph
     assert [node.kind for node in graph.nodes] == ["Conv2d", "Layer(InputBlock)", "two lines - long"]
     again = graph.profile()
@@ -110,7 +107,7 @@ def test_a_profile_in_this_form_has_the_same_costs() -> None:
 )
 def test_damage_is_named_with_its_line(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "graph.txt").write_text(text)
-    with pytest.raises(ArtifactError, match=says) as error:
+    with pytest.raises(pd.PipelineError, match=says) as error:
         GraphText.load(tmp_path / "graph.txt")
     assert str(tmp_path / "graph.txt") in str(error.value)
 
@@ -120,16 +117,16 @@ def test_a_file_that_is_cut_off_is_refused_or_a_number_shorter(data: st.DataObje
     cut = data.draw(st.integers(0, len(TEXT) - 2))
     try:
         graph = GraphText.parse(TEXT[:cut])
-    except ArtifactError:
+    except pd.errors.ArtifactError:
         return
     assert len(graph.nodes) < 3 or len(graph.edges) == 2, "it lost an edge unseen"
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="cannot read the graph"):
+    with pytest.raises(pd.PipelineError, match="cannot read the graph"):
         GraphText.load(tmp_path / "none.txt")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ArtifactError, match="cannot read the graph"):
+    with pytest.raises(pd.PipelineError, match="cannot read the graph"):
         GraphText.load(tmp_path / "bytes.txt")
 
 

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.plan.depth import noam
-from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Timeline
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
-Simulated = Callable[..., Timeline]
+Simulated = Callable[..., pd.Timeline]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -29,27 +24,27 @@ def simulated() -> Simulated:
         stages: int = 2,
         split: int | None = None,
         total: int = 4,
-        plan: Plan | None = None,
+        plan: pd.Plan | None = None,
         **seconds: float,
-    ) -> Timeline:
-        plan = plan or Plan.uniform(stages, **seconds)
-        return simulate(lower(build(name, plan, split)), costs(plan), total)
+    ) -> pd.Timeline:
+        plan = plan or pd.Plan.uniform(stages, **seconds)
+        return simulate(pd.lower(pd.schedules.build(name, plan, split)), costs(plan), total)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def digits_plan() -> Plan:
+def digits_plan() -> pd.Plan:
     """Returns a plan 2-1 with names, seconds and bytes."""
     rows = (
-        Stage(0, 3, 2, 4e-3, 8e-3, 5e-4, 400_000, 10**6, 2 * 10**6, 0, 80 * 10**6, ("conv1", "conv2", "pool")),
-        Stage(3, 5, 1, 2.2e-3, 4.1e-3, 4e-4, 40_000, 10**6, 9 * 10**6, 0, 120 * 10**6, ("fc1", "fc<2>")),
+        pd.Stage(0, 3, 2, 4e-3, 8e-3, 5e-4, 400_000, 10**6, 2 * 10**6, 0, 80 * 10**6, ("conv1", "conv2", "pool")),
+        pd.Stage(3, 5, 1, 2.2e-3, 4.1e-3, 4e-4, 40_000, 10**6, 9 * 10**6, 0, 120 * 10**6, ("fc1", "fc<2>")),
     )
-    return Plan(rows, noam((2, 1)), Cluster.flat(3, 1e9), model="Digits", batch=64, note="best of all cuts")
+    return pd.Plan(rows, noam((2, 1)), pd.Cluster.flat(3, 1e9), model="Digits", batch=64, note="best of all cuts")
 
 
 @pytest.fixture(scope="session")
-def measured(simulated: Simulated, digits_plan: Plan) -> Timeline:
+def measured(simulated: Simulated, digits_plan: pd.Plan) -> pd.Timeline:
     """Returns a timeline with the irregular times of a real one: a simulated one whose clock runs unevenly."""
     smooth = simulated("pipedream", total=120, plan=digits_plan)
     rng = random.Random(0)

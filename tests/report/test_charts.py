@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.schedule.timeline import Span, Timeline
+import pipedream as pd
+from pipedream.core.schedule.timeline import Span
 from pipedream.core.units import format_number
 from pipedream.report.charts import average_neighbours, curve_svg
 from pipedream.report.lanes import assign_rows, middle_window, start_window
@@ -130,7 +131,7 @@ def test_start_window(simulated: Simulated) -> None:
     assert (window.first, window.last, window.start_s) == (0, 12, 0.0)
     short = start_window(simulated("pipedream", total=3), 12)
     assert (short.last, short.end_s) == (3, simulated("pipedream", total=3).makespan_s)
-    assert start_window(Timeline("x", "measured", 1, (), 0), 12) is None
+    assert start_window(pd.Timeline("x", "measured", 1, (), 0), 12) is None
 
 
 # -- colours ----------------------------------------------------------------------------------------------------------

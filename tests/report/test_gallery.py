@@ -3,7 +3,7 @@
 import re
 from xml.etree import ElementTree
 
-from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform
+from pipedream import schedules
 from scripts.make_docs import DOCS, make_pages
 
 
@@ -16,7 +16,7 @@ def test_committed_pages_are_up_to_date() -> None:
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     assert not stale, "run make docs, and look at the difference"
     orphans = set((DOCS / "img").glob("*.svg")) - set(pages)
-    assert not {path for path in orphans if path.stem in SCHEDULES}
+    assert not {path for path in orphans if path.stem in schedules.SCHEDULES}
     for path, text in pages.items():
         if path.suffix == ".svg":
             assert ElementTree.fromstring(text).get("aria-label")
@@ -24,20 +24,20 @@ def test_committed_pages_are_up_to_date() -> None:
 
 def test_each_method_has_its_section() -> None:
     text = read_gallery()
-    flushing, late = (
-        [name for name in SCHEDULES if build(name, uniform(name, 2)).flushes is flag] for flag in (True, False)
-    )
-    assert re.findall(r"^## (.+)$", text, re.M) == [*flushing, *late, "With a compensation of delay"]
-    assert re.findall(r"^### (.+)$", text, re.M) == list(COMPENSATED)
-    for name in SCHEDULES:
-        assert METHODS[name].choose, f"say in its file when to choose {name}"
-        assert METHODS[name].picture, f"say in its file how to draw {name}"
+    names = {True: [], False: ["With a compensation of delay"]}
+    for name in reversed(schedules.SCHEDULES):
+        names[schedules.properties_of(name).flushes].insert(0, name)
+    assert re.findall(r"^## (.+)$", text, re.M) == names[True] + names[False]
+    assert re.findall(r"^### (.+)$", text, re.M) == list(schedules.COMPENSATED)
+    for name in schedules.SCHEDULES:
+        assert schedules.METHODS[name].choose, f"say in its file when to choose {name}"
+        assert schedules.METHODS[name].picture, f"say in its file how to draw {name}"
         assert f"(img/{name}.svg)" in text
 
 
 def test_claims_are_what_the_simulation_finds() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", read_gallery(), re.M)
     compared = [row for row in rows if row[0].startswith(("bubble,", "microbatches in", "staleness", "weight sets"))]
-    assert len(compared) == 4 * len(SCHEDULES)
+    assert len(compared) == 4 * len(schedules.SCHEDULES)
     for name, claimed, simulated in compared:
         assert claimed in (simulated, "-"), name

@@ -7,9 +7,9 @@ from importlib import import_module
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.schedule.timeline import Span, Timeline
+import pipedream as pd
+from pipedream.core.schedule.timeline import Span
 from pipedream.report.text import choose_slot, grid, grid_rich
-from pipedream.schedules import SCHEDULES, uniform
 from tests.report.conftest import Simulated
 
 PICTURES = {
@@ -40,7 +40,7 @@ DOCSTRINGS = {
         for row in (import_module(build.__module__).__doc__ or "").splitlines()
         if row.strip().startswith("rank ")
     ]
-    for name, build in SCHEDULES.items()
+    for name, build in pd.schedules.SCHEDULES.items()
 }
 
 
@@ -52,9 +52,9 @@ def test_pictures_of_docstrings(simulated: Simulated, name: str) -> None:
     """The library draws a method as its own file does; a docstring shows one minibatch, or the beginning of a run."""
     told = DOCSTRINGS[name]
     total = 1 + max(int(k) for row in told for k in re.findall(r"F(\d+)", row))
-    built = SCHEDULES[name](uniform(name, 2), None)
+    built = pd.schedules.SCHEDULES[name](pd.schedules.uniform(name, 2), None)
     split = total if built.flushes else 2 if name in SPLIT_IN_TWO else None
-    plan = uniform(name, len(told), 1.0, 2.0 if built.splits_backward else 1.0)  # each half takes a column
+    plan = pd.schedules.uniform(name, len(told), 1.0, 2.0 if built.splits_backward else 1.0)  # each half takes a column
     drawn = grid(simulated(name, plan=plan, split=split, total=total)).splitlines()[1:]
     assert len(told) == len(drawn)
     for short, long in zip(told, drawn, strict=True):
@@ -93,7 +93,7 @@ def test_colours_change_no_letter(simulated: Simulated) -> None:
     assert styles["F0"] != styles["F1"] != styles["B1"]
 
 
-def test_uneven_times(measured: Timeline) -> None:
+def test_uneven_times(measured: pd.Timeline) -> None:
     """Also a measured picture shows each op of its beginning, and no clock reading stretches it."""
     picture = grid(measured, width=200)
     begun = [s.index for s in measured.spans if s.kind == "B" and s.end_s < 18 * choose_slot(measured)]
@@ -104,17 +104,17 @@ def test_uneven_times(measured: Timeline) -> None:
 def test_a_column_shows_what_its_middle_meets() -> None:
     times = {"F0": (0.0, 1.0), "B0": (1.4, 3.4), "F1": (3.6, 4.4), "B1": (4.6, 6.6)}
     spans = tuple(Span(0, name[0], 0, int(name[1]), start, end) for name, (start, end) in times.items())
-    timeline = Timeline("x", "measured", 1, spans, 2)
+    timeline = pd.Timeline("x", "measured", 1, spans, 2)
     assert grid(timeline, slot_s=1.0).splitlines()[1] == "rank 0 | F0 B0 == .  F1 B1 =="
 
 
 def test_two_stages_on_a_rank_are_told_apart() -> None:
     spans = (Span(0, "F", 0, 0, 0.0, 1.0), Span(0, "F", 1, 0, 1.0, 2.0))
-    assert grid(Timeline("x", "simulated", 1, spans, 1)).splitlines()[1] == "rank 0 | 0F0 1F0"
+    assert grid(pd.Timeline("x", "simulated", 1, spans, 1)).splitlines()[1] == "rank 0 | 0F0 1F0"
 
 
 def test_nothing_ran() -> None:
-    assert grid(Timeline("x", "simulated", 2, (), 0)).splitlines() == ["time   |", "rank 0 |", "rank 1 |"]
+    assert grid(pd.Timeline("x", "simulated", 2, (), 0)).splitlines() == ["time   |", "rank 0 |", "rank 1 |"]
 
 
 def test_a_window_begins_at_its_first_span(simulated: Simulated) -> None:

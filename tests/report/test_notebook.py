@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 import pipedream as pd
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.schedule.lowering import lower
 from pipedream.plan_request import PlanRequest
 from pipedream.report.html_tables import profile_table
 from pipedream.report.notebook import picture
-from pipedream.schedules import build
-from pipedream.verifier import verify
 from pipedream.workflows.plan import plan_and_compare
 from pipedream.workflows.sweep import sweep
 from tests.report.html_page import HtmlPage
 
-CHAIN = Profile.of_chain(tuple(LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
+CHAIN = pd.Profile.of_chain(tuple(pd.LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
 
 
 AUTO = {"schedule": "auto", "microbatches": 4}
@@ -32,10 +28,10 @@ def nouns() -> dict[str, Any]:
     """Returns each noun, by its class."""
     plan = pd.plan(CHAIN, pd.Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
     timeline = pd.simulate(plan)
-    program = lower(build("1f1b", plan, 6))
+    program = pd.lower(pd.schedules.build("1f1b", plan, 6))
     auto, pipelines = (PlanRequest(pd.Cluster.flat(2), **how) for how in (AUTO, {"shape": "pipeline"}))
     swept = {"workers": [2], "bandwidths": [1e6, 1e9], "schedules": ["naive"], "crossovers": False}
-    examples = [CHAIN, plan, timeline, program, verify(program), pd.metrics.run_metrics(timeline)]
+    examples = [CHAIN, plan, timeline, program, pd.verify(program), pd.metrics.run_metrics(timeline)]
     examples += [plan_and_compare(CHAIN, auto, names=["gpipe", "naive"]), sweep(CHAIN, pipelines, **swept)]
     return {type(noun).__name__: noun for noun in examples}
 
@@ -111,9 +107,9 @@ def test_svg_of_a_timeline(nouns: dict[str, Any]) -> None:
 
 
 def test_equal_rows_are_shown_once() -> None:
-    block = LayerProfile(1e-3, 2e-3, 1000, 2000, 5000)
-    ends = (LayerProfile(1e-3, 2e-3, 10, 20, 50),) * 2  # two are shown apart
-    profile = Profile.of_chain((*ends, *[block] * 80), batch=32)
+    block = pd.LayerProfile(1e-3, 2e-3, 1000, 2000, 5000)
+    ends = (pd.LayerProfile(1e-3, 2e-3, 10, 20, 50),) * 2  # two are shown apart
+    profile = pd.Profile.of_chain((*ends, *[block] * 80), batch=32)
     assert [line.split("  ")[0] for line in str(profile).splitlines()[2:6]] == [
         *("layer0", "layer1", "layer2 .. layer81", "total")
     ]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.timeline import Span, Timeline
+import pipedream as pd
+from pipedream.core.schedule.timeline import Span
 from pipedream.report.html import page, save_page
 from pipedream.report.text import slowness_text
 from tests.report.conftest import Simulated
@@ -50,8 +49,8 @@ SUMMARY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def full(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
-    run = {"plan": digits_plan, "profile": Profile.of_chain((LayerProfile(0.1, 0.2, 10, 10, 10),) * 2)}
+def full(simulated: Simulated, digits_plan: pd.Plan, measured: pd.Timeline) -> str:
+    run = {"plan": digits_plan, "profile": pd.Profile.of_chain((pd.LayerProfile(0.1, 0.2, 10, 10, 10),) * 2)}
     predicted, losses = simulated("pipedream", total=120, plan=digits_plan), [(k, 2.0 / (1 + k)) for k in range(120)]
     return page(SUMMARY, predicted=predicted, measured=measured, losses=losses, **run)
 
@@ -107,7 +106,7 @@ def test_it_says_what_ranks_waited_for() -> None:
         Span(0, "F", 0, 0, 2.0, 3.0), Span(0, "wait", 0, 0, 3.0, 4.0), Span(0, "B", 0, 0, 4.0, 5.0),
         Span(1, "wait", 1, 0, 0.0, 3.0), Span(1, "F", 1, 0, 3.0, 3.5), Span(1, "wait", 1, 7, 5.0, 6.0),
     )  # fmt: skip
-    run = Timeline("gpipe", "measured", 2, spans, 1)
+    run = pd.Timeline("gpipe", "measured", 2, spans, 1)
     text = page({}, measured=run, start=run)
     for words in (
         "of all their waiting: inputs 75.0%, gradients 25.0%.",
@@ -127,7 +126,7 @@ def test_the_configuration_lists_what_is_set(full: str) -> None:
     assert not {"clip", "quiet", "loggers"} & set(words)
 
 
-def test_the_start_is_the_start(simulated: Simulated, measured: Timeline) -> None:
+def test_the_start_is_the_start(simulated: Simulated, measured: pd.Timeline) -> None:
     """The compared part may begin later in the run, after a drain."""
     late = replace(measured, spans=tuple(span._replace(index=span.index + 364) for span in measured.spans))
     words = " ".join(HtmlPage(page(SUMMARY, measured=late, start=measured)).words)
@@ -183,7 +182,7 @@ def test_all_is_escaped() -> None:
     [{}, dict.fromkeys(SUMMARY) | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}],
     ids=["missing", "null"],
 )
-def test_what_is_not_known_is_left_out(summary: dict[str, Any], digits_plan: Plan) -> None:
+def test_what_is_not_known_is_left_out(summary: dict[str, Any], digits_plan: pd.Plan) -> None:
     words = " ".join(HtmlPage(page(summary, plan=digits_plan)).words)
     assert "No loss was recorded" in words
     assert "nan" not in words.lower()
