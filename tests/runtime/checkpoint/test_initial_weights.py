@@ -11,12 +11,9 @@ from unittest import mock
 
 import processes
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-import zoo
 from built import Built
-from cases import assert_near
 from first_minibatches import plan_of
 from marks import slow
 from models import HF
@@ -26,6 +23,7 @@ import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.checkpoint import files, parameters
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+from pipedream.testing import Training, assert_equal, assert_near
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -513,33 +511,21 @@ def partly_frozen(kind: str) -> nn.Module:
 
 
 KINDS = ["first", "middle", "last", "first+middle", "middle+last", "adapters"]
+SCHEDULES = [*zip(KINDS, cycle(["1f1b", "zb-h1"]), strict=False), *((kind, "pipedream") for kind in KINDS)]
 
 
-def frozen_run(kind: str, schedule: str) -> tuple[list[float], dict[str, Tensor], int]:
-    model = partly_frozen(kind)
-    plan = plan_of(partly_frozen(kind), torch.zeros(2, 4).double(), (2, 4, 6))
-    options = OPTIONS | {"schedule": schedule, "microbatches": None if schedule == "pipedream" else 4}
-    with pd.Pipeline(model, plan, seed=3, ema=0.5, **options) as pipeline:
-        losses = [done.loss for done in pipeline.train(doubles())]
-        sent = sum(pipeline.sent_bytes().values())
-        return losses, pipeline.state_dict(), sent
+def frozen(kind: str, schedule: str = "1f1b") -> Training:
+    parts = None if schedule == "pipedream" else 4
+    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "seed": 3, "ema": 0.5, "plan": (1, 1, 1, 1)}
+    return Training(model=partial(partly_frozen, kind), data=doubles(), schedule=schedule, microbatches=parts, **how)
 
 
-@pytest.mark.parametrize(("kind", "schedule"), list(zip(KINDS, cycle(["1f1b", "zb-h1"]), strict=False)))
+@pytest.mark.parametrize(("kind", "schedule"), SCHEDULES)
 def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule: str) -> None:
-    losses, state, _ = frozen_run(kind, schedule)
-    model, names = partly_frozen(kind), list(map(str, range(7)))
-    expected = reference.plain(model, names, doubles(), zoo.sum_of_classes, SGD, microbatches=4, seed=3)
-    assert losses == pytest.approx(expected.losses, rel=1e-12)
-    assert_near(state, expected.state, 1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_stages_run_without_a_flush(kind: str) -> None:
-    _, state, _ = frozen_run(kind, "pipedream")
+    trained = frozen(kind, schedule).check(1e-12)
     start = partly_frozen(kind).state_dict()
     for name, parameter in partly_frozen(kind).named_parameters():
-        assert torch.equal(state[name], start[name]) is not parameter.requires_grad, name
+        assert torch.equal(trained.state[name], start[name]) is not parameter.requires_grad, name
 
 
 def repeated() -> nn.Module:
@@ -573,7 +559,7 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
 
 
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
-    sent = [frozen_run(kind, "1f1b")[2] for kind in ("first+middle", "first", "last")]
+    sent = [sum(frozen(kind).pipeline().sent_bytes.values()) for kind in ("first+middle", "first", "last")]
     assert sent[0] < sent[1] < sent[2]
 
 
@@ -581,7 +567,6 @@ def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["first+middle", "adapters"])
 def test_frozen_stages_in_processes_are_those_of_one(kind: str) -> None:
-    alone = frozen_run(kind, "1f1b")
-    losses, state, sent = processes.team(4).results(frozen_run, kind, "1f1b")[0]
-    assert (losses, sent) == (alone[0], alone[2])
-    check_equal(state, alone[1])
+    trained, alone = frozen(kind).pipeline(4), frozen(kind).pipeline()
+    assert trained.sent_bytes == alone.sent_bytes
+    assert_equal(trained, alone)

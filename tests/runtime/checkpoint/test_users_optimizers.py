@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from training import loop
 
 import pipedream as pd
+from pipedream.testing import Trained, Training, assert_near
 
 Named = list[tuple[str, nn.Parameter]]
 Factory = Callable[[Named], torch.optim.Optimizer]
@@ -168,20 +169,15 @@ def plan(cut: int = 2) -> pd.Plan:
     return plan_of(model(), batches()[0][0], (cut,))
 
 
-def pipeline_of(optimizer: Any, scheduler: Any = None, cut: int = 2) -> pd.Pipeline:
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "check": False}
-    return pd.Pipeline(model(), plan(cut), optimizer=optimizer, scheduler=scheduler, **options)
+def training(optimizer: Factory, scheduler: Any = None, cut: int = 2) -> Training:
+    how: dict[str, Any] = {"model": model, "data": batches(), "loss": F.cross_entropy, "plan": plan(cut)}
+    return Training(optimizer=optimizer, scheduler=scheduler, schedule="1f1b", microbatches=2, **how)
 
 
-def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = None) -> dict[str, torch.Tensor]:
-    """Trains with the cut before layer 2, and from there on with another."""
-    with pipeline_of(*how) as pipeline:
-        list(pipeline.train(batches()[:4]))
-        pipeline.save(folder)
-    with pipeline_of(*(how_then or how), cut) as pipeline:
-        pipeline.load(folder)
-        list(pipeline.train(batches()[4:]))
-        return pipeline.state_dict()
+def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = None) -> Trained:
+    """Trains with the cut before layer 2, and from there on with another; returns the second part."""
+    training(*how).pipeline(folder=folder, save_at=(4,))
+    return training(*(how_then or how), cut).pipeline(resume=folder)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +190,7 @@ def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = 
 )
 def test_a_resumed_run_is_a_plain_loop(how: How, cut: int, tmp_path: Path) -> None:
     expected = loop(model(), batches(), optimizer=how[0], scheduler=how[1]).state
-    torch.testing.assert_close(train_in_two_parts(tmp_path, how, cut), expected, rtol=1e-10, atol=1e-12)
+    assert_near(train_in_two_parts(tmp_path, how, cut).state, expected, 1e-10)
 
 
 class Strange(torch.optim.SGD):
@@ -294,7 +290,7 @@ def test_what_cannot_be_saved_later_is_refused_before_training(
     assert (tmp_path / "run" / "checkpoints" / "minibatch-00000008").exists() != bool(fault)
     if fault == "load":
         pd.run(recipe, out="without", plan=plan(), quiet=True, checkpoint_every=0)
-        with pipeline_of(of(Odd, fault)) as pipeline, pytest.raises(pd.PipelineError, match=words):
+        with training(of(Odd, fault)).make_pipeline() as pipeline, pytest.raises(pd.PipelineError, match=words):
             pipeline.save(tmp_path / "of a loop of one's own")
 
 
@@ -306,7 +302,7 @@ def large(named: Named) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("how", [*CASES.values(), (large, None)], ids=[*CASES, "large"])
 def test_what_can_be_saved_is_not_refused(how: How) -> None:
-    with pipeline_of(*how) as pipeline:
+    with training(*how).make_pipeline() as pipeline:
         before = torch.get_rng_state()
         pipeline.check_savable()
         assert torch.equal(torch.get_rng_state(), before)
