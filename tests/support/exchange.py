@@ -1,5 +1,6 @@
 """Messages of many sizes between two processes."""
 
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,20 @@ def message_of(number: int, size: int) -> Message:
     content = Content.DATA if size else Content.EMPTY
     structure = '{"v":1}' if number % 3 == 2 else f'"{"long" * 10_000}"' if number == 4 else ""
     return Message(number, content, tensors if size else (None,) * (number % 3), structure, loss_weight=number / 7)
+
+
+def assert_arrived(tensors: Iterable[Tensor | None], sent: Iterable[Tensor | None]) -> None:
+    """Checks that tensors have the shapes, types and bits of those that were sent, and that the same are missing."""
+    for arrived, tensor in zip(tensors, sent, strict=True):
+        assert (arrived is None) == (tensor is None)
+        if arrived is not None and tensor is not None:
+            assert (arrived.shape, arrived.dtype) == (tensor.shape, tensor.dtype)
+            assert torch.equal(_bits(arrived), _bits(tensor))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
 
 
 def exchange(

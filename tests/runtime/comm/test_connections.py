@@ -1,10 +1,11 @@
 """Connecting: each group is used once before the first message, and ranks that do not connect are named."""
 
-from __future__ import annotations
-
 import os
+import re
 import threading
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -41,10 +42,8 @@ def connect_without_rank_2() -> str:
 def test_ranks_that_do_not_connect_are_named() -> None:
     outcomes = processes.results(connect_without_rank_2, 3)
     assert outcomes[1] == "connected"
-    assert outcomes[0].startswith("rank 0, connecting: no connection from rank 0 at ")
-    assert " to rank 2 at " in outcomes[0]
-    assert "nothing came within 1 s" in outcomes[0]
-    assert "GLOO_SOCKET_IFNAME" in outcomes[0]
+    words = "(?s)rank 0, connecting: no connection from rank 0 at .* to rank 2 at .*nothing came within 1 s.*GLOO_SO"
+    assert re.match(words, outcomes[0])
 
 
 def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
@@ -52,9 +51,8 @@ def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
         raise RuntimeError("connection refused")
 
     connecting = connections._Connector(0, ["first (10.0.0.1)", "second (10.0.0.2)", "third (10.0.0.3)"], CPU)
-    with pytest.raises(
-        pd.errors.WorkerError, match=r"from rank 0 at first .* to rank 2 at third \(10.0.0.3\); torch's error"
-    ):
+    words = r"from rank 0 at first .* to rank 2 at third \(10.0.0.3\); torch's error"
+    with pytest.raises(pd.errors.WorkerError, match=words):
         connecting.run((0, 2), refuse)
     connecting.run((1, 2), refuse)  # does not concern this rank
 
@@ -80,26 +78,13 @@ def test_nccl_is_used_if_the_group_has_it_and_each_rank_a_card(
         assert not connections.has_nccl(torch.device(device), cards)
 
 
-class Backend:
-    """NCCL's side of a group, with the names of what was called."""
-
-    def __init__(self, calls: list[str], aborts: threading.Event) -> None:
-        self._calls = calls
-        self._aborts = aborts
-
-    def _group_start(self) -> None:
-        self._calls.append("start")
-
-    def _group_end(self) -> None:
-        self._calls.append("end")
-
-    def abort(self) -> None:
-        assert self._aborts.wait(60.0)
-        self._calls.append("abort")
-
-    def _get_backend(self, device: torch.device) -> Backend:
-        assert device.type == "cuda"
-        return self
+def group_of(calls: list[str], aborts: threading.Event) -> Mock:
+    """Returns a group over NCCL, which notes what was called."""
+    group = Mock()
+    group._get_backend = lambda device: {"cuda": group}[device.type]
+    group._group_start, group._group_end = (partial(calls.append, name) for name in ("start", "end"))
+    group.abort = lambda: calls.append("abort" if aborts.wait(60.0) else "never")
+    return group
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -108,7 +93,7 @@ def test_after_a_failure_all_communicators_are_aborted_at_once(monkeypatch: pyte
     calls: list[str] = []
     at_exit: list[Any] = []
     aborts = threading.Event()
-    groups: list[Any] = [Backend(calls, aborts) for _ in range(3)]
+    groups: list[Any] = [group_of(calls, aborts) for _ in range(3)]
     monkeypatch.setattr(connections, "_ABORT_S", 10.0 if ends else 0.01)
     monkeypatch.setattr(connections.atexit, "register", at_exit.append)
     if ends:
@@ -124,16 +109,11 @@ def test_after_a_failure_all_communicators_are_aborted_at_once(monkeypatch: pyte
 
 
 def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Options:
-        _timeout = None
-
-        class config:
-            max_ctas = -1
-
+    make_options = lambda: SimpleNamespace(_timeout=None, config=SimpleNamespace(max_ctas=-1))  # noqa: E731
     monkeypatch.setenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "1")
     monkeypatch.delenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING")
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Double", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=make_options), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
     gpu = torch.device("cuda:1")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
@@ -152,9 +132,9 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     assert os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "0"
     assert link["pg_options"].config.max_ctas == 4
     assert sums["backend"] == "cpu:gloo,cuda:nccl"
-    assert all(call["device_id"] == gpu and 7 <= call["timeout"].days <= 24 for call in calls[:3]), (
-        "milliseconds in 32 bits"
-    )
+    for call in calls[:3]:
+        assert call["device_id"] == gpu
+        assert 7 <= call["timeout"].days <= 24, "milliseconds in 32 bits"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

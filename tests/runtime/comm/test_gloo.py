@@ -5,7 +5,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from exchange import SIZES, exchange, message_of
+from exchange import SIZES, assert_arrived, exchange, message_of
 
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooSender, _PostedReceives
 
@@ -22,10 +22,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(shares_memory: bool) -> 
                 for number, (size, got) in enumerate(zip(sizes, arrived[which], strict=True)):
                     sent = message_of(number, size)
                     assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), which
-                    assert len(got[4]) == len(sent.tensors)
-                    for received, tensor in zip(got[4], sent.tensors, strict=True):
-                        assert (received is None) == (tensor is None)
-                        assert tensor is None or (received.dtype == tensor.dtype and torch.equal(received, tensor))
+                    assert_arrived(got[4], sent.tensors)
         ((*_, sums),) = arrived["sums"]
         assert [float(tensor.sum()) for tensor in sums] == [18.0, 3.0, 8.0]
 

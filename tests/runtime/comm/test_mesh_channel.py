@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from drawn import MESHES, placements
+from exchange import assert_arrived
 from hypothesis import given, strategies as st
 
 import pipedream as pd
@@ -47,13 +48,11 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
     for place, receiver in enumerate(receivers):
         message = receiver.result()
         assert (message.microbatch, message.loss_weight, message.numbers) == (3, 0.5, (1.0,))
-        for arrived, whole, cut, missing in zip(message.tensors, wholes, cuts, absent, strict=True):
-            if missing:
-                assert arrived is None
-            else:
-                assert arrived is not None
-                assert arrived.dtype == whole.dtype
-                assert torch.equal(arrived, part(whole, pair.receiver, cut.received, place))
+        rows = zip(wholes, cuts, absent, strict=True)
+        expected = [
+            None if missing else part(whole, pair.receiver, cut.received, place) for whole, cut, missing in rows
+        ]
+        assert_arrived(message.tensors, expected)
         assert receiver.result().content is Content.END
     channel.drain([*senders, *receivers])
     moved = [

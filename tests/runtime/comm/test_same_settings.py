@@ -63,23 +63,18 @@ def test_what_a_rank_has_of_its_own_is_left_out() -> None:
     assert describe_value(_Loss(1.0)) == describe_value(_Loss(1.0))
 
 
+def chain(*, rate: float = 0.1, frozen: bool = False, **options: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, **options).requires_grad_(not frozen), nn.Dropout(rate))
+
+
 def test_models_and_optimizers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-    text = describe_model(model)
-    assert text == describe_model(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))), "values are not compared"
-    assert text == describe_model(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Dropout(0.1)))
-    for other in (
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)),
-        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(0.1)),
-        nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Dropout(0.1)),
-        nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1)),
-    ):
-        assert describe_model(other) != text
-    model[0].requires_grad_(False)
-    assert describe_model(model) != text
-    parameters = list(model.parameters())
-    texts = [describe_optimizer(SGD([{"params": parameters, "weight_decay": decay}], lr=0.1)) for decay in (0.0, 0.1)]
-    assert texts[0] != texts[1]
+    text = describe_model(chain())
+    assert text == describe_model(chain()) == describe_model(chain(device="meta")), "values are not compared"
+    others = [chain(rate=0.2), chain(bias=False), chain(dtype=torch.float64), chain(frozen=True)]
+    others.append(nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1)))
+    assert text not in map(describe_model, others)
+    groups = [[{"params": list(chain().parameters()), "weight_decay": decay}] for decay in (0.0, 0.1)]
+    assert len({describe_optimizer(SGD(group, lr=0.1)) for group in groups}) == 2
 
 
 def test_an_optimizer_of_the_users_is_the_same_after_its_first_instance() -> None:
@@ -112,15 +107,9 @@ def test_texts_are_equal_in_another_process() -> None:
         "import test_same_settings as t\n"
         "for one, other in t.DIFFERENT: print(repr(t.describe_value(one)), repr(t.describe_value(other)))"
     )
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ
-            | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command, texts = [sys.executable, "-c", program], set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        texts.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
     assert len(texts) == 1

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
-from exchange import message_of
+from exchange import assert_arrived, message_of
 from hypothesis import given, strategies as st
 
 from pipedream.runtime.comm import channel, shared_memory
@@ -35,9 +35,7 @@ def check(number: int, size: int, message: Message) -> None:
     sent = message_of(number, size)
     assert (message.microbatch, message.content, message.loss_weight) == (number, sent.content, sent.loss_weight)
     assert message.structure == sent.structure
-    for tensor, arrived in zip(sent.tensors, message.tensors, strict=True):
-        assert (tensor is None) == (arrived is None)
-        assert tensor is None or arrived is None or (tensor.dtype == arrived.dtype and torch.equal(tensor, arrived))
+    assert_arrived(message.tensors, sent.tensors)
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 9), st.sampled_from((0, 1, 7, 600, 5000))), max_size=30))
