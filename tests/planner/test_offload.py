@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -34,9 +35,11 @@ def test_without_a_limit_everything_stays() -> None:
     assert not any(stage.offload for stage in plan.stages)
 
 
-@given(share=st.floats(0.3, 1.0), method=st.sampled_from([("pipedream", None), ("1f1b", 4), ("pipedream_2bw", 4)]))
-def test_a_stage_offloads_only_if_it_does_not_fit(share: float, method: tuple[str, int | None]) -> None:
-    how = dict(zip(("schedule", "microbatches"), method, strict=True))
+FULL, SPLIT = {"schedule": "pipedream"}, {"schedule": "1f1b", "microbatches": 4}
+
+
+@given(share=st.floats(0.3, 1.0), how=st.sampled_from([FULL, SPLIT, SPLIT | {"schedule": "pipedream_2bw"}]))
+def test_a_stage_offloads_only_if_it_does_not_fit(share: float, how: dict[str, Any]) -> None:
     free = plan_of(None, activations="", **how)
     limit = int(share * max(stage.peak_bytes for stage in free.stages))
     try:
@@ -47,24 +50,25 @@ def test_a_stage_offloads_only_if_it_does_not_fit(share: float, method: tuple[st
         assert stage.peak_bytes <= limit
         assert stage.offload == (before.peak_bytes > limit)
         assert stage.offload or stage.peak_bytes == before.peak_bytes
-    timeline = pd.simulate(plan, minibatches=20)
-    for stage, memory in zip(plan.stages, timeline.peak_bytes, strict=True):
-        assert memory <= stage.peak_bytes
+    for stage, simulated_bytes in zip(plan.stages, pd.simulate(plan, minibatches=20).peak_bytes, strict=True):
+        assert simulated_bytes <= stage.peak_bytes
+
+
+LIMIT = NEEDS[0] - 150_000
 
 
 def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     """Passes of 1 and 2 s may take 5% longer: a copy 1.15 s."""
-    limit = NEEDS[0] - 150_000
-    fast = plan_of(limit, 1e9)
-    assert [stage.offload for stage in fast.stages] == [need > limit for need in NEEDS] == [True, True, False, False]
+    fast = plan_of(LIMIT, 1e9)
+    assert [stage.offload for stage in fast.stages] == [need > LIMIT for need in NEEDS] == [True, True, False, False]
     assert (fast.stages[0].forward_s, fast.stages[0].backward_s) == (1.0, 2.0)
-    slow = plan_of(limit, 100_000 / 1.149)
+    slow = plan_of(LIMIT, 100_000 / 1.149)
     assert [stage.offload for stage in slow.stages] == [stage.offload for stage in fast.stages]
     assert (slow.stages[0].forward_s, slow.stages[0].backward_s) == (pytest.approx(1.149), 2.0)
     assert slow.stages[3].forward_s == 1.0, "it keeps its activations"
     assert pd.simulate(slow, minibatches=20).makespan_s > pd.simulate(fast, minibatches=20).makespan_s + 2
     with pytest.raises(pd.errors.ShortageError, match="offloading would make its passes over 5% longer at") as refusal:
-        plan_of(limit, 100_000 / 1.151)
+        plan_of(LIMIT, 100_000 / 1.151)
     assert "150 kB are missing: with the same cuts --recompute auto saves 296 kB" in str(refusal.value)
 
 
@@ -84,33 +88,28 @@ def test_no_stage_offloads_what_its_passes_do_not_hide(rate: float, share: float
     rate=st.floats(2e3, 4e4),
     share=st.floats(0.3, 0.95),
     stages=st.integers(2, 3),
-    method=st.sampled_from([("pipedream", None), ("1f1b", 4)]),
+    how=st.sampled_from([FULL, SPLIT]),
 )
-@example(rows=[(4, 5), (6, 1), (8, 60)], rate=3600.0, share=0.436, stages=2, method=("1f1b", 4))
+@example(rows=[(4, 5), (6, 1), (8, 60)], rate=3600.0, share=0.436, stages=2, how=SPLIT)
 def test_a_plan_is_found_where_a_cut_hides_its_copies(
-    rows: list[tuple[int, int]], rate: float, share: float, stages: int, method: tuple[str, int | None]
+    rows: list[tuple[int, int]], rate: float, share: float, stages: int, how: dict[str, Any]
 ) -> None:
     """As fast as the best of all cuts, but for the copies, which the search does not see."""
-    how = dict(zip(("schedule", "microbatches"), method, strict=True))
     layers = (pd.LayerProfile(float(s), 2.0 * s, 10, 100, activation_bytes=1000 * size) for s, size in rows)
-    profile, peaks = pd.Profile.of_chain(tuple(layers), batch=8), []
-    cuts = [*combinations(range(1, len(rows)), stages - 1)]
-    cluster = pd.Cluster.flat(stages)
-    for cut in cuts:
-        plan = plan_of(None, profile=profile, cluster=cluster, shape="any", cuts=cut, activations="", **how)
-        peaks.append(max(stage.peak_bytes for stage in plan.stages))
-    cluster = replace(pd.Cluster.flat(stages, memory_bytes=int(share * max(peaks))), host_bytes_per_s=rate)
+    profile, cuts = pd.Profile.of_chain(tuple(layers), batch=8), [*combinations(range(1, len(rows)), stages - 1)]
+    planned = partial(plan_of, None, profile=profile, **how)
+    free = [planned(cluster=pd.Cluster.flat(stages), shape="any", cuts=cut, activations="") for cut in cuts]
+    most = max(stage.peak_bytes for plan in free for stage in plan.stages)
+    cluster = replace(pd.Cluster.flat(stages, memory_bytes=int(share * most)), host_bytes_per_s=rate)
     periods = []
     for cut in cuts:
         with suppress(pd.errors.PlanError):
-            periods.append(
-                plan_of(None, profile=profile, cluster=cluster, shape="any", cuts=cut, **how).slowest_stage_s
-            )
+            periods.append(planned(cluster=cluster, shape="any", cuts=cut).slowest_stage_s)
     if not periods:
         with pytest.raises(pd.errors.ShortageError):
-            plan_of(None, profile=profile, cluster=cluster, **how)
+            planned(cluster=cluster)
         return
-    plan = plan_of(None, profile=profile, cluster=cluster, **how)
+    plan = planned(cluster=cluster)
     assert plan.first_stage_over_memory is None
     assert plan.slowest_stage_s <= 1.05 * min(periods)
 
@@ -123,34 +122,29 @@ def test_a_methods_own_microbatches_decide_what_fits() -> None:
     assert plan_of(limit, schedule="1f1b", activations="").stages == free.stages
 
 
-def test_copies_take_time() -> None:
+@pytest.mark.parametrize(("measured", "rate"), [(0.9e5, 0.9e5), (None, 0.8 * 31.5e9)])
+def test_copies_take_time(measured: float | None, rate: float) -> None:
     """At the rate that was measured, else at that of the datasheet."""
-    cluster = pd.Cluster.flat(4, memory_bytes=NEEDS[0] - 150_000, device="A100-80GB")
-    profile = replace(CHAIN, device="A100-80GB")
-    for rate, slowest in ((0.9e5, 0.9e5), (None, 0.8 * 31.5e9)):
-        plan = pd.plan(
-            profile, replace(cluster, host_bytes_per_s=rate), shape="straight", activations="host", strategy="search"
-        )
-        assert plan.cluster.host_bytes_per_s == slowest
-        (first, *_), copy_s = plan.stages, 100_000 / slowest
-        assert first.offload
-        assert (first.forward_s, first.backward_s) == (max(1.0, copy_s), max(2.0, copy_s))
+    cluster = replace(pd.Cluster.flat(4, memory_bytes=LIMIT, device="A100-80GB"), host_bytes_per_s=measured)
+    plan = plan_of(None, profile=replace(CHAIN, device="A100-80GB"), cluster=cluster, strategy="search")
+    assert plan.cluster.host_bytes_per_s == rate
+    (first, *_), copy_s = plan.stages, 100_000 / rate
+    assert first.offload
+    assert (first.forward_s, first.backward_s) == (max(1.0, copy_s), max(2.0, copy_s))
 
 
 def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
-    plan = plan_of(NEEDS[0] - 150_000)
-    again = pd.Plan.from_json(plan.to_json())
-    assert again == plan
+    plan = plan_of(LIMIT)
+    assert pd.Plan.from_json(plan.to_json()) == plan
     assert plan.choices.activations == "host"
     assert "activations in the memory of the machine: stage 0 " in str(plan)
 
 
 def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
-    limit = NEEDS[0] - 150_000
     with pytest.raises(pd.errors.ShortageError):
-        plan_of(limit, activations="none")
+        plan_of(LIMIT, activations="none")
     assert plan_of(None, activations="none", recompute="always") == plan_of(None, activations="", recompute="always")
-    unmoved = plan_of(limit).choosing(activations="none")
+    unmoved = plan_of(LIMIT).choosing(activations="none")
     assert not unmoved.choices.activations
     assert not any(stage.offload for stage in unmoved.stages)
 
@@ -175,13 +169,7 @@ def plan_on_gpus(memory_bytes: int | None, host_bytes: int | None = None, **requ
 
 @pytest.mark.parametrize(
     "request_",
-    [
-        {},
-        {"schedule": "pipedream"},
-        {"microbatches": 1},
-        {"schedule": "v_half", "shape": "any", "workers": 2},
-        {"cuts": (1,)},
-    ],
+    [{}, FULL, {"microbatches": 1}, {"schedule": "v_half", "shape": "any", "workers": 2}, {"cuts": (1,)}],
 )
 def test_a_refusal_says_what_choices_save(request_: dict[str, Any]) -> None:
     """As much as planning with them finds on the fullest worker."""

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.sums import SumMethod
 from pipedream.plan_request import PlanRequest
 from pipedream.simulator import costs
@@ -31,12 +30,12 @@ def wide() -> pd.Profile:
     return with_seconds(pd.profile(WIDE, torch.randn(8, 256), runs=2), 0.01)
 
 
+def parallel(profile: pd.Profile, sums: str = "full") -> pd.Plan:
+    return pd.plan(profile, SLOW, shape="data-parallel", sums=sums)
+
+
 def test_a_profile_knows_the_shapes_of_its_weights(wide: pd.Profile) -> None:
-    assert wide.matrices == (
-        Matrices(1024, 256, 1, 4 << 18),
-        Matrices(256, 1024, 1, 4 << 18),
-        Matrices(4, 256, 1, 4 << 10),
-    )
+    assert wide.matrices == ((1024, 256, 1, 4 << 18), (256, 1024, 1, 4 << 18), (4, 256, 1, 4 << 10))
     assert pd.Profile.from_json(wide.to_json()) == wide
 
 
@@ -50,7 +49,7 @@ def test_a_profile_knows_the_shapes_of_its_weights(wide: pd.Profile) -> None:
     ],
 )
 def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbers: float) -> None:
-    full, plan = (pd.plan(wide, SLOW, shape="data-parallel", sums=how) for how in ("full", sums))
+    full, plan = (parallel(wide, how) for how in ("full", sums))
     assert str(plan.choices.sums) == sums
     assert plan.cluster == full.cluster
     (size,) = costs(plan).sum_bytes
@@ -99,22 +98,19 @@ def test_rare_sums_cross_between_sites_and_messages_do_not(
 
 
 def test_replicas_hold_errors_and_outer_weights(wide: pd.Profile) -> None:
-    full, low_rank, outer = (
-        pd.plan(wide, SLOW, shape="data-parallel", sums=sums).stages[0].peak_bytes
-        for sums in ("full", "powersgd:4", "diloco:8")
-    )
-    weights = wide.parameter_bytes
-    assert low_rank >= full + weights
-    assert outer >= low_rank + weights
+    plans = (parallel(wide, sums) for sums in ("full", "powersgd:4", "diloco:8"))
+    full, low_rank, outer = (plan.stages[0].peak_bytes for plan in plans)
+    assert low_rank >= full + wide.parameter_bytes
+    assert outer >= low_rank + wide.parameter_bytes
 
 
 def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
     old = replace(wide, layers=tuple(replace(layer, matrices=()) for layer in wide.layers))
     with pytest.raises(pd.errors.PlanError, match="does not say which shapes weights have; profile the model again"):
-        pd.plan(old, SLOW, shape="data-parallel", sums="powersgd:4")
-    plan = pd.plan(old, SLOW, shape="data-parallel", sums="bfloat16")
+        parallel(old, "powersgd:4")
+    plan = parallel(old, "bfloat16")
     assert str(plan.choices.sums) == "bfloat16"
-    estimated, exact = (p.choosing(sums="powersgd:4") for p in (plan, pd.plan(wide, SLOW, shape="data-parallel")))
+    estimated, exact = (p.choosing(sums="powersgd:4") for p in (plan, parallel(wide)))
     assert costs(estimated).sum_bytes[0] == pytest.approx(costs(exact).sum_bytes[0], rel=0.7)  # as one square matrix
 
 
@@ -124,7 +120,7 @@ def test_a_plan_without_replicas_keeps_no_sums(wide: pd.Profile) -> None:
 
 @pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3"])
 def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None:
-    plan = scale_plan(pd.plan(wide, SLOW, shape="data-parallel", sums=sums), 1e-3)
+    plan = scale_plan(parallel(wide, sums), 1e-3)
     with build_emulated_pipeline(plan) as pipeline:
         assert len(list(pipeline.train(make_emulated_batches(pipeline, 6)))) == 6
         assert str(pipeline.plan.choices.sums) == sums
@@ -133,18 +129,14 @@ def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None
     assert sum(torch.Size(shape).numel() for shape in shapes) >= 1 << 18
 
 
-def test_bytes_of_factors_are_not_scaled(wide: pd.Profile) -> None:
-    plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
-    with pytest.raises(pd.errors.PlanError, match=r"byte scale 0\.1 was asked for with sums='powersgd:4'"):
-        scale_plan(plan, byte_scale=0.1)
-
-
 def test_half_precision_weights_are_not_halved_again() -> None:
     assert SumMethod("bfloat16").costs(100, (), 2.0).share == 1.0
     assert SumMethod("bfloat16").costs(100, (), 8.0).share == 0.25
 
 
-def test_a_plan_shows_its_sums(wide: pd.Profile) -> None:
-    plan = pd.plan(wide, SLOW, shape="data-parallel", sums="powersgd:4")
+def test_a_plan_shows_its_sums_and_scales_no_bytes_of_factors(wide: pd.Profile) -> None:
+    plan = parallel(wide, "powersgd:4")
     assert "sums: powersgd:4, 50.2 kB an update in the mean (approximate)" in str(plan)
     assert "sums:" not in str(plan.choosing(sums="full"))
+    with pytest.raises(pd.PipelineError, match=r"byte scale 0\.1 was asked for with sums='powersgd:4'"):
+        scale_plan(plan, byte_scale=0.1)

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 import pipedream as pd
-from pipedream.core.plan.choices import Choices
-from pipedream.planner.two_bw import two_bw, two_bw_s
-from pipedream.workflows.methods import occupancy_of, score
+from pipedream.planner.two_bw import two_bw_s
+from pipedream.workflows.methods import score
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
 CHAIN = pd.Profile.of_chain((LAYER,) * 4, batch=16)
@@ -35,10 +34,8 @@ def test_links_and_weights_decide_between_replicas_and_stages(rate: float, param
     cluster = pd.Cluster.flat(4, rate)
     plan = pd.plan(profile, cluster, strategy="2bw")
     assert (plan.config, plan.schedule) == (config, "pipedream_2bw")
-    ways = {}
-    for shape in ("4", "2-2", "1-1-1-1"):
-        base = pd.plan(profile, cluster, shape=shape)
-        ways[shape] = min(two_bw_s(base, m) for m in (4, 8, 16))
+    plans = {shape: pd.plan(profile, cluster, shape=shape) for shape in ("4", "2-2", "1-1-1-1")}
+    ways = {shape: min(two_bw_s(base, m) for m in (4, 8, 16)) for shape, base in plans.items()}
     assert min(ways, key=lambda shape: ways[shape]) == config
     assert two_bw_s(plan, plan.microbatches) == ways[config]
     if rate == 20.0:
@@ -57,34 +54,30 @@ def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
 def test_memory_is_two_versions_and_what_is_in_flight() -> None:
     """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m. Three messages of
     80 / m are behind it; before the other two, and three gradients on their way."""
-    plan = two_bw(CHAIN, pd.Cluster.flat(2, 20.0), lambda m: occupancy_of("pipedream_2bw", m), microbatches=4)
+    plan = pd.plan(CHAIN, pd.Cluster.flat(2, 20.0), strategy="2bw", microbatches=4)
     assert plan.config == "1-1"
     assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400 + 3 * 20, 360 + 400 + 5 * 20]
     tight = pd.Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
-    finer = pd.plan(CHAIN, tight, strategy="2bw")
-    assert finer.microbatches == 8
-    with pytest.raises(pd.errors.PlanError, match="no plan of PipeDream-2BW's planner fits"):
+    assert pd.plan(CHAIN, tight, strategy="2bw").microbatches == 8
+    with pytest.raises(pd.PipelineError, match="no plan of PipeDream-2BW's planner fits"):
         pd.plan(CHAIN, pd.Cluster.flat(2, 20.0, memory_bytes=400), strategy="2bw")
 
 
 def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> None:
     """c_extra = 4/3; only inputs are kept, which lets a plan fit that did not."""
-    free, automatic = pd.Cluster.flat(2), Choices(recompute="auto")
-    seconds = [
-        two_bw_s(two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=again), 4)
-        for again in (Choices(), Choices(recompute="always"))
-    ]
-    assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
-    both = two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=automatic)
-    assert not any(stage.recompute for stage in both.stages)
-    tight = pd.Cluster.flat(2, 20.0, memory_bytes=1000)
-    again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, choices=automatic)
-    assert all(stage.recompute for stage in again.stages)
+
+    def planned(recompute: str, memory_bytes: int | None = None) -> pd.Plan:
+        cluster = pd.Cluster.flat(2, 20.0 if memory_bytes else 1e9, memory_bytes=memory_bytes)
+        return pd.plan(CHAIN, cluster, strategy="2bw", microbatches=4, recompute=recompute)
+
+    seconds = [two_bw_s(planned(recompute), 4) for recompute in ("always", "never")]
+    assert seconds[0] / seconds[1] == pytest.approx(4 / 3)
+    assert not any(stage.recompute for stage in planned("auto").stages)
+    assert all(stage.recompute for stage in planned("auto", 1000).stages)
 
 
 def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:
     """Two layers side by side allow at most two stages, though they have three cuts and an end."""
     graph = pd.LayerGraph((pd.Layer("a", "Linear"), pd.Layer("b", "Linear")), ())
     profile = pd.Profile("net", graph, (LAYER,) * 2, batch=12)
-    best = two_bw(profile, pd.Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
-    assert len(best.stages) == 1
+    assert len(pd.plan(profile, pd.Cluster.flat(3, 1e9), strategy="2bw").stages) == 1

@@ -46,15 +46,6 @@ def test_picture_of_a_run() -> None:
     )
 
 
-def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
-    rows = (pd.Stage(0, 1, 4, 1.0, 2.0, 0.25, parameter_bytes=1000),)
-    plan = pd.Plan(rows, (1,), pd.Cluster.flat(4, 1000.0), unit="microbatch")
-    timeline = simulate(program_of("pipedream", plan), costs(plan), 12)
-    assert plan.costs.sync_s == (1.5,)
-    assert timeline.makespan_s == pytest.approx(3 * (1.0 + 2.0 + 1.5 + 0.25))
-    assert starts(timeline, 3, "wait") == pytest.approx([3.0, 7.75, 12.5])
-
-
 def test_coupled_updates_wait_for_all_ranks() -> None:
     plan = pd.Plan.uniform(3)
     program = program_of("gpipe", plan, 2)

@@ -43,12 +43,15 @@ def test_makespan_of_a_flushing_minibatch(
     assert run(name, plan, m, m).makespan_s == pytest.approx(expected_s)
 
 
-@settings(max_examples=10)
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
+    """In the whole run, and in the updates, which are timed until they repeat themselves."""
     c = share * min(f, b)  # longer ones meet at the ports of the stages between
-    timeline = run("pipedream", pd.Plan.uniform(p, f, b, c), None, 20 * p + 60)
-    assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
+    plan, expected_s = pd.Plan.uniform(p, f, b, c), f + b + 2 * c * (p - 1) / p
+    assert period_s(run("pipedream", plan, None, 20 * p + 60), p, 10 * p) == pytest.approx(expected_s)
+    seconds, updates = time_updates(program_of("pipedream", plan), costs(plan), 20 * p + 60, 4 * p, 16 * p)
+    assert seconds / updates == pytest.approx(expected_s)
+    assert updates in (1, p), "a minibatch, or a round of what is in flight"
 
 
 @settings(max_examples=10)
@@ -62,15 +65,6 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
     assert min(pd.metrics.steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
-
-
-@given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
-def test_updates_are_timed_until_they_repeat_themselves(p: int, f: float, b: float, share: float) -> None:
-    c = share * min(f, b)
-    plan = pd.Plan.uniform(p, f, b, c)
-    seconds, updates = time_updates(program_of("pipedream", plan), costs(plan), 20 * p + 60, 4 * p, 16 * p)
-    assert seconds / updates == pytest.approx(f + b + 2 * c * (p - 1) / p)
-    assert updates in (1, p), "a minibatch, or a round of what is in flight"
 
 
 @given(

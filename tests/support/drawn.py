@@ -110,24 +110,17 @@ def runtime_costs(most: float = 5.0) -> st.SearchStrategy[RuntimeCosts]:
 
 @st.composite
 def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
-    def vector() -> tuple[float, ...]:
-        return tuple(draw(SECONDS) for _ in range(stages))
-
-    backward = vector()
-    cluster = draw(clusters(workers))
+    rows = st.lists(SECONDS, min_size=stages, max_size=stages).map(tuple)
+    names = ("forward_s", "backward_s", "update_s", "sync_s", "output_bytes", "sum_bytes", "weight_bytes")
+    columns, cluster = {name: draw(rows) for name in names}, draw(clusters(workers))
+    backward_s = columns["backward_s"]
     return Costs(
-        forward_s=vector(),
-        backward_s=backward,
-        weight_s=tuple(seconds / 2 for seconds in backward),
-        recompute_s=tuple(seconds * draw(st.sampled_from([0.0, 0.25, 0.5])) for seconds in backward),
-        update_s=vector(),
-        sync_s=vector(),
-        output_bytes=vector(),
+        **columns,
+        weight_s=tuple(seconds / 2 for seconds in backward_s),
+        recompute_s=tuple(seconds * draw(st.sampled_from([0.0, 0.25, 0.5])) for seconds in backward_s),
         cluster=cluster,
         workers=tuple(draw(st.permutations(range(cluster.workers)))[:workers]),
         input_bytes=draw(SECONDS),
-        sum_bytes=vector(),
-        weight_bytes=vector(),
         runtime=draw(runtime_costs()),
     )
 
@@ -155,56 +148,42 @@ _MESHES = ("model:2", "data:2", "model:4", "data:2,model:2")
 
 def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
     """A chain, with one rank of some meshes whose shares are random: less work, and collectives."""
-    count = draw.randint(1, most)
+    count, choose = draw.randint(1, most), draw.choice
 
     def layer(share: float) -> pd.LayerProfile:
-        return pd.LayerProfile(
-            forward_s=draw.choice([0.0, 1.0, 2.0, 3.0]) * share,
-            backward_s=draw.choice([0.0, 1.0, 4.0, 7.0]) * share,
-            output_bytes=draw.choice([0, 4, 8, 16]) // draw.choice([1, 2]),
-            parameter_bytes=int(draw.choice([0, 4, 16, 36]) * share),
-            activation_bytes=int(draw.choice([0, 4, 12, 32]) * share),
-            temporary_bytes=draw.choice([0, 2, 8]),
-        )
+        seconds = choose([0.0, 1.0, 2.0, 3.0]) * share, choose([0.0, 1.0, 4.0, 7.0]) * share
+        sizes = int(choose([0, 4, 16, 36]) * share), int(choose([0, 4, 12, 32]) * share)
+        output_bytes = choose([0, 4, 8, 16]) // choose([1, 2])
+        return pd.LayerProfile(*seconds, output_bytes, *sizes, temporary_bytes=choose([0, 2, 8]))
 
     def some(mesh: pd.Mesh) -> tuple[Collective, ...]:
-        kinds = ["all-reduce", "all-gather"]
+        over = [name for name in mesh.dimensions if draw.random() < 0.5]
+        kinds, sizes = ["all-reduce", "all-gather"], [1, 4, 16]
         return tuple(
-            Collective(draw.choice(kinds), over, draw.choice([1, 2]), draw.choice([1, 4, 16]), draw.random() < 0.5)
-            for over in mesh.dimensions
-            if draw.random() < 0.5
+            Collective(choose(kinds), name, choose([1, 2]), choose(sizes), choose([True, False])) for name in over
         )
+
+    def update(**columns: list[float]) -> dict[str, float]:
+        return {name: choose(values) for name, values in columns.items()}
 
     whole = tuple(layer(1.0) for _ in range(count))
 
     def rank(text: str) -> RankProfile:
         mesh = pd.Mesh(text)
-        layers = tuple(layer(draw.choice([1.0, 1.5]) / mesh.size) for _ in range(count))
+        layers = tuple(layer(choose([1.0, 1.5]) / mesh.size) for _ in range(count))
         if draw.random() < 0.2:  # cuts nothing, so that a single rank beats it
             return RankProfile(text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1)
-        return RankProfile(
-            text,
-            "batch:data,d_ff:model",
-            layers,
-            tuple(some(mesh) for _ in layers),
-            tuple(some(mesh) for _ in layers),
-            some(mesh),
-            update_s=draw.choice([0.0, 1.0]),
-            optimizer_bytes=draw.choice([0, 7]),
-            copy_s=draw.choice([0.0, 1.0]),
-            loss_s=draw.choice([0.0, 1.0]),
-        )
+        forwards, backwards = (tuple(some(mesh) for _ in layers) for _ in range(2))
+        more = update(update_s=[0.0, 1.0], optimizer_bytes=[0, 7], copy_s=[0.0, 1.0], loss_s=[0.0, 1.0])
+        return RankProfile(text, "batch:data,d_ff:model", layers, forwards, backwards, some(mesh), **more)
 
     return pd.Profile.of_chain(
         whole,
         batch=4,
-        input_shapes=((draw.choice([0, 1, 4]),),),
-        update_s=draw.choice([0.0, 1.0, 2.5]),
-        copy_s=draw.choice([0.0, 1.0]),
-        optimizer_bytes=draw.choice([0, 7, 20]),
-        loss_s=draw.choice([0.0, 1.0]),
-        runtime=RuntimeCosts(0.1, 0.2, draw.choice([0.0, 0.1]), 0.1) if draw.random() < 0.3 else RuntimeCosts(),
+        input_shapes=((choose([0, 1, 4]),),),
+        runtime=RuntimeCosts(0.1, 0.2, choose([0.0, 0.1]), 0.1) if draw.random() < 0.3 else RuntimeCosts(),
         ranks=tuple(rank(text) for text in draw.sample(_MESHES, draw.randint(1, 3))),
+        **update(update_s=[0.0, 1.0, 2.5], copy_s=[0.0, 1.0], optimizer_bytes=[0, 7, 20], loss_s=[0.0, 1.0]),
     )
 
 
