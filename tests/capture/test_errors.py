@@ -279,11 +279,7 @@ def reversible() -> nn.Module:
         ),
         (lambda: nn.DataParallel(Net()), X, "DataParallel.*pass the plain module"),
         (sharded, X, r"the module 'blocks\.1' is sharded by fully_shard.*pass the plain"),
-        (
-            reversible,
-            X,
-            "the backward of Built raised TypeError.*read what the forward has set on a module.*context",
-        ),
+        (reversible, X, "the backward of Built raised TypeError.*read what the forward has set on a module.*context"),
     ],
 )
 def test_a_model_is_refused(make: Make, sample: Tensor, words: str) -> None:

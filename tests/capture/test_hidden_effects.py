@@ -108,11 +108,7 @@ def check(
 
 WRITES: dict[str, Forward] = {
     "scaled": lambda net, x: (raw := x.clone(), x.mul_(0.1), net.plain(x) + net.e(raw))[-1],
-    "view": lambda net, x: (
-        raw := x.clone(),
-        x.view(-1, 2, 3).mul_(0.5),
-        net.plain(x) + net.e(raw) + net.e(x),
-    )[-1],
+    "view": lambda net, x: (raw := x.clone(), x.view(-1, 2, 3).mul_(0.5), net.plain(x) + net.e(raw) + net.e(x))[-1],
     "item": lambda net, x: (x[:, 0].mul_(3), net.plain(x) + net.e(x))[-1],
     "relu": lambda net, x: (raw := x.clone(), F.relu(x, inplace=True), net.plain(x) + net.e(raw))[-1],
     "out": lambda net, x: (

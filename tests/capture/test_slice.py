@@ -229,8 +229,7 @@ SOURCES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "batches"),
-    [(translates, SOURCES), (detects, (boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)))],
+    ("kind", "batches"), [(translates, SOURCES), (detects, (boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)))]
 )
 def test_batches_with_other_inputs_than_the_sample(kind: Make, batches: Sequence[Any]) -> None:
     model = seeded(kind).eval()

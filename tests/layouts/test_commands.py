@@ -216,8 +216,8 @@ def test_layout_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    own = RECIPE.replace("model = ", "model, loss, batch = Own(), None, {'x': torch.randn(8, 4)}  # ")
-    Path("own.py").write_text(own.replace("    loss = ", "    # "), encoding="utf-8")
+    recipe = RECIPE.replace("model = ", "model, loss, batch = Own(), None, {'x': torch.randn(8, 4)}  # ")
+    Path("own.py").write_text(recipe.replace("    loss = ", "    # "), encoding="utf-8")
     report = run_json(capsys, "layout own.py --ranks 2")
     assert {"p_inner_weight", "new_inner_weight", "x0"} <= set(report["tensors"])
     assert report["refused"] == {}
@@ -230,10 +230,7 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
         ("layout layer.json --ranks 3", "over 3 ranks was asked for, but each cut makes two halves; give a power"),
         ("layout none.json --ranks 2", "none.json does not exist; give the file of Operators"),
         ("layout none.py --ranks 2", "the recipe none.py does not exist; give the path of a Python file"),
-        (
-            "layout bad.json --ranks 2",
-            "bad.json: Operators: line 1, column 13 of the operators has the tensor 'u'",
-        ),
+        ("layout bad.json --ranks 2", "bad.json: Operators: line 1, column 13 of the operators has the tensor 'u'"),
         ("layout text.json --ranks 2", "text.json is not JSON"),
         ("layout odd.py --ranks 2", "the layer '1' calls aten._fft_r2c.default, which has no description; write one"),
         ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),

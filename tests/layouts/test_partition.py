@@ -29,46 +29,6 @@ def square_layers(layers: int, batch: int, width: int) -> Operators:
     return Operators(sizes, "\n".join(text), tuple((f"w{at}", f"g{at}") for at in range(1, layers + 1)))
 
 
-def recurrent(layers: int, times: int, batch: int, width: int) -> Operators:
-    """Returns the forward and backward of simple recurrent layers, whose gradients add up over the steps."""
-    sizes: dict[str, tuple[int, ...]] = {}
-    text, alike = [], []
-    for layer in range(layers):
-        for weight in ("w", "u"):
-            sizes[f"{weight}{layer}"] = (width, width)
-        for step in range(times):
-            name = f"{layer}_{step}"
-            sizes |= dict.fromkeys((f"a{name}", f"c{name}", f"h{name}", f"s{name}"), (batch, width))
-            below = f"x{step}" if not layer else f"h{layer - 1}_{step}"
-            sizes.setdefault(below, (batch, width))
-            before = f"h{layer}_{step - 1}" if step else f"start{layer}"
-            sizes.setdefault(before, (batch, width))
-            text += [
-                f"a{name}[b, o] += {below}[b, i] * w{layer}[i, o]",
-                f"c{name}[b, o] += {before}[b, i] * u{layer}[i, o]",
-            ]
-            text += [f"s{name}[b, o] = a{name}[b, o] + c{name}[b, o]", f"h{name}[b, o] = tanh(s{name}[b, o])"]
-    for layer in reversed(range(layers)):
-        for step in reversed(range(times)):
-            name, has_above, has_next = f"{layer}_{step}", layer + 1 < layers, step + 1 < times
-            above = f"p{layer + 1}_{step}" if has_above else f"e{step}"
-            sizes.setdefault(above, (batch, width))
-            parts = [f"{above}[b, o]"] + [f"q{layer}_{step + 1}[b, o]"] * has_next
-            sizes |= dict.fromkeys((f"d{name}", f"p{name}", f"q{name}"), (batch, width))
-            sizes |= dict.fromkeys((f"g{name}", f"v{name}"), (width, width))
-            below = f"x{step}" if not layer else f"h{layer - 1}_{step}"
-            before = f"h{layer}_{step - 1}" if step else f"start{layer}"
-            text += [
-                f"d{name}[b, o] = back({' + '.join(parts)}, h{name}[b, o])",
-                f"p{name}[b, i] += d{name}[b, o] * w{layer}[i, o]",
-                f"q{name}[b, i] += d{name}[b, o] * u{layer}[i, o]",
-                f"g{name}[i, o] += {below}[b, i] * d{name}[b, o]",
-                f"v{name}[i, o] += {before}[b, i] * d{name}[b, o]",
-            ]
-            alike += [(f"w{layer}", f"g{name}"), (f"u{layer}", f"v{name}")]
-    return Operators(sizes, "\n".join(text), tuple(alike))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "first", "four", "eight", "joint"),
@@ -252,19 +212,6 @@ def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
     assert result.elements >= partition(ops, 4).elements
     alone = partition(ops, 1)
     assert (alone.cuts, alone.elements, alone.at_least) == ((), 0, 0)
-
-
-def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
-    ops = recurrent(2, 6, 64, 64)
-    plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
-    assert len(merged.sizes) < len(plain.sizes) / 3
-    start = State.uncut(ops)
-    fewest, choices = merged.find_cheapest(start)
-    (choice,) = next(choices)
-    assert plain.count_elements(start, choice) == fewest
-    assert plain.find_cheapest(start)[0] <= fewest <= 1.2 * plain.find_cheapest(start)[0]
-    inner = [choice.indices[number] for number, step in enumerate(ops.steps) if step.result.startswith("a1_")]
-    assert len(set(inner)) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition
-from pipedream.layouts.search.search import Search
+from pipedream.layouts.search.search import Search, State
 from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
 from pipedream.layouts.tracing.trace import trace
 from tests.layouts.simulated_ranks import Loss, SimulatedRanks, check_step, find_whole
@@ -325,19 +325,20 @@ def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
     assert pd.operators(model, sample).text == pd.operators(rotated(), torch.empty(4, 8)).text
 
 
-def stacked(layers: int, width: int) -> nn.Module:
-    """Layers of LSTM cells, each of which gives the next its states as they are."""
+def stacked(kind: Any, width: int) -> nn.Module:
+    """Returns two layers of cells, each of which gives the next its states as they are."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         states = list(x.unbind(1))
         for cell in model.cells:
-            h = c = torch.zeros_like(states[0])
+            zero = torch.zeros_like(states[0])
+            state: Any = (zero, zero) if kind is nn.LSTMCell else zero
             for at, tensor in enumerate(states):
-                h, c = cell(tensor, (h, c))
-                states[at] = h
+                state = cell(tensor, state)
+                states[at] = state[0] if kind is nn.LSTMCell else state
         return states[-1]
 
-    return Built(forward, cells=nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers)))
+    return Built(forward, cells=nn.ModuleList(kind(width, width, bias=False) for _ in range(2)))
 
 
 @pytest.mark.slow
@@ -345,8 +346,25 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
     """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
     sizes = []
     for steps in (4, 8):
-        described = pd.operators(stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
+        described = pd.operators(stacked(nn.LSTMCell, 8), torch.randn(4, steps, 8), loss=_sum_squares)
         assert "detach" not in described.text
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
     assert len(sizes[1].sizes) < 1.1 * len(sizes[0].sizes)
+
+
+def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
+    ops = pd.operators(stacked(nn.RNNCell, 64), torch.randn(64, 4, 64), loss=_sum_squares)
+    plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
+    assert len(merged.sizes) < len(plain.sizes) / 3
+    start = State.uncut(ops)
+    fewest, choices = merged.find_cheapest(start)
+    (choice,) = next(choices)
+    assert plain.count_elements(start, choice) == fewest
+    assert plain.find_cheapest(start)[0] <= fewest <= 1.2 * plain.find_cheapest(start)[0]
+    inner = [
+        choice.indices[number]
+        for number, step in enumerate(ops.steps)
+        if step.result in {f"tanh_{n}" for n in (4, 5, 6, 7)}
+    ]
+    assert (len(inner), len(set(inner))) == (4, 1)

@@ -1,5 +1,6 @@
 """One rank of a mesh, measured in one process: its parts, and the collectives that it counts."""
 
+from dataclasses import astuple
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.model.collective import Collective
 
 D, BATCH = 16, 8
 
@@ -48,17 +48,16 @@ WEIGHTS, UP_DOWN = 4 * (2 * 4 * D * D + 5 * D), 4 * (2 * 4 * D * D + 4 * D)
 
 
 @pytest.mark.parametrize(
-    ("rules", "mesh", "shard_weights", "weights", "sent", "passes"),
+    ("rules", "mesh", "shard_weights", "weights", "sent", "is_summed"),
     [
-        ("d_ff:model", "model:2", "", WEIGHTS - UP_DOWN // 2, BATCH * D * 4, (BATCH * D * 4, BATCH * D * 4)),
-        ("d_ff:model", "model:4", "", WEIGHTS - UP_DOWN * 3 // 4, BATCH * D * 4, (BATCH * D * 4, BATCH * D * 4)),
-        ("batch:data", "data:2", "", WEIGHTS, BATCH * D * 2, (0, 0)),
-        ("batch:data", "data:2", "data", WEIGHTS // 2, BATCH * D * 2, (0, 0)),
+        ("d_ff:model", "model:2", "", WEIGHTS - UP_DOWN // 2, BATCH * D * 4, True),
+        ("d_ff:model", "model:4", "", WEIGHTS - UP_DOWN * 3 // 4, BATCH * D * 4, True),
+        ("batch:data", "data:2", "", WEIGHTS, BATCH * D * 2, False),
+        ("batch:data", "data:2", "data", WEIGHTS // 2, BATCH * D * 2, False),
     ],
-    ids=("model", "model-4", "data", "rest"),
 )
 def test_a_rank_has_its_parts(
-    rules: str, mesh: str, shard_weights: str, weights: int, sent: int, passes: tuple[int, int]
+    rules: str, mesh: str, shard_weights: str, weights: int, sent: int, is_summed: bool
 ) -> None:
     profile = profiled(rules, mesh, shard_weights)
     (rank,) = profile.ranks
@@ -72,32 +71,28 @@ def test_a_rank_has_its_parts(
             sum(row.size_bytes for row in rows if row.kind == "all-reduce" and not row.of_weights)
             for rows in (forward, backward)
         ]
-        assert reduced == [passes[0], passes[1] if index else 0]  # the model's input has no gradient
+        assert reduced == [is_summed * sent, is_summed * sent * (index > 0)]  # the model's input has no gradient
     assert rank.optimizer_bytes == 2 * weights
     assert pd.Profile.from_json(profile.to_json()) == profile
 
 
-class Masked(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).masked_fill(torch.arange(D) > 2, 0.0)
-
-
 def test_a_backward_reads_plain_tensors_of_the_model() -> None:
     layout = pd.Layout("batch:data")
+    masked = Built(lambda module, x: module.inner(x).masked_fill(torch.arange(D) > 2, 0.0), inner=nn.Linear(D, D))
     options: dict[str, Any] = {"warmup": 0, "runs": 1, "layout": layout, "meshes": ("data:2",)}
-    (rank,) = pd.profile(nn.Sequential(Masked(D, D)), torch.randn(BATCH, D), **options).ranks
+    (rank,) = pd.profile(nn.Sequential(masked), torch.randn(BATCH, D), **options).ranks
     assert [layer.output_bytes for layer in rank.layers] == [BATCH * D * 2]
 
 
 def test_what_the_ranks_of_data_exchange() -> None:
     """Whole weights: their gradients at the update. At rest: gathered for both passes, and summed, on a CPU whole."""
     (plain,) = profiled("batch:data", "data:2").ranks
-    assert plain.update == (Collective("all-reduce", "data", 8, 2 * WEIGHTS, of_weights=True),)
+    assert [*map(astuple, plain.update)] == [("all-reduce", "data", 8, 2 * WEIGHTS, True)]
     (rest,) = profiled("batch:data", "data:2", "data").ranks
+    weights = ("data", 1, WEIGHTS, True)
     assert rest.update == ()
-    gather = Collective("all-gather", "data", 1, WEIGHTS, of_weights=True)
-    assert rest.forward[0] == (gather,)
-    assert rest.backward[1] == (gather, Collective("all-reduce", "data", 1, WEIGHTS, of_weights=True))
+    assert [*map(astuple, rest.forward[0])] == [("all-gather", *weights)]
+    assert [*map(astuple, rest.backward[1])] == [("all-gather", *weights), ("all-reduce", *weights)]
 
 
 def test_a_plan_counts_what_a_rank_needs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -71,22 +72,19 @@ def _time_laps(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> lis
     return watch.laps_s()
 
 
-def test_small_kernels_take_as_long_as_their_launches(gpu: Gpu) -> None:
-    watch = Stopwatch(torch.device("cuda"))
-    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3, rel=0.02)
-
-
-def test_launches_do_not_count_while_the_gpu_is_busy(gpu: Gpu) -> None:
-    watch = Stopwatch(torch.device("cuda"), without_launches=True)
-    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * KERNEL_S] * 3)
+@pytest.mark.parametrize(
+    ("make", "lap_s"),
+    [
+        (Stopwatch, KERNELS * LAUNCH_S),  # small kernels take as long as their launches
+        (partial(Stopwatch, without_launches=True), KERNELS * KERNEL_S),  # which do not count while the GPU is busy
+        (HostStopwatch, KERNELS * LAUNCH_S),  # which the host counts alone
+    ],
+)
+def test_laps_are_of_kernels_or_of_their_launches(gpu: Gpu, make: Any, lap_s: float) -> None:
+    gpu.launch(1.0 if make is HostStopwatch else 0.0)
+    assert _time_laps(gpu, make(torch.device("cuda"))) == pytest.approx([lap_s] * 3, rel=0.02)
     # Never more than a lap ahead: a GPU's queue has room for a thousand kernels.
-    assert gpu.free_s - gpu.host_s < 3e-3
-
-
-def test_the_host_counts_its_launches_alone(gpu: Gpu) -> None:
-    gpu.launch(1.0)
-    watch = HostStopwatch(torch.device("cuda"))
-    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3)
+    assert make is HostStopwatch or gpu.free_s - gpu.host_s < 3e-3
 
 
 @pytest.mark.parametrize("laps", [3, 16, 17, 34, 40])

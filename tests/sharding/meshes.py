@@ -260,8 +260,10 @@ def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
     names = dict(case.names)
     if not case.is_named and "parallelize" not in case.options:
         usual = PICTURES if case.model == "convolution" else NAMES
-        held = [name for name, _ in model.named_parameters()]
-        names = {key: words for key, words in usual.items() if any(fnmatchcase(name, key) for name in held)} | names
+        parameters = [name for name, _ in model.named_parameters()]
+        names = {
+            key: words for key, words in usual.items() if any(fnmatchcase(name, key) for name in parameters)
+        } | names
     layout = pd.Layout(case.rules, shard_weights=case.shard_weights, names=names)
     if "cut1" in mesh:
         layout = _search_layout(model, *batches[0], meshes_of(mesh)[0].size)

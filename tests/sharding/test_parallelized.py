@@ -38,6 +38,7 @@ def _make_case(function: Callable[..., None], mesh: str, rules: str, *args: Any,
     return Case(_make_model, mesh, rules, *args, options=options, **more)
 
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 CASES = (
     _make_case(_apply_styles, "model:2", "", "pipedream", None),
     _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options={"clip_grad_norm": 0.1}),
@@ -48,15 +49,11 @@ CASES = (
 )
 
 
-@pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> None:
     check_as_single_ranks(case)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -14,24 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import nn
 
 import pipedream as pd
-from tests.sharding.meshes import (
-    CLASSES,
-    NAMES,
-    NORMS,
-    PICTURES,
-    SIDE,
-    WORDS,
-    Attention,
-    Case,
-    Convolution,
-    D,
-    Mlp,
-    Model,
-    check_same,
-    draw_rows,
-    draw_words,
-    train,
-)
+from tests.sharding import meshes
+from tests.sharding.meshes import CLASSES, Case, D
 
 LENGTH = 4
 # A gradient that is zero but for rounding must not be scaled up: a large eps.
@@ -55,21 +39,21 @@ def experts(groups: int, top: int, factor: float, second: str, form: str, z_loss
     return Built(lambda module, x: x + module.experts(module.norm(x)), norm=nn.LayerNorm(D), experts=mixture)
 
 
-def build(kind: str, blocks: tuple[tuple[Any, ...], ...]) -> Model:
+def build(kind: str, blocks: tuple[tuple[Any, ...], ...]) -> meshes.Model:
     """Returns a model of blocks, each a class and its arguments, of inputs: "rows", "words", "points" or "images"."""
     layers = [make_layer(*arguments) for make_layer, *arguments in blocks]
     first, last, inputs = {
         "words": (
-            [nn.Embedding(WORDS, D)],
+            [nn.Embedding(meshes.WORDS, D)],
             [Built(lambda _, x: x.mean(1)), nn.Linear(D, CLASSES)],
-            partial(draw_words, LENGTH),
+            partial(meshes.draw_words, LENGTH),
         ),
         "points": ([], [nn.Flatten(), nn.Linear(LENGTH * D, CLASSES)], lambda n: torch.randn(n, LENGTH, D)),
-        "rows": ([], [nn.Linear(D, CLASSES)], draw_rows),
+        "rows": ([], [nn.Linear(D, CLASSES)], meshes.draw_rows),
         "images": (
             [nn.Conv2d(3, 4, 1)],
-            [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4 * (SIDE // 2) ** 2, CLASSES)],
-            lambda n: torch.randn(n, 3, SIDE, SIDE),
+            [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4 * (meshes.SIDE // 2) ** 2, CLASSES)],
+            lambda n: torch.randn(n, 3, meshes.SIDE, meshes.SIDE),
         ),
     }[kind]
     return nn.Sequential(*first, *layers, *last), inputs
@@ -85,11 +69,13 @@ P, YES_OR_NO, ACTS = (
     [False, True],
     ["relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "softplus"],
 )
-FEED = of(Mlp, [*NORMS], ACTS, P, YES_OR_NO, YES_OR_NO, YES_OR_NO, [8, 12])
-ATTEND = of(Attention, [*NORMS], [2, 4], YES_OR_NO, P, YES_OR_NO, YES_OR_NO, [0.0, 0.0, 0.0, 0.2])
+FEED = of(meshes.Mlp, [*meshes.NORMS], ACTS, P, YES_OR_NO, YES_OR_NO, YES_OR_NO, [8, 12])
+ATTEND = of(meshes.Attention, [*meshes.NORMS], [2, 4], YES_OR_NO, P, YES_OR_NO, YES_OR_NO, [0.0, 0.0, 0.0, 0.2])
 ENCODE = of(encoder, [2, 4], P, YES_OR_NO)
 ROUTE = of(experts, [1, 2, 4], [1, 2], [0.5, 1.0, 2.0], ["random", "all"], ["sorted", "dense"], [0.0, 0.1])
-CONVOLVE = of(Convolution, ["batch", "batch", "group", "none"], ACTS, P, [0.0, 0.0, 0.2], YES_OR_NO, YES_OR_NO, [1, 3])
+CONVOLVE = of(
+    meshes.Convolution, ["batch", "batch", "group", "none"], ACTS, P, [0.0, 0.0, 0.2], YES_OR_NO, YES_OR_NO, [1, 3]
+)
 OF_WORDS = st.one_of(FEED, ATTEND, ATTEND, ENCODE, ROUTE)
 KINDS = {"rows": FEED, "words": OF_WORDS, "points": OF_WORDS, "images": CONVOLVE}
 METHODS: dict[str, tuple[int | None, ...]] = {
@@ -165,7 +151,7 @@ def _names(draw: st.DrawFn, kind: str, model: nn.Sequential) -> dict[str, str]:
     names = {
         name: words
         for name in parameters
-        for key, words in (PICTURES if kind == "images" else NAMES).items()
+        for key, words in (meshes.PICTURES if kind == "images" else meshes.NAMES).items()
         if fnmatchcase(name, key)
         and name.rpartition(".")[0] not in unnamed
         and len(words.split()) == model.get_parameter(name).dim()
@@ -213,7 +199,7 @@ FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[P
 def test_some_layouts(count: int, data: st.DataObject) -> None:
     case = data.draw(laid_out(count))
     assert case.ranks == count
-    ends = processes.team(count).launch(train, case, case.mesh)
+    ends = processes.team(count).launch(meshes.train, case, case.mesh)
     errors = [end.error for end in ends if end.error is not None]
     if errors:
         hypothesis.event("refused")
@@ -222,6 +208,6 @@ def test_some_layouts(count: int, data: st.DataObject) -> None:
         assert not re.search(r"(Runtime|Type|Value|Assertion|NotImplemented)Error", str(refusal)), refusal
         return
     hypothesis.event(f"trained on {case.mesh}")
-    expected = train(case, "")
+    expected = meshes.train(case, "")
     for end in ends:
-        check_same(end.value, expected)
+        meshes.check_same(end.value, expected)
