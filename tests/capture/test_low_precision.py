@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from marks import spread
-from models import CASES, Case
 from split_training import batches_of, check_same, model_of, output_of, pipelined, plain_loop
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from zoo import CASES, Case
 
 import pipedream as pd
 from pipedream.capture.slice import ModelSlice, SliceTables

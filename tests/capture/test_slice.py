@@ -11,9 +11,9 @@ import pytest
 import torch
 from built import Built
 from marks import seeds
-from own_models import PAD, WIDTH, WORDS, padded_tokens
 from random_models import RandomBlock, newest
 from torch import Tensor, nn
+from zoo import PAD, WIDTH, WORDS, padded_tokens
 
 import pipedream as pd
 from pipedream.capture.compare import split

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from built import Built
-from models import HF
-from own_models import OWN
 from torch import Tensor, nn
+from zoo import HF, OWN
 
 import pipedream as pd
 

@@ -13,7 +13,6 @@ import torch
 from built import Built
 from cases import stage_states
 from marks import long, slow, spread, thinned
-from models import CASES
 from split_training import (
     FEATURES,
     FLUSHING,
@@ -31,6 +30,7 @@ from split_training import (
 )
 from torch import Tensor, nn
 from training import train
+from zoo import CASES
 
 import pipedream as pd
 

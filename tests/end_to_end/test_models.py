@@ -10,7 +10,6 @@ from typing import Any
 import processes
 import pytest
 from marks import slow, spread
-from models import CASES, Case
 from random_models import random_case
 from split_training import (
     Trained,
@@ -23,6 +22,7 @@ from split_training import (
     plain_loop,
     profile_of,
 )
+from zoo import CASES, Case
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError

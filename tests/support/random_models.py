@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from own_models import CLASSES, PAD, WIDTH, WORDS, Case, cross_entropy, padded_tokens
 from torch import Tensor, nn
+from zoo import CLASSES, PAD, WIDTH, WORDS, Case, padded_tokens
 
 Step = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -99,4 +99,4 @@ class RandomModel(nn.Module):
 
 def random_case(seed: int) -> Case:
     """Returns a model that is drawn with a seed; it classifies padded sequences."""
-    return Case(f"random_{seed}", partial(RandomModel, seed), padded_tokens, cross_entropy)
+    return Case(f"random_{seed}", partial(RandomModel, seed), padded_tokens, F.cross_entropy)

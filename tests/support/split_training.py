@@ -1,4 +1,4 @@
-"""Trains a model of `models` twice: in a plain loop without this library, and split into stages by it.
+"""Trains a case of the zoo twice: in a plain loop without this library, and split into stages by it.
 
 The stages train as a method and a number of microbatches say (`pipelined`), or with a feature (`train_with`).
 """
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import CASES, Case
-from own_models import samples_of
 from torch import Tensor, nn
+from zoo import CASES, Case, samples_of
 
 import pipedream as pd
 

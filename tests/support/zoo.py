@@ -1,28 +1,40 @@
-"""The zoo: four small models with their data, losses and places to cut.
+"""The zoo: all models that tests train, with their data and losses.
 
-Each gives what a pipeline can get wrong: dropout, statistics and work in place, tuples of which a part has no
-gradient, padding, sequences of changing length, and a last minibatch with fewer samples than microbatches.
+Animals are chains of layers with places to cut. Each gives what a pipeline can get wrong: dropout, statistics and work
+in place, tuples of which a part has no gradient, padding, sequences of changing length, and a last minibatch with fewer
+samples than microbatches.
+
+Cases run by a forward of their own, as users write it; none is made for a pipeline. Some are transformers from tiny
+configurations, with the caches, dropout, tied weights and kind of attention that each has by default; nothing is
+downloaded. Each trains in a plain loop in float64 and takes a few milliseconds per step.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from built import Built
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
-import pipedream
 import pipedream as pd
-from pipedream.capture import capture
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
 
-Batch = tuple[Tensor, Tensor]
+WIDTH = 16
+WORDS = 23
+CLASSES = 5
 PAD = 0
+IGNORED = -100
+
+# -- animals ----------------------------------------------------------------------------------------------------------
+
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Animal:
     reference: nn.Module | None = None
 
 
-_GRAPHS: dict[Any, LayerGraph] = {}  # of each model that was captured: all animals of a kind have the same layers
+_GRAPHS: dict[Any, pd.LayerGraph] = {}  # of each model that was captured: all animals of a kind have the same layers
 
 
 def plan_of(
@@ -60,10 +72,10 @@ def plan_of(
     parameters = ((name, p.dtype, p.requires_grad) for name, p in animal.model.named_parameters())
     key = repr(animal.model), *parameters
     if key not in _GRAPHS:
-        _GRAPHS[key] = capture(animal.model, (animal.batches[0][0],)).graph
+        _GRAPHS[key] = pd.capture(animal.model, (animal.batches[0][0],)).graph
     graph = _GRAPHS[key]
-    costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
-    profile = Profile(type(animal.model).__name__, graph, costs, 1).without_tied_groups()
+    costs = tuple(pd.LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
+    profile = pd.Profile(type(animal.model).__name__, graph, costs, 1).without_tied_groups()
     counts, cuts = replicas or (1,) * stages, animal.cuts[stages] if cuts is None else cuts
     return manual_plan(profile, pd.Cluster.flat(sum(counts)), cuts, counts, in_flight=depth)
 
@@ -103,49 +115,33 @@ def cnn(dtype: torch.dtype) -> Animal:
     return Animal(model.to(dtype), _dealt(*data, 12), nn.CrossEntropyLoss(), sum_of_classes, cuts)
 
 
-class _Embed(nn.Module):
-    def __init__(self, words: int, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(words, width, padding_idx=PAD)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mask = tokens != PAD
-        return self.table(tokens), mask, mask.sum(1)
+def _embed(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mask = tokens != PAD
+    return self.table(tokens), mask, mask.sum(1)
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.2, batch_first=True)
-
-    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        x, mask, lengths = value
-        out, (hidden, cell) = self.lstm(x * mask.unsqueeze(2))
-        # The lengths are whole numbers; nobody reads the cell, so no gradient comes back for it.
-        return out, hidden[-1], lengths, {"mask": mask, "cell": [cell], "scale": 0.5}
+def _recur(self: Any, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    x, mask, lengths = value
+    out, (hidden, cell) = self.lstm(x * mask.unsqueeze(2))
+    # The lengths are whole numbers; nobody reads the cell, so no gradient comes back for it.
+    return out, hidden[-1], lengths, {"mask": mask, "cell": [cell], "scale": 0.5}
 
 
-class _Decode(nn.Module):
-    def __init__(self, width: int, words: int) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(width, words)
-
-    def forward(self, value: tuple[Tensor, Tensor, Tensor, dict[str, Any]]) -> Tensor:
-        out, hidden, lengths, rest = value
-        share = lengths.to(out.dtype).reshape(-1, 1, 1) / out.shape[1]
-        mixed = out + rest["scale"] * hidden.unsqueeze(1) * share * rest["mask"].unsqueeze(2)
-        return self.head(self.drop(mixed)).transpose(1, 2)
+def _decode(self: Any, value: tuple[Tensor, Tensor, Tensor, dict[str, Any]]) -> Tensor:
+    out, hidden, lengths, rest = value
+    share = lengths.to(out.dtype).reshape(-1, 1, 1) / out.shape[1]
+    mixed = out + rest["scale"] * hidden.unsqueeze(1) * share * rest["mask"].unsqueeze(2)
+    return self.head(self.drop(mixed)).transpose(1, 2)
 
 
 def lstm(dtype: torch.dtype) -> Animal:
     """A recurrent language model: tokens, padding, and sequences whose length changes between minibatches."""
     words, width = 11, 8
     model = nn.Sequential(
-        _Embed(words, width),
+        Built(_embed, table=nn.Embedding(words, width, padding_idx=PAD)),
         Built(lambda _, value: (torch.tanh(value[0]), *value[1:])),
-        _Recurrent(width),
-        _Decode(width, words),
+        Built(_recur, lstm=nn.LSTM(width, width, num_layers=2, dropout=0.2, batch_first=True)),
+        Built(_decode, drop=nn.Dropout(0.2), head=nn.Linear(width, words)),
     ).to(dtype)
     batches = []
     for length, count in ((5, 8), (7, 8), (3, 8), (6, 8), (4, 2)):
@@ -215,23 +211,17 @@ def matrices(dtype: torch.dtype) -> Animal:
     return Animal(nn.Sequential(*layers).to(dtype), _dealt(*data, 12), F.cross_entropy, sum_of_classes, cuts)
 
 
-class _Regularised(nn.Module):
-    """A layer with two auxiliary losses, one of a weight alone. With `carries` they travel to the loss as a column."""
-
-    def __init__(self, inputs: int, outputs: int, carries: bool) -> None:
-        super().__init__()
-        self.linear, self.drop, self.carries = nn.Linear(inputs, outputs), nn.Dropout(0.2), carries
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, before = x[:, : self.linear.in_features], x[:, self.linear.in_features :].sum(1, keepdim=True)
-        output = self.linear(x)
-        losses = output.logsumexp(1).square().mean(), 0.3 * self.linear.bias.square().sum()
-        output = self.drop(output).tanh()
-        if self.carries:
-            return torch.cat([output, before + sum(losses)], 1)
-        for loss in losses:
-            output = pipedream.add_auxiliary_loss(output, loss)
-        return output
+def _regularise(self: Any, x: Tensor) -> Tensor:
+    """Has two auxiliary losses, one of a weight alone. With `carries` they travel to the loss as a column."""
+    x, before = x[:, : self.linear.in_features], x[:, self.linear.in_features :].sum(1, keepdim=True)
+    output = self.linear(x)
+    losses = output.logsumexp(1).square().mean(), 0.3 * self.linear.bias.square().sum()
+    output = self.drop(output).tanh()
+    if self.carries:
+        return torch.cat([output, before + sum(losses)], 1)
+    for loss in losses:
+        output = pd.add_auxiliary_loss(output, loss)
+    return output
 
 
 def auxiliary(dtype: torch.dtype) -> Animal:
@@ -239,7 +229,9 @@ def auxiliary(dtype: torch.dtype) -> Animal:
 
     def model(carries: bool) -> nn.Module:
         torch.manual_seed(5)
-        return nn.Sequential(*(_Regularised(*sizes, carries) for sizes in ((6, 8), (8, 8), (8, 8), (8, 3)))).to(dtype)
+        linears = [nn.Linear(*sizes) for sizes in ((6, 8), (8, 8), (8, 8), (8, 3))]
+        layers = (Built(_regularise, linear=linear, drop=nn.Dropout(0.2), carries=carries) for linear in linears)
+        return nn.Sequential(*layers).to(dtype)
 
     x, y = torch.randn(50, 6, dtype=dtype), torch.randint(PAD, 3, (50,))
     y[12:16] = PAD  # a microbatch in which nothing counts
@@ -247,15 +239,10 @@ def auxiliary(dtype: torch.dtype) -> Animal:
     return Animal(model(False), _dealt(x, y, 12), loss, _classes_and_losses, cuts, model(True))
 
 
-class _Masked(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(inputs, outputs), nn.Dropout(0.2)
-
-    def forward(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, mask, count = value if isinstance(value, tuple) else (value, value.new_ones(len(value), 160), None)
-        x = self.drop(torch.tanh(self.linear(x))) * mask[:, : self.linear.out_features]
-        return x.t().contiguous().t(), mask, torch.arange(200) if count is None else count
+def _mask(self: Any, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, mask, count = value if isinstance(value, tuple) else (value, value.new_ones(len(value), 160), None)
+    x = self.drop(torch.tanh(self.linear(x))) * mask[:, : self.linear.out_features]
+    return x.t().contiguous().t(), mask, torch.arange(200) if count is None else count
 
 
 def wide(dtype: torch.dtype) -> Animal:
@@ -263,9 +250,9 @@ def wide(dtype: torch.dtype) -> Animal:
 
     Blocks of 64 values do not fill its values, which lie in memory by columns; the last minibatch has small ones.
     """
-    sizes = ((6, 81), (81, 97), (97, 70))
+    linears = [nn.Linear(*sizes) for sizes in ((6, 81), (81, 97), (97, 70))]
     model = nn.Sequential(
-        *(_Masked(*size) for size in sizes),
+        *(Built(_mask, linear=linear, drop=nn.Dropout(0.2)) for linear in linears),
         Built(lambda _, value: value[0] * (1 + 0 * value[2].sum())),
         nn.Linear(70, 3),
     ).to(dtype)
@@ -321,8 +308,981 @@ def _full(output: Tensor) -> Tensor:
     return output.float() if output.dtype == torch.bfloat16 else output
 
 
-def alike_layers(layers: int) -> Profile:
+def alike_layers(layers: int) -> pd.Profile:
     """Returns a profile whose layers are alike."""
-    rows = LayerGraph.chain(tuple(Layer(str(i), "Linear") for i in range(layers)))
-    costs = tuple(LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
-    return Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))
+    rows = pd.LayerGraph.chain(tuple(pd.Layer(str(i), "Linear") for i in range(layers)))
+    costs = tuple(pd.LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
+    return pd.Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+def samples_of(batch: Any) -> int:
+    """Returns the number of samples of a batch."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    return len(batch)
+
+
+def targets_of(batch: Any) -> int:
+    """Returns the number of targets of a batch, or of samples if its targets are not one tensor."""
+    is_pair = isinstance(batch, tuple) and isinstance(batch[1], Tensor)
+    return batch[1].numel() if is_pair else samples_of(batch)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches and its loss.
+
+    Attributes:
+        make: returns a new model; `build` gives it the same weights each time.
+        batch: (seed, samples, length) -> what a loader yields: (inputs, targets) if there is a loss, otherwise the
+            inputs; these are a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: as a user gives it to a pipeline; None: the model's output has a ``.loss``.
+        amount: batch -> what the loss is a mean over, written independently of the loss.
+        varies_length: takes batches of different lengths.
+        needs_hf: the model is one of transformers.
+        float32_inside: computes in float32 in some places, whatever its weights are.
+        amplifies: makes rounding errors of float64 large, also in the plain loop: many norms over few values.
+        dtype: of the weights and batches.
+        autocast: dtype of the forwards; None computes in the dtype of the weights.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Any]
+    loss: Callable[..., Any] | None = None
+    amount: Callable[[Any], float] = targets_of
+    varies_length: bool = True
+    needs_hf: bool = False
+    float32_inside: bool = False
+    amplifies: bool = False
+    dtype: torch.dtype = torch.float64
+    autocast: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def tolerance(self) -> float:
+        """How far two runs may differ, relative to the size of a tensor."""
+        return 1e-5 if self.float32_inside or self.amplifies else 1e-9
+
+    def casting(self) -> torch.autocast:
+        """Returns the context of the forwards."""
+        return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
+
+    def build(self) -> nn.Module:
+        """Returns the model in training mode; the global generator is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            return self.make().train()
+
+    def inputs(self, batch: Any) -> Any:
+        """Returns the model's inputs from a batch."""
+        return batch if self.loss is None else batch[0]
+
+
+# -- data of cases: (seed, samples, length) -> batch ------------------------------------------------------------------
+
+
+def draw(seed: int, *shape: int, below: int = 0, least: int = 0) -> Tensor:
+    """Returns normal numbers, or whole numbers below a limit."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(least, below, shape, generator=g) if below else torch.randn(shape, generator=g)
+
+
+def words(seed: int, samples: int, length: int) -> Tensor:
+    """Returns sequences with padding at the end, of which all but each third row have some."""
+    x = draw(seed, samples, length, below=WORDS, least=4)  # others have a meaning in some models
+    for row in range(samples):
+        x[row, max(2, length - row % 3) :] = PAD
+    return x
+
+
+def classes(seed: int, samples: int) -> Tensor:
+    return draw(seed + 100, samples, below=CLASSES)
+
+
+def images(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Square images, whose side follows from the length, and their classes."""
+    side = 8 + 4 * (length % 4)
+    return draw(seed, samples, 3, side, side), classes(seed, samples)
+
+
+def masks(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Images and a mask over their pixels."""
+    side = 16 + 8 * (length % 2)
+    x = draw(seed, samples, 3, side, side)
+    return x, (x.sum(1, keepdim=True) > 0).to(x.dtype)
+
+
+def points(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Vectors and classes."""
+    return draw(seed, samples, WIDTH), classes(seed, samples)
+
+
+def tasks(seed: int, samples: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Vectors with a class and a value."""
+    x, y = points(seed, samples, length)
+    return x, {"class": y, "value": x.sum(1)}
+
+
+def next_tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Sequences of words without padding, and the next word at each position."""
+    x = draw(seed, samples, length + 1, below=WORDS, least=1)
+    return x[:, :-1], x[:, 1:]
+
+
+def tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Sequences of words without padding, and classes."""
+    return next_tokens(seed, samples, length)[0], classes(seed, samples)
+
+
+def padded_tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
+    """Sequences of words with padding, and classes."""
+    return words(seed, samples, length), classes(seed, samples)
+
+
+def tokens_and_lengths(seed: int, samples: int, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Padded sequences with their lengths, and classes."""
+    x, y = padded_tokens(seed, samples, length)
+    return (x, (x != PAD).sum(1)), y
+
+
+def translations(seed: int, samples: int, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Padded source, shifted target, and the target itself, of which padding does not count."""
+    target = words(seed + 1, samples, length + 2)
+    return (words(seed, samples, length), target[:, :-1]), target[:, 1:]
+
+
+def labelled_tokens(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Words and labels by name; some labels do not count."""
+    x, y = next_tokens(seed, samples, length)
+    labels = y.clone()
+    labels[1:, : length // 3] = IGNORED
+    return {"tokens": x, "labels": labels}
+
+
+# -- losses of cases --------------------------------------------------------------------------------------------------
+
+cross_entropy = F.cross_entropy
+sequence_loss = partial(F.cross_entropy, ignore_index=PAD)
+
+
+def words_counted(batch: Any) -> float:
+    """Returns the number of target words that count."""
+    return float((batch[1] != PAD).sum())
+
+
+def labels_counted(batch: Any) -> float:
+    """Returns the number of labels that count."""
+    return float((batch["labels"] != IGNORED).sum())
+
+
+def sum_of_tasks(output: dict[str, Tensor], batch: Any) -> Tensor:
+    targets = batch[1]
+    return F.cross_entropy(output["class"], targets["class"]) + 0.5 * F.mse_loss(output["value"], targets["value"])
+
+
+def sum_of_exits(output: list[Tensor], batch: Any) -> Tensor:
+    return torch.stack([F.cross_entropy(logits, batch[1]) for logits in output]).sum()
+
+
+def first_of(output: tuple[Tensor, ...], batch: Any) -> Tensor:
+    return F.cross_entropy(output[0], batch[1])
+
+
+# -- cases of our own, each a function that makes the model -----------------------------------------------------------
+
+OWN: dict[str, Case] = {}
+Make = Callable[[], nn.Module]
+
+
+def _with(batch: Any, loss: Any = F.cross_entropy, amount: Any = targets_of, name: str = "") -> Callable[[Make], Make]:
+    def add(make: Make) -> Make:
+        case = Case(name or make.__name__, make, batch, loss, amount)
+        OWN[case.name] = case
+        return make
+
+    return add
+
+
+def _several(make: Callable[[], nn.Module], count: int = 3) -> nn.ModuleList:
+    return nn.ModuleList(make() for _ in range(count))
+
+
+def _linears(count: int = 3) -> nn.ModuleList:
+    return _several(lambda: nn.Linear(WIDTH, WIDTH), count)
+
+
+def _classifier() -> nn.Linear:
+    return nn.Linear(WIDTH, CLASSES)
+
+
+def _conv(inputs: int, outputs: int, stride: int = 1, size: int = 3) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inputs, outputs, stride)
+        self.conv2, self.bn2 = _conv(outputs, outputs)
+        is_same = stride == 1 and inputs == outputs
+        self.downsample = None if is_same else nn.Sequential(*_conv(inputs, outputs, stride, size=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return F.relu(out)
+
+
+@_with(images, name="resnet")
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(3, 8)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(BasicBlock(8, 8), BasicBlock(8, 8))
+        self.layer2 = nn.Sequential(BasicBlock(8, 16, 2), BasicBlock(16, 16))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = _classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.layer2(self.layer1(x))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+@_with(masks, F.binary_cross_entropy_with_logits)
+def unet() -> nn.Module:
+    """With skip connections over most of the model: the last stages read what the first ones made."""
+
+    def double(inputs: int, outputs: int) -> nn.Module:
+        relus = [nn.ReLU(inplace=True), nn.ReLU(inplace=True)]
+        return nn.Sequential(*_conv(inputs, outputs), relus[0], *_conv(outputs, outputs), relus[1])
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up, conv, skip in zip(self.ups, self.convs, reversed(skips), strict=True):
+            x = up(x)
+            if x.shape != skip.shape:
+                x = F.interpolate(x, size=skip.shape[2:])
+            x = conv(torch.cat([skip, x], dim=1))
+        return self.out(x)
+
+    return Built(
+        forward,
+        downs=nn.ModuleList(double(*sizes) for sizes in ((3, 4), (4, 8), (8, 16))),
+        middle=double(16, 16),
+        ups=nn.ModuleList(nn.ConvTranspose2d(*sizes, 2, 2) for sizes in ((16, 16), (16, 8), (8, 4))),
+        convs=nn.ModuleList(double(2 * width, width) for width in (16, 8, 4)),
+        out=nn.Conv2d(4, 1, 1),
+    )
+
+
+@_with(translations, sequence_loss, words_counted)
+def attention_lstm() -> nn.Module:
+    """Translation with attention: the decoder is taught by the target, one word after the other."""
+
+    def forward(self: Any, source: Tensor, target: Tensor) -> Tensor:
+        memory, (h, c) = self.encoder(self.dropout(self.source(source)))
+        memory = self.bridge(memory)
+        h, c = h.mean(0), c.mean(0)
+        hidden = source == PAD
+        context = torch.zeros_like(h)
+        logits = []
+        for t in range(target.shape[1]):
+            word = self.target(target[:, t])
+            h, c = self.cell(torch.cat([word, context], 1), (h, c))
+            scores = torch.bmm(memory, self.query(h).unsqueeze(2)).squeeze(2)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(1)
+            context = torch.bmm(weights.unsqueeze(1), memory).squeeze(1)
+            logits.append(self.out(torch.cat([self.dropout(h), context], 1)))
+        return torch.stack(logits, 2)
+
+    return Built(
+        forward,
+        source=nn.Embedding(WORDS, WIDTH, padding_idx=PAD),
+        encoder=nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True),
+        bridge=nn.Linear(2 * WIDTH, WIDTH),
+        target=nn.Embedding(WORDS, WIDTH, padding_idx=PAD),
+        cell=nn.LSTMCell(2 * WIDTH, WIDTH),
+        query=nn.Linear(WIDTH, WIDTH),
+        dropout=nn.Dropout(0.1),
+        out=nn.Linear(2 * WIDTH, WORDS),
+    )
+
+
+@_with(tokens_and_lengths)
+def packed_lstm() -> nn.Module:
+    def forward(self: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed, _ = self.first(packed)
+        packed, hidden = self.second(packed)
+        out, _ = pad_packed_sequence(packed, batch_first=True)
+        mean = out.sum(1) / lengths.to(out.dtype).unsqueeze(1)
+        return self.head(torch.cat([hidden[-1], mean], 1))
+
+    return Built(
+        forward,
+        embed=nn.Embedding(WORDS, WIDTH, padding_idx=PAD),
+        first=nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True),
+        second=nn.GRU(2 * WIDTH, WIDTH, batch_first=True),
+        head=nn.Linear(2 * WIDTH, CLASSES),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@dataclass
+class LanguageOutput:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@_with(labelled_tokens, None, labels_counted, name="tied_gpt")
+class GPT(nn.Module):
+    """Tied weights, positions from `arange`, and a loss of its own, whose ignored labels do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {"wte": nn.Embedding(WORDS, WIDTH), "wpe": nn.Embedding(64, WIDTH), "drop": nn.Dropout(0.1)}
+        self.transformer = nn.ModuleDict(parts | {"h": _several(GPTBlock), "ln_f": nn.LayerNorm(WIDTH)})
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> LanguageOutput:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.transformer["drop"](self.transformer["wte"](tokens) + self.transformer["wpe"](positions))
+        for block in self.transformer["h"]:
+            x = block(x)
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        if labels is None:
+            return LanguageOutput(logits)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED)
+        return LanguageOutput(logits, loss)
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / rank)
+        self.lora_b = nn.Parameter(torch.randn(base.out_features, rank) / 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.dropout(x) @ self.lora_a.T @ self.lora_b.T
+
+
+@_with(labelled_tokens, None, labels_counted)
+def lora() -> nn.Module:
+    """A frozen GPT with adapters in its attention."""
+    model = GPT().requires_grad_(False)
+    for block in model.transformer["h"]:
+        block.attn.qkv, block.attn.proj = LoraLinear(block.attn.qkv), LoraLinear(block.attn.proj)
+    return model
+
+
+@_with(points)
+def value_branch() -> nn.Module:
+    """Looks at numbers: another formula where the mean is positive."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.tanh(x) if x.mean() > 0 else F.relu(x) + 0.1 * x
+        return self.head(x)
+
+    return Built(forward, layers=_linears(4), head=_classifier())
+
+
+@_with(points)
+def number_carried() -> nn.Module:
+    """Takes a Python number from a tensor early, and uses it late."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = None
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if scale is None:
+                scale = x.detach().abs().max().item()
+        return self.head(x / scale)
+
+    return Built(forward, layers=_linears(4), head=_classifier())
+
+
+def _functional_block() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = F.linear(F.layer_norm(x, x.shape[-1:], self.norms[0]), self.weights["qkv"]).chunk(3, -1)
+        x = x + F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), self.weights["out"])
+        h = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], self.norms[1]), self.weights["up"]))
+        return x + F.linear(h, self.weights["down"])
+
+    sizes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (2 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
+    weights = nn.ParameterDict({name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in sizes.items()})
+    return Built(forward, norms=nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)]), weights=weights)
+
+
+@_with(next_tokens)
+def functional_transformer() -> nn.Module:
+    """Parameters and functions alone: its blocks call no module."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.table) + self.places[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.head).transpose(1, 2)
+
+    table, places, head = (nn.Parameter(torch.randn(count, WIDTH) / 4) for count in (WORDS, 64, WORDS))
+    return Built(forward, table=table, places=places, blocks=_several(_functional_block), head=head)
+
+
+@_with(points, sum_of_exits)
+def early_exits() -> nn.Module:
+    """A list of outputs, one from each depth."""
+
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for layer, out in zip(self.layers, self.exits, strict=True):
+            x = F.relu(layer(x))
+            outputs.append(out(x))
+        return outputs
+
+    return Built(forward, layers=_linears(), exits=_several(_classifier))
+
+
+@_with(translations, sequence_loss, words_counted)
+def translator() -> nn.Module:
+    """torch's own encoder and decoder, with all masks."""
+
+    def forward(self: Any, source: Tensor, target: Tensor) -> Tensor:
+        causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).triu(1)
+        x = self.transformer(
+            self.source(source),
+            self.target(target),
+            tgt_mask=causal,
+            src_key_padding_mask=source == PAD,
+            tgt_key_padding_mask=target == PAD,
+            memory_key_padding_mask=source == PAD,
+            tgt_is_causal=True,
+        )
+        return self.out(x).transpose(1, 2)
+
+    source, target = (nn.Embedding(WORDS, WIDTH, padding_idx=PAD) for _ in range(2))
+    transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, batch_first=True)
+    return Built(forward, source=source, target=target, transformer=transformer, out=nn.Linear(WIDTH, WORDS))
+
+
+@_with(padded_tokens, first_of)
+def attention_pooling() -> nn.Module:
+    """nn.MultiheadAttention with a mask; its weights are part of the output."""
+
+    def forward(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        mask = tokens.eq(PAD)
+        x = self.embed(tokens)
+        for attention, norm in zip(self.attentions, self.norms, strict=True):
+            x = norm(x + attention(x, x, x, key_padding_mask=mask, need_weights=False)[0])
+        query = self.query.expand(len(x), -1, -1)
+        pooled, weights = self.pool(query, x, x, key_padding_mask=mask)
+        return self.head(pooled.squeeze(1)), weights
+
+    return Built(
+        forward,
+        embed=nn.Embedding(WORDS, WIDTH),
+        attentions=_several(lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)),
+        norms=_several(lambda: nn.LayerNorm(WIDTH)),
+        query=nn.Parameter(torch.randn(1, 1, WIDTH)),
+        pool=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        head=_classifier(),
+    )
+
+
+class Experts(nn.Module):
+    """Each token goes to the best two of four experts; an expert may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = _several(lambda: nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH)), 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            rows, slots = torch.where(chosen == i)
+            if rows.numel() == 0:
+                continue
+            output = expert(flat.index_select(0, rows)) * weights[rows, slots].unsqueeze(1)
+            out.index_add_(0, rows, output)
+        return out.view_as(x)
+
+
+@_with(next_tokens)
+def experts() -> nn.Module:
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return self.head(x).transpose(1, 2)
+
+    norms, layers = _several(lambda: nn.LayerNorm(WIDTH)), _several(Experts)
+    return Built(forward, embed=nn.Embedding(WORDS, WIDTH), norms=norms, layers=layers, head=nn.Linear(WIDTH, WORDS))
+
+
+@_with(next_tokens)
+def checkpointed(reentrant: bool = False) -> nn.Module:
+    """Blocks that are computed again in the backward, by either kind of checkpointing."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant) if self.training else block(x)
+        return self.head(x).transpose(1, 2)
+
+    return Built(forward, embed=nn.Embedding(WORDS, WIDTH), blocks=_several(GPTBlock), head=nn.Linear(WIDTH, WORDS))
+
+
+@_with(next_tokens)
+def checkpointed_reentrant() -> nn.Module:
+    return checkpointed(reentrant=True)
+
+
+class RoundSTE(torch.autograd.Function):
+    """Rounds; the gradient passes as if it had not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: float) -> Tensor:
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class ReverseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -0.3 * grad
+
+
+@_with(tasks, sum_of_tasks)
+def quantised() -> nn.Module:
+    """Autograd functions of the user's own in the glue: their gradient is not that of the numbers."""
+
+    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(RoundSTE.apply(x, 0.25)))
+        return {"class": self.label(x), "value": self.domain(ReverseGradient.apply(x)).squeeze(1)}
+
+    return Built(forward, layers=_linears(), label=_classifier(), domain=nn.Linear(WIDTH, 1))
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs a module without a graph, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weights = tuple(ctx.module.parameters())
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            grads = torch.autograd.grad(ctx.module(x), (x, *weights), grad)
+        return (None, *grads)
+
+
+@_with(points)
+def own_backward() -> nn.Module:
+    """Modules called inside an autograd function of the user's own, as reversible networks do."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + Recomputed.apply(block, x, *block.parameters())
+        return self.head(x)
+
+    blocks = _several(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return Built(forward, blocks=blocks, head=_classifier())
+
+
+@_with(padded_tokens)
+def in_place() -> nn.Module:
+    """Writes into tensors that others have made, also through views."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x[:, 0] = self.first
+        x.masked_fill_((tokens == PAD).unsqueeze(2), 0.0)
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            y[..., 1:] *= 0.9
+            x = y.relu_()
+        return self.head(x.mean(1))
+
+    first = nn.Parameter(torch.randn(WIDTH))
+    return Built(forward, embed=nn.Embedding(WORDS, WIDTH), layers=_linears(), first=first, head=_classifier())
+
+
+@_with(points)
+def shared_layers() -> nn.Module:
+    """The same weights in two modules, and one module called for two purposes."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.norm(F.relu(self.first(x)))
+        x = x + self.norm(F.relu(self.middle(x)))
+        return self.head(self.norm(self.last(x)))
+
+    first, middle, last = _linears()
+    last.weight = first.weight
+    return Built(forward, first=first, middle=middle, last=last, norm=nn.LayerNorm(WIDTH), head=_classifier())
+
+
+@_with(tokens)
+def glue_dropout() -> nn.Module:
+    """Draws random numbers outside of modules: dropout, and noise."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.embed(tokens), self.dropout, self.training)
+        for layer in self.layers:
+            x = x + F.dropout(F.relu(layer(x)), p=self.dropout, training=self.training)
+            if self.training:
+                x = x + self.noise_dropout * torch.randn_like(x)
+        return self.head(x.mean(1))
+
+    parts = {"embed": nn.Embedding(WORDS, WIDTH), "layers": _linears(), "head": _classifier()}
+    return Built(forward, **parts, dropout=0.2, noise_dropout=0.1)
+
+
+@_with(images)
+def discriminator() -> nn.Module:
+    """With weights that are computed before each call, one of them from a buffer that moves."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.first(x), 0.2)
+        x = F.leaky_relu(self.second(x), 0.2)
+        return self.head(torch.tanh(self.third(x.mean((2, 3)))))
+
+    first, second = spectral_norm(nn.Conv2d(3, 8, 3, 2, 1)), weight_norm(nn.Conv2d(8, 8, 3, 2, 1))
+    return Built(forward, first=first, second=second, third=spectral_norm(nn.Linear(8, WIDTH)), head=_classifier())
+
+
+@_with(points)
+def fine_tuned() -> nn.Module:
+    """A frozen backbone, run without a graph, and a head that learns."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.head(F.relu(features + self.adapter(features)))
+
+    backbone = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, 24)).requires_grad_(False)
+    return Built(forward, backbone=backbone, adapter=nn.Linear(24, 24), head=nn.Linear(24, CLASSES))
+
+
+@_with(tasks, sum_of_tasks)
+def hooked() -> nn.Module:
+    """A residual network whose hooks change inputs and outputs."""
+
+    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.trunk:
+            x = x + F.gelu(layer(x))
+        return {"class": self.label(x), "value": self.value(x).squeeze(-1)}
+
+    trunk = _linears()
+    trunk[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
+    trunk[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
+    return Built(forward, trunk=trunk, label=_classifier(), value=nn.Linear(WIDTH, 1))
+
+
+# -- cases of transformers --------------------------------------------------------------------------------------------
+
+SIDE, FRAMES, MELS = 16, 40, 8
+
+
+AUTO: dict[Any, str] = {}
+"""Batches -> the class of transformers that takes them, after "AutoModelFor"."""
+AMOUNTS: dict[Any, Callable[[Any], float]] = {}
+Batches = Callable[[int, int, int], dict[str, Tensor]]
+
+
+def _for(auto: str, amount: Callable[[Any], float] = targets_of) -> Callable[[Batches], Batches]:
+    def add(batch: Batches) -> Batches:
+        AUTO[batch], AMOUNTS[batch] = auto, amount
+        return batch
+
+    return add
+
+
+def shifted(batch: dict[str, Tensor]) -> float:
+    """Returns the number of labels that count if the first is not predicted."""
+    return float((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def unpadded(batch: dict[str, Tensor]) -> float:
+    """Returns the number of words."""
+    return float(batch["attention_mask"].sum())
+
+
+def _words(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    x = words(seed, samples, length)
+    return {"input_ids": x, "attention_mask": (x != PAD).long()}
+
+
+def _pictures(seed: int, samples: int, side: int) -> dict[str, Tensor]:
+    return {"pixel_values": draw(seed, samples, 3, side, side), "labels": classes(seed, samples)}
+
+
+@_for("CausalLM", shifted)
+def causal(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """For a language model: labels are the words, padding does not count."""
+    batch = _words(seed, samples, length)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)}
+
+
+@_for("MaskedLM", labels_counted)
+def masked(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """For a masked language model: every third word counts."""
+    batch = causal(seed, samples, length)
+    return {**batch, "labels": batch["labels"].where(torch.arange(length) % 3 == 0, IGNORED)}
+
+
+@_for("PreTraining", unpadded)
+def detected(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """For ELECTRA: which words were replaced."""
+    batch = _words(seed, samples, length)
+    return {**batch, "labels": (batch["input_ids"] % 2).to(torch.float32)}
+
+
+@_for("SequenceClassification")
+def classified(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """A class for each sequence."""
+    return {**_words(seed, samples, length), "labels": classes(seed, samples)}
+
+
+@_for("QuestionAnswering")
+def answered(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """The first and last word of the answer."""
+    ends = draw(seed + 1, 2, samples, below=2)
+    return {**_words(seed, samples, length), "start_positions": ends[0], "end_positions": ends[1]}
+
+
+@_for("Seq2SeqLM", labels_counted)
+def translated(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Source and target; the model shifts the labels itself."""
+    return {**_words(seed, samples, length), "labels": causal(seed + 1, samples, length + 1)["labels"]}
+
+
+@_for("ImageClassification")
+def pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Images and classes."""
+    return _pictures(seed, samples, SIDE)
+
+
+@_for("ImageClassification")
+def large_pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Images whose side follows from the length, and classes."""
+    return _pictures(seed, samples, 40 + 8 * (length % 2))
+
+
+@_for("SemanticSegmentation")
+def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Images and a class for each pixel."""
+    return {**_pictures(seed, samples, 64), "labels": draw(seed + 1, samples, 64, 64, below=CLASSES)}
+
+
+@_for("SpeechSeq2Seq", labels_counted)
+def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Spectra and their text, for Whisper."""
+    return {
+        "input_features": draw(seed, samples, MELS, FRAMES),
+        "labels": causal(seed + 1, samples, length + 1)["labels"],
+    }
+
+
+@_for("AudioClassification")
+def waves(seed: int, samples: int, length: int) -> dict[str, Tensor]:
+    """Sound and a class for each."""
+    return {"input_values": draw(seed, samples, 400 + 20 * length), "labels": classes(seed, samples)}
+
+
+def targeted(batch: Callable[[int, int, int], dict[str, Tensor]]) -> Callable[[int, int, int], Any]:
+    """Makes the inputs alone of a batch, with classes as targets: for models without a loss."""
+
+    def pairs(seed: int, samples: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
+        inputs = dict(batch(seed, samples, length))
+        return inputs, inputs.pop("labels")
+
+    return pairs
+
+
+def pooled(output: Any, batch: Any) -> Tensor:
+    """A loss over the pooled output of a model without a head."""
+    return F.cross_entropy(output.pooler_output[:, :CLASSES], batch[1])
+
+
+def _make(kind: str, batch: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
+    transformers = import_module("transformers")
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.architectures = []  # the first class that takes such batches
+    for name in ("initializer_range", "init_std"):  # with 0.02 the gradients of so narrow a model vanish
+        if hasattr(config, name):
+            setattr(config, name, 0.2)
+    auto = f"AutoModelFor{AUTO[batch]}" if batch in AUTO else "AutoModel"
+    return getattr(transformers, auto).from_config(config)
+
+
+def _case(name: str, batch: Callable[..., Any], settings: dict[str, Any], kind: str = "") -> Case:
+    """Returns a case of the model type `kind` of transformers, which is the name by default."""
+    case = Case(f"hf_{name}", partial(_make, kind or name, batch, settings), batch, needs_hf=True)
+    # Losses of language models are computed in float32, and T5's norms.
+    single = batch in (causal, detected) or name in ("modernbert", "t5")
+    fixed = batch in (pictures, segmented) or name == "clip_vision"
+    return replace(case, amount=AMOUNTS.get(batch, targets_of), float32_inside=single, varies_length=not fixed)
+
+
+TEXT = {"vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+SIZE = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+PLACES = {"max_position_embeddings": 64}
+LLAMA = TEXT | SIZE | PLACES | {"num_key_value_heads": 1}
+BERT = TEXT | SIZE | PLACES
+LABELS = {"num_labels": CLASSES}
+PICTURE = SIZE | LABELS | {"image_size": SIDE, "patch_size": 4}
+SEQ2SEQ = TEXT | {"decoder_start_token_id": 1, "forced_eos_token_id": 2}
+BART = SEQ2SEQ | PLACES | {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+T5 = SEQ2SEQ | {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+GPT2 = TEXT | {"n_positions": 64, "n_embd": 16, "n_layer": 3, "n_head": 2}
+EAGER = {"experts_implementation": "eager"}  # the default multiplies no matrices of float64
+EXPERTS = EAGER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = TEXT | {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3, "time_step_rank": 2}
+GPT_OSS = LLAMA | EAGER | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
+GPT_OSS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+WAVES = SIZE | LABELS | {"conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_stride": (5, 4)}
+WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
+WAVES |= {"num_feat_extract_layers": 2, "layerdrop": 0.0, "mask_time_prob": 0.0, "vocab_size": WORDS}
+
+RESNET = LABELS | {"embedding_size": 8, "hidden_sizes": [8, 16, 16], "depths": [1, 2, 1], "layer_type": "basic"}
+WHISPER = {key: value for key, value in BART.items() if key not in PLACES} | {"num_mel_bins": MELS}
+WHISPER |= {"max_source_positions": FRAMES // 2, "max_target_positions": 64, "suppress_tokens": None}
+WHISPER |= {"begin_suppress_tokens": None}
+DISTILBERT = TEXT | LABELS | PLACES | {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}
+DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+GPT_NEO = TEXT | PLACES | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
+GPT_NEO |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+OPT = TEXT | PLACES | {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 24}
+OPT |= {"word_embed_proj_dim": 16}
+DEEPSEEK = LLAMA | EAGER | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
+DEEPSEEK |= {"topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+DEEPSEEK |= {"v_head_dim": 8, "first_k_dense_replace": 1, "num_key_value_heads": 2}
+SWIN = LABELS | {"image_size": SIDE, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2]}
+SWIN |= {"window_size": 2}
+SEGFORMER = LABELS | {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+SEGFORMER |= {"decoder_hidden_size": 16, "sr_ratios": [2, 2, 1, 1]}
+MOBILENET = LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8}
+
+MODELS = (  # name, batches, settings
+    _case("gpt2", causal, GPT2),
+    _case("llama", causal, LLAMA),
+    _case("qwen3", causal, LLAMA | {"head_dim": 8}),
+    _case("bert", masked, BERT),
+    _case("t5", translated, T5),
+    _case("vit", pictures, PICTURE),
+    _case("resnet", large_pictures, RESNET),
+    _case("mixtral", causal, LLAMA | EAGER | {"num_local_experts": 4}),
+    _case("whisper", spoken, WHISPER),
+    _case("mamba", causal, MAMBA),
+    _case("bert_classes", classified, BERT | LABELS, "bert"),
+    _case("bert_answers", answered, BERT, "bert"),
+    _case("roberta", masked, BERT),
+    _case("distilbert", classified, DISTILBERT),
+    _case("electra", detected, BERT | {"embedding_size": 12}),
+    _case("albert", masked, BERT | {"embedding_size": 12}),
+    _case("deberta_v2", masked, DEBERTA, "deberta-v2"),
+    _case("modernbert", masked, BERT),
+    _case("gpt_neox", causal, BERT),
+    _case("gpt_neo", causal, GPT_NEO),
+    _case("gptj", causal, GPT2 | {"rotary_dim": 4}),
+    _case("opt", causal, OPT),
+    _case("bloom", causal, TEXT | {"hidden_size": 16, "n_layer": 3, "n_head": 2}),
+    _case("mpt", causal, TEXT | {"d_model": 16, "n_layers": 3, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64}),
+    _case("falcon", causal, BERT),
+    _case("gemma", causal, LLAMA | {"head_dim": 8}),
+    _case("gemma2", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    _case("gemma3", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}, "gemma3_text"),
+    _case("phi", causal, LLAMA),
+    _case("phi3", causal, LLAMA),
+    _case("mistral", causal, LLAMA | {"sliding_window": 4}),
+    _case("qwen2", causal, LLAMA),
+    _case("qwen3_moe", causal, LLAMA | EXPERTS | {"head_dim": 8}),
+    _case("olmo2", causal, LLAMA),
+    _case("olmoe", causal, LLAMA | EXPERTS),
+    _case("stablelm", causal, LLAMA),
+    _case("cohere", causal, LLAMA),
+    _case("granite", causal, LLAMA),
+    _case("gpt_oss", causal, GPT_OSS),
+    _case("deepseek_v3", causal, DEEPSEEK),
+    _case("mamba2", causal, MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}),
+    _case("bart", translated, BART),
+    _case("mbart", translated, BART),
+    _case("pegasus", translated, BART),
+    _case("marian", translated, BART),
+    _case("xlnet", classified, TEXT | LABELS | {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}),
+    _case("swin", pictures, SWIN),
+    _case("convnext", large_pictures, LABELS | {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1]}),
+    _case("deit", pictures, PICTURE),
+    _case("beit", pictures, PICTURE),
+    _case("dinov2", pictures, PICTURE),
+    _case("segformer", segmented, SEGFORMER),
+    replace(_case("mobilenet_v2", large_pictures, MOBILENET), amplifies=True),
+    _case("wav2vec2", waves, WAVES),
+    _case("hubert", waves, WAVES),
+    replace(_case("clip_text", targeted(classified), BERT, "clip_text_model"), loss=pooled),
+    replace(_case("clip_vision", targeted(pictures), PICTURE, "clip_vision_model"), loss=pooled),
+)
+
+HF: dict[str, Case] = {case.name: case for case in MODELS}
+CASES: dict[str, Case] = OWN | HF

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from built import Built
 from first_minibatches import plan_of
 from marks import slow
-from models import HF
 from torch import Tensor, nn
+from zoo import HF
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
