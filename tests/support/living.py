@@ -2,23 +2,20 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from built import Built
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.plan.choices import Choices
-from pipedream.planner import manual_plan
-from pipedream.planner.tables.search_space import apply_depth
 from pipedream.profiler.sizes import Allocations
 from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
-from pipedream.workflows.methods import occupancy_of
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.001)}
 
@@ -52,28 +49,20 @@ class Living:
         return " ".join([*words, *(["recompute"] if self.recompute else []), *(["frozen"] if self.frozen else [])])
 
 
-class Block(nn.Module):
-    """A residual block, as in transformers."""
+def model_of(run: Living) -> nn.Sequential:
+    """Makes a model of residual blocks, as in transformers."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return x + self.outer(F.gelu(self.inner(self.norm(x))))
 
-
-def model_of(run: Living) -> nn.Sequential:
-    """Makes the model."""
-    width = run.width
-    blocks = [Block(width) for _ in range(run.blocks)]
-    for number, block in enumerate(blocks if run.frozen else ()):
-        (block if number < 2 else block.inner).requires_grad_(False)
-    return nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10))
+    first, width, blocks = nn.Linear(64, run.width), run.width, []
+    for number in range(run.blocks):
+        linears = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        block = Built(forward, norm=nn.LayerNorm(width), inner=linears[0], outer=linears[1])
+        if run.frozen:
+            (block if number < 2 else linears[0]).requires_grad_(False)
+        blocks.append(block)
+    return nn.Sequential(first, *blocks, nn.Linear(width, 10))
 
 
 @cache
@@ -81,39 +70,20 @@ def plan_of(run: Living) -> pd.Plan:
     """Profiles the model and cuts it; peaks are those that the planner predicts."""
     torch.manual_seed(0)
     x, y = torch.randn(run.batch, 64), torch.randint(10, (run.batch,))
+    optimizer, stages = OPTIMIZERS[run.optimizer], len(run.replicas)
     profile = pd.profile(
-        model_of(run),
-        x,
-        loss=lambda out: F.cross_entropy(out, y),
-        optimizer=OPTIMIZERS[run.optimizer],
-        warmup=1,
-        runs=1,
+        model_of(run), x, loss=lambda out: F.cross_entropy(out, y), optimizer=optimizer, warmup=1, runs=1
     )
-    cluster, choices = pd.Cluster.flat(sum(run.replicas)), Choices(optimizer_state=run.optimizer_state)
-    stages = len(run.replicas)
-    cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
-    plan = manual_plan(
+    return pd.plan(
         profile,
-        cluster,
-        cuts,
-        run.replicas,
-        choices=choices,
-        occupancy=occupancy_of(run.schedule, run.microbatches),
-        microbatches=run.microbatches or 1,
+        pd.Cluster.flat(sum(run.replicas)),
+        schedule=run.schedule,
+        microbatches=run.microbatches,
+        cuts=tuple(1 + (s * run.blocks) // stages for s in range(1, stages)),
+        shape=run.replicas,
+        optimizer_state=run.optimizer_state,
+        recompute="always" if run.recompute else None,
     )
-    if not run.recompute:
-        return plan
-    from pipedream.planner.tables.search_space import SearchSpace
-
-    space = SearchSpace.of(
-        profile,
-        plan.cluster,
-        choices=choices,
-        occupancy=occupancy_of(run.schedule, run.microbatches),
-        microbatches=run.microbatches or 1,
-    )
-    again = tuple(replace(stage, recompute=True) for stage in plan.stages)
-    return apply_depth(space, replace(plan, stages=again), plan.in_flight)
 
 
 def lived(run: Living, plan: pd.Plan, minibatches: int = 10) -> tuple[int, int, int]:
