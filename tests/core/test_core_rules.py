@@ -36,18 +36,24 @@ def test_noam_of_the_input_stage_is_the_papers(replicas: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("replicas", "update_delay", "counts"),
+    ("depth_of", "replicas", "more", "counts"),
     [
-        ((1, 1, 1, 1), (0, 0, 0, 0), (4, 3, 2, 1)),
-        ((2, 2, 1), (0, 0, 0), (3, 2, 1)),
-        ((15, 1), (0, 0), (2, 1)),
-        ((1, 3, 1), (0, 0, 0), (5, 2, 1)),
-        ((1, 3, 1), (0, 1, 0), (6, 2, 1)),  # (1 + 1) 3 - gcd(1, 3) = 5 of stage 0
-        ((1, 4, 1), (0, 1, 0), (8, 2, 1)),
+        (depth.noam, (1, 1, 1, 1), (0, 0, 0, 0), (4, 3, 2, 1)),
+        (depth.noam, (2, 2, 1), (0, 0, 0), (3, 2, 1)),
+        (depth.noam, (15, 1), (0, 0), (2, 1)),
+        (depth.noam, (1, 3, 1), (0, 0, 0), (5, 2, 1)),
+        (depth.noam, (1, 3, 1), (0, 1, 0), (6, 2, 1)),  # (1 + 1) 3 - gcd(1, 3) = 5 of stage 0
+        (depth.noam, (1, 4, 1), (0, 1, 0), (8, 2, 1)),
+        (depth.full, (1, 1, 1, 1), (1.0, 1.0, 1.0), (7, 5, 3, 1)),  # c = T/2 each way: one slot a boundary
+        (depth.full, (1, 1), (2.0,), (4, 1)),
+        (depth.full, (1, 2), (0.0,), (4, 1)),  # noam: 3, busy 0.80
+        (depth.full, (2, 1), (0.0,), (2, 1)),
+        (depth.full, (3, 2), (0.0,), (3, 1)),
     ],
 )
-def test_noam(replicas: tuple[int, ...], update_delay: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    assert depth.noam(replicas, update_delay) == counts
+def test_depths_by_hand(depth_of: Callable[..., Any], replicas: Any, more: Any, counts: Any) -> None:
+    """With update delays, and with slots that a message takes."""
+    assert depth_of(replicas, more) == counts
 
 
 @given(replica_counts)
@@ -57,20 +63,6 @@ def test_full_without_messages_or_replicas_is_noam(replicas: tuple[int, ...]) ->
     deep = depth.full(replicas, (0.0,) * (len(replicas) - 1))
     assert all(d >= n for d, n in zip(deep, depth.noam(replicas), strict=True))
     depth.check_in_flight(deep, replicas)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "slots", "counts"),
-    [
-        ((1, 1, 1, 1), (1.0, 1.0, 1.0), (7, 5, 3, 1)),  # c = T/2 each way: one slot a boundary
-        ((1, 1), (2.0,), (4, 1)),
-        ((1, 2), (0.0,), (4, 1)),  # noam: 3, busy 0.80
-        ((2, 1), (0.0,), (2, 1)),
-        ((3, 2), (0.0,), (3, 1)),
-    ],
-)
-def test_full(replicas: tuple[int, ...], slots: tuple[float, ...], counts: tuple[int, ...]) -> None:
-    assert depth.full(replicas, slots) == counts
 
 
 @given(replica_counts, st.data())
@@ -89,9 +81,7 @@ def test_legal_is_the_least_that_is_accepted(replicas: tuple[int, ...], data: st
 
 
 @given(replica_counts, st.data())
-def test_fitted_counts_lie_between_and_add_nothing_that_is_not_upstream(
-    replicas: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_fitted_counts_lie_between_and_add_only_upstream(replicas: tuple[int, ...], data: st.DataObject) -> None:
     update_delay, slots = delays(data.draw, replicas), tuple(data.draw(st.floats(0, 4)) for _ in replicas[1:])
     low, high = depth.noam(replicas, update_delay), depth.full(replicas, slots, update_delay)
     most = tuple(data.draw(st.integers(a, b + 2)) for a, b in zip(low, high, strict=True))
@@ -167,9 +157,7 @@ def test_members_of_updates_part_all_microbatches(count: int, total: int) -> Non
 
 
 @given(replica_counts, st.data())
-def test_the_latest_rule_reads_what_is_newest_where_an_op_stands(
-    replicas: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_the_latest_rule_reads_what_is_newest_at_an_op(replicas: tuple[int, ...], data: st.DataObject) -> None:
     """Against an order followed op by op."""
     update_delay, counts = delays(data.draw, replicas), tuple(data.draw(st.integers(1, 5)) for _ in replicas)
     m = data.draw(st.one_of(st.none(), st.integers(max(replicas), 3 * max(replicas))))

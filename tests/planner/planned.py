@@ -1,8 +1,10 @@
 """The plan of one search, and random layers to plan for."""
 
 import random
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
+
+from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.model.profile import TiedParameters
@@ -22,6 +24,14 @@ def search_plan(
     return PlanSearch.of(profile, cluster, **of_search).best(shape, in_flight)
 
 
+def plan_or_words(search: Any, shape: str | tuple[int, ...], link_factor: float = 1.0) -> pd.Plan | str:
+    """Returns what a search finds, or why it finds nothing."""
+    try:
+        return search.best(shape, link_factor=link_factor)
+    except pd.PipelineError as error:
+        return str(error)
+
+
 def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> pd.Profile:
     """Returns layers of up to 10 ms forward, and outputs of up to so many bytes."""
 
@@ -30,6 +40,13 @@ def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> p
         return pd.LayerProfile(*seconds, draw.randrange(most_bytes), draw.randrange(10**7), 10**6)
 
     return pd.Profile.of_chain(tuple(layer() for _ in range(layers)))
+
+
+def chains(least: int = 1) -> st.SearchStrategy[pd.Profile]:
+    """Draws layers of any seconds and bytes."""
+    cost, size = st.floats(0.0, 1e3, allow_subnormal=False), st.integers(0, 10**12)
+    layers = st.lists(st.builds(pd.LayerProfile, cost, cost, size, size, size), min_size=least, max_size=10).map(tuple)
+    return st.builds(pd.Profile.of_chain, layers, update_s=cost, optimizer_bytes=size, loss_s=cost)
 
 
 def random_profile(draw: random.Random, layers: int) -> pd.Profile:
@@ -60,6 +77,19 @@ def random_profile(draw: random.Random, layers: int) -> pd.Profile:
     }
     rest |= {"optimizer_bytes": choose([0, 7, 20]), "loss_s": choose([0.0, 1.0]), "tied": tied, "runtime": runtime}
     return pd.Profile("random", graph, tuple(rows), batch=4, input_shapes=((choose([0, 1, 4]),),), **rest)
+
+
+def every_downset(graph: pd.LayerGraph) -> list[tuple[bool, ...]]:
+    """Returns all sets of layers that may run before the others, tried by definition; the smallest first."""
+    return sorted(
+        (
+            row
+            for row in product([False, True], repeat=len(graph.layers))
+            if all(row[a] or not row[b] for a, b in graph.edges)
+            and all(len({row[i] for i in group}) == 1 for group in graph.ties)
+        ),
+        key=sum,
+    )
 
 
 def replicated_states(workers: int) -> tuple[tuple[int, int], ...]:

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.planner.cuts import Lattice, bit_indices, min_cut_downset, narrowest_cuts
+from tests.planner.planned import every_downset
 
 
 @st.composite
@@ -22,20 +23,14 @@ def graphs(draw: st.DrawFn) -> pd.LayerGraph:
     return pd.LayerGraph(layers, tuple(sorted(set(edges))), tuple(map(tuple, ties)))
 
 
-def every_downset(graph: pd.LayerGraph) -> set[int]:
-    """All subsets, tried by definition."""
-    downsets = set()
-    for row in product([False, True], repeat=len(graph.layers)):
-        runs = all(row[a] or not row[b] for a, b in graph.edges)
-        if runs and all(len({row[i] for i in group}) == 1 for group in graph.ties):
-            downsets.add(sum(1 << i for i, inside in enumerate(row) if inside))
-    return downsets
+def masks(graph: pd.LayerGraph) -> set[int]:
+    return {sum(1 << i for i, inside in enumerate(row) if inside) for row in every_downset(graph)}
 
 
 @given(graphs())
 def test_downsets_are_all_that_there_are(graph: pd.LayerGraph) -> None:
     lattice = Lattice.of(graph)
-    expected = every_downset(graph)
+    expected = masks(graph)
     downsets = lattice.downsets(len(expected))
     assert len(downsets) == len(expected)
     assert set(downsets) == expected
@@ -47,7 +42,7 @@ def test_downsets_are_all_that_there_are(graph: pd.LayerGraph) -> None:
 @given(graphs(), st.data())
 def test_what_crosses_counts_once(graph: pd.LayerGraph, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 10**15), min_size=len(graph.layers), max_size=len(graph.layers)))
-    downsets = sorted(every_downset(graph))
+    downsets = sorted(masks(graph))
     expected = [
         sum(
             size
@@ -63,7 +58,7 @@ def test_what_crosses_counts_once(graph: pd.LayerGraph, data: st.DataObject) -> 
 def test_prefixes_are_one_order(graph: pd.LayerGraph, seed: int) -> None:
     lattice = Lattice.of(graph)
     prefixes = lattice.prefixes(lambda g: g * seed % 7)
-    assert set(prefixes) <= every_downset(graph)
+    assert set(prefixes) <= masks(graph)
     assert (prefixes[0], prefixes[-1]) == (0, lattice.everything)
     steps = [after & ~before for before, after in pairwise(prefixes)]
     assert sorted(steps) == sorted(lattice.groups)
@@ -78,7 +73,7 @@ def test_free_layers_run_as_soon_as_they_can(graph: pd.LayerGraph, data: st.Data
     lattice = Lattice.of(graph)
     free = lattice.free(costs, sizes)
     assert not any(costs[i] for g in free for i in bit_indices(lattice.groups[g]))
-    everything = sorted(every_downset(graph))
+    everything = sorted(masks(graph))
     remaining = lattice.downsets(len(everything), free)
     sends = dict(zip(everything, lattice.crossing_bytes(everything, sizes).tolist(), strict=True))
     nearest = {downset: min((n for n in remaining if not downset & ~n), key=int.bit_count) for downset in everything}

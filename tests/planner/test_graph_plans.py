@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pipedream as pd
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.plan.cost import Site
 from pipedream.planner import SearchSpace, cuts
-from tests.planner.planned import search_plan
+from tests.planner.planned import every_downset, search_plan
 
 
 def random_graph(draw: random.Random, most: int = 7) -> pd.Profile:
@@ -43,22 +42,11 @@ def with_tied(draw: random.Random, profile: pd.Profile) -> pd.Profile:
 
 def least_period(profile: pd.Profile, cluster: pd.Cluster) -> float:
     """The best of all chains of downsets, with any replicas: by definition, without the planner's sums."""
-    graph, layers = profile.graph, profile.layers
-    count = len(layers)
-    downsets = [
-        row
-        for row in product([False, True], repeat=count)
-        if all(row[a] or not row[b] for a, b in graph.edges)
-        and all(len({row[i] for i in group}) == 1 for group in graph.ties)
-    ]
-    downsets.sort(key=sum)
-    losses = [0.0] * (count - 1) + [profile.loss_s]
+    layers, downsets = profile.layers, every_downset(profile.graph)
+    losses = [0.0] * (len(layers) - 1) + [profile.loss_s]
+    readers = [[b for a, b in profile.graph.edges if a == i] for i in range(len(layers))]
     crossing = [
-        sum(
-            layer.output_bytes
-            for i, layer in enumerate(layers)
-            if any(a == i and row[a] > row[b] for a, b in graph.edges)
-        )
+        sum(layer.output_bytes for i, layer in enumerate(layers) if row[i] and any(not row[b] for b in readers[i]))
         for row in downsets
     ]
     inside = np.array(downsets)
@@ -185,11 +173,10 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
 
 def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that costs nothing may still keep bytes, so that the cuts without it are not all that matter."""
-    layers = (
-        pd.LayerProfile(1.0, 1.0, 4, 0, 1),
-        *[pd.LayerProfile(0.0, 0.0, 1, 0, 9)] * 4,
-        pd.LayerProfile(1.0, 1.0, 1, 0, 1),
+    first, view, last = (
+        pd.LayerProfile(*row) for row in ((1.0, 1.0, 4, 0, 1), (0.0, 0.0, 1, 0, 9), (1.0, 1.0, 1, 0, 1))
     )
+    layers = (first, *[view] * 4, last)
     edges = tuple((0, i) for i in range(1, 6))
     graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(6)), edges)
     profile = pd.Profile("views", graph, layers, batch=1)

@@ -18,7 +18,7 @@ from pipedream.planner import MeshSearch, SearchSpace, mesh_search
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
-from tests.planner.planned import search_plan
+from tests.planner.planned import plan_or_words, search_plan
 
 
 def drawn(draw: random.Random, most: int = 4, **how: Any) -> tuple[pd.Profile, pd.Cluster, list[pd.Mesh]]:
@@ -142,16 +142,8 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
     make = partial(MeshSearch.of, profile, cluster, meshes, choices=choices, update_delay=delay)
     shared = make()
 
-    def find(search: MeshSearch, shape: Any, link_factor: float) -> pd.Plan | str:
-        try:
-            return search.best(shape, link_factor=link_factor)
-        except pd.errors.PlanError as error:
-            return str(error)
-
-    for shape in ("any", "pipeline", (1, 1)):
-        for link_factor in (1.0, 4.0):
-            alone = find(make(), shape, link_factor)
-            assert find(shared, shape, link_factor) == alone
+    for shape, link_factor in product(("any", "pipeline", (1, 1)), (1.0, 4.0)):
+        assert plan_or_words(shared, shape, link_factor) == plan_or_words(make(), shape, link_factor)
 
 
 @pytest.mark.parametrize("seed", range(8))

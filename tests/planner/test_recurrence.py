@@ -13,7 +13,7 @@ import pipedream as pd
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, State, states_of_counts, straight_states
-from tests.planner.planned import random_chain, random_profile, replicated_states, search_plan
+from tests.planner.planned import chains, random_chain, random_profile, replicated_states, search_plan
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,
@@ -33,14 +33,6 @@ def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
 def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
     limit = draw.choice([None, None, 10, 20, 30, 45, 70])
     return pd.Cluster.flat(workers, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> pd.Profile:
-    cost = st.floats(0.0, 1e3, allow_subnormal=False)
-    size = st.integers(0, 10**12)
-    layers = draw(st.lists(st.builds(pd.LayerProfile, cost, cost, size, size, size), min_size=1, max_size=9))
-    return pd.Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
 
 
 def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[State, ...] | None, bool, Any]:

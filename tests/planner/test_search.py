@@ -1,10 +1,10 @@
 """One worker, data parallelism or a pipeline: the choice, its promise and its refusals."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import example, given, strategies as st
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search
-from tests.planner.planned import search_plan
+from tests.planner.planned import plan_or_words, search_plan
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = pd.Profile.of_chain((LAYER,) * 8)
@@ -38,81 +38,59 @@ def chains(draw: st.DrawFn) -> pd.Profile:
     )
 
 
-@given(chains(), st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.integers(20, 200))
-def test_never_loses_to_replicas_alike_where_memory_is_short(
-    profile: pd.Profile, workers: int, bandwidth: float, memory: int
-) -> None:
-    cluster = pd.Cluster.flat(workers, bandwidth, 0.0, memory)
-    for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
-        try:
-            equal = search_plan(profile, cluster, shape=(workers // stages,) * stages)
-        except pd.errors.PlanError:
-            continue
-        assert search_plan(profile, cluster).slowest_stage_s <= equal.slowest_stage_s * (1 + 1e-9)
-    try:
-        whole = search_plan(profile, cluster, all_workers=True)
-    except pd.errors.PlanError:
-        return
-    assert whole.workers == workers
-
-
-@given(
-    chains(),
-    st.integers(2, 5),
-    st.sampled_from([0.1, 1.0, 10.0]),
-    st.one_of(st.none(), st.integers(20, 300)),
-    st.sampled_from(["never", "auto", "always"]),
-    st.booleans(),
+limits = st.integers(20, 300)
+clusters = st.builds(
+    pd.Cluster.flat, st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.just(0.2), st.none() | limits
 )
-@example(SHORT, 4, 10.0, 375, "never", True)  # messages do not fit at first
+CROWDED = pd.Cluster.flat(4, 10.0, 0.2, 375)
+"""Where the messages of `SHORT` do not fit at first."""
+
+
+@given(chains(), clusters, limits)
+def test_never_loses_to_replicas_alike_where_memory_is_short(
+    profile: pd.Profile, cluster: pd.Cluster, memory: int
+) -> None:
+    cluster, workers = replace(cluster, memory_bytes=memory), cluster.workers
+    for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
+        equal = plan_or_words(PlanSearch.of(profile, cluster), (workers // stages,) * stages)
+        if isinstance(equal, pd.Plan):
+            assert search_plan(profile, cluster).slowest_stage_s <= equal.slowest_stage_s * (1 + 1e-9)
+    with suppress(pd.PipelineError):
+        assert search_plan(profile, cluster, all_workers=True).workers == workers
+
+
+@given(chains(), clusters, st.sampled_from(["never", "auto", "always"]), st.booleans())
+@example(SHORT, CROWDED, "never", True)
 def test_searches_that_share_tables_find_what_each_finds_alone(
-    profile: pd.Profile, workers: int, bandwidth: float, memory: int | None, recompute: str, all_workers: bool
+    profile: pd.Profile, cluster: pd.Cluster, recompute: str, all_workers: bool
 ) -> None:
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
-    cluster = pd.Cluster.flat(workers, bandwidth, 0.2, memory)
-
     how = {"choices": Choices(recompute=recompute), "all_workers": all_workers, "update_delay": 1}
     make = partial(PlanSearch.of, profile, cluster, **how)
-
-    def find(search: PlanSearch, shape: Any, link_factor: float) -> pd.Plan | str:
-        try:
-            return search.best(shape, link_factor=link_factor)
-        except pd.errors.PlanError as error:
-            return str(error)
-
     shared, unnamed = make(), replace(make(), describes_alternatives=False)
-    for shape in ("any", "pipeline", (1, 1), (workers,), "straight"):
-        for link_factor in (1.0, 4.0):
-            alone = find(make(), shape, link_factor)
-            assert find(shared, shape, link_factor) == alone
-            without = find(unnamed, shape, link_factor)
-            assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
+    for shape, link_factor in product(("any", "pipeline", (1, 1), (cluster.workers,), "straight"), (1.0, 4.0)):
+        alone = plan_or_words(make(), shape, link_factor)
+        assert plan_or_words(shared, shape, link_factor) == alone
+        without = plan_or_words(unnamed, shape, link_factor)
+        assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
 
 
-def ignore_rival(spare_memory: Callable[..., Any], *args: Any, rival_s: float = 0.0) -> Any:
-    return spare_memory(*args)
-
-
-@given(
-    chains(), st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.one_of(st.none(), st.integers(20, 300)),
-    st.sampled_from([1.0, 4.0]),
-)  # fmt: skip
-@example(SHORT, 4, 10.0, 375, 1.0)  # messages do not fit at first
-def test_what_cannot_win_is_left_out(
-    profile: pd.Profile, workers: int, bandwidth: float, memory: int | None, link_factor: float
-) -> None:
+@given(chains(), clusters, st.sampled_from([1.0, 4.0]))
+@example(SHORT, CROWDED, 1.0)
+def test_what_cannot_win_is_left_out(profile: pd.Profile, cluster: pd.Cluster, link_factor: float) -> None:
     """The same plan with all searches that keep memory free; and under its own seconds as a limit."""
-    searches = PlanSearch.of(profile, pd.Cluster.flat(workers, bandwidth, 0.2, memory))
+    best = partial(PlanSearch.of(profile, cluster).best, "any", link_factor=link_factor)
     try:
-        plan = searches.best("any", link_factor=link_factor)
-    except pd.errors.PlanError:
+        plan = best()
+    except pd.PipelineError:
         return
+    spare_memory = search._spare_memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_spare_memory", partial(ignore_rival, search._spare_memory))
-        assert searches.best("any", link_factor=link_factor) == plan
-    assert searches.best("any", link_factor=link_factor, limit_s=plan.slowest_stage_s) == plan
+        patch.setattr(search, "_spare_memory", lambda *args, rival_s=0.0: spare_memory(*args))
+        assert best() == plan
+    assert best(limit_s=plan.slowest_stage_s) == plan
     limit_s = plan.slowest_stage_s * (1 - 1e-6)
-    assert searches.best("any", link_factor=link_factor, limit_s=limit_s).slowest_stage_s >= limit_s
+    assert best(limit_s=limit_s).slowest_stage_s >= limit_s
 
 
 @pytest.mark.parametrize(

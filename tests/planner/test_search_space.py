@@ -17,6 +17,7 @@ from pipedream.core.plan.memory import StageMemory
 from pipedream.core.schedule.phase import read_phases
 from pipedream.planner import SearchSpace, manual_plan
 from pipedream.workflows.prepare import check_phases_fit
+from tests.planner.planned import chains
 
 TINY = pd.Profile.of_chain(
     (
@@ -127,32 +128,19 @@ def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, size: int)
     assert manual_plan(profile, pd.Cluster.flat(1), ()).stages[0].peak_bytes == 6 * size  # a minibatch is loaded ahead
 
 
-costs = st.floats(0.0, 1e6)
-sizes = st.integers(0, 10**12)
-
-
-@given(
-    st.lists(st.builds(pd.LayerProfile, costs, costs, sizes, sizes, sizes), min_size=2, max_size=12),
-    costs,
-    sizes,
-    costs,
-    st.data(),
-)
-def test_stages_add_up_to_the_model(
-    layers: list[pd.LayerProfile], update_s: float, optimizer_bytes: int, loss_s: float, data: st.DataObject
-) -> None:
-    profile = pd.Profile.of_chain(tuple(layers), update_s=update_s, optimizer_bytes=optimizer_bytes, loss_s=loss_s)
+@given(chains(least=2), st.data())
+def test_stages_add_up_to_the_model(profile: pd.Profile, data: st.DataObject) -> None:
+    layers = profile.layers
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))))
     stages = manual_plan(profile, pd.Cluster.flat(12), cuts).stages
     has_weights = profile.parameter_bytes > 0
     assert sum(stage.forward_s for stage in stages) == pytest.approx(profile.forward_s)
-    assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + loss_s)
-    assert sum(stage.update_s for stage in stages) == pytest.approx(update_s if has_weights else 0.0)
+    assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + profile.loss_s)
+    assert sum(stage.update_s for stage in stages) == pytest.approx(profile.update_s * has_weights)
     assert sum(stage.parameter_bytes for stage in stages) == profile.parameter_bytes
-    assert sum(stage.optimizer_bytes for stage in stages) == (optimizer_bytes if has_weights else 0)
+    assert sum(stage.optimizer_bytes for stage in stages) == profile.optimizer_bytes * has_weights
     for s, (stage, (first, last)) in enumerate(zip(stages, pairwise((0, *cuts, len(layers))), strict=True)):
-        inside = layers[first:last]
-        in_flight = len(stages) - s
+        inside, in_flight = layers[first:last], len(stages) - s
         assert stage.output_bytes == inside[-1].output_bytes
         assert stage.activation_bytes == sum(layer.activation_bytes for layer in inside)
         received = layers[first - 1].output_bytes if first else 0
@@ -163,14 +151,10 @@ def test_stages_add_up_to_the_model(
             + sum(layer.parameter_bytes for layer in inside[i + 1 :])
             for i in range(len(inside))
         )
-        update = stage.parameter_bytes
-        assert stage.peak_bytes == (
-            in_flight * stage.parameter_bytes
-            + stage.optimizer_bytes
-            + (in_flight - 1) * stage.activation_bytes
-            + (received * (2 + in_flight + 2) + sent * 3)
-            + max(backward, stage.activation_bytes, update)
-        )
+        waiting = in_flight * stage.parameter_bytes + (in_flight - 1) * stage.activation_bytes
+        messages = received * (2 + in_flight + 2) + sent * 3
+        at_work = max(backward, stage.activation_bytes, stage.parameter_bytes)
+        assert stage.peak_bytes == waiting + stage.optimizer_bytes + messages + at_work
 
 
 def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
