@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.runtime.comm import shared_memory
-from pipedream.workflows.profile import find_plan_layers
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -118,13 +118,17 @@ def test_gradients_that_depend_on_the_whole_minibatch_are_not_split(kind: Any) -
         train(2)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_predictions_come_in_order(stages: int, count: int) -> None:
-    check_predictions(mishaps.predict(stages, count), count)
-
-
-def check_predictions(outputs: list[Tensor], count: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "count", "workers"),
+    [*product((1, 3), (1, 2, 9), (1,)), pytest.param(3, 9, 3, marks=pytest.mark.processes)],
+)
+def test_predictions_come_in_order(stages: int, count: int, workers: int) -> None:
+    """And of several processes at rank 0."""
+    if workers == 1:
+        outputs = mishaps.predict(stages, count)
+    else:
+        outputs, *others = processes.results(mishaps.predict, workers, stages, count)
+        assert others == [[], []]
     animal = zoo.make("cnn")
     animal.model.eval()
     x = torch.cat([batch for batch, _ in animal.batches])
@@ -135,14 +139,12 @@ def check_predictions(outputs: list[Tensor], count: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=[pytest.mark.processes, pytest.mark.slow])])
 def test_predictions_have_the_type_of_the_models_output(workers: int) -> None:
-    predictions, *others = (
-        [mishaps.predict_typed()] if workers == 1 else processes.results(mishaps.predict_typed, workers)
-    )
-    for output, scores in zip(*predictions, strict=True):
+    results = [mishaps.predict_typed()] if workers == 1 else processes.results(mishaps.predict_typed, workers)
+    for output, scores in zip(*results[0], strict=True):
         assert type(output) is mishaps.Scored
         assert torch.equal(output.scores, scores)
         assert (output.length, output.loss) == (2, None)
-    assert not any(outputs for outputs, _ in others)
+    assert not any(outputs for outputs, _ in results[1:])
 
 
 @pytest.mark.parametrize("ends", ["an error", "early"])
@@ -220,15 +222,12 @@ def test_a_state_dict_that_hooks_rename_goes_in_and_comes_out() -> None:
             pipeline.load_state_dict({})
 
 
-def borrows() -> nn.Module:
-    """Reads the embedding's weight in place of its head's own module, which is never called."""
+def test_a_state_dict_has_every_name_of_a_tied_weight() -> None:
+    """The embedding's weight is read in place of its head's own module, which is never called."""
     parts = {"embed": nn.Embedding(4, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 4, bias=False)}
     parts["head"].weight = parts["embed"].weight
-    return Built(lambda model, x: F.linear(torch.tanh(model.mix(model.embed(x))), model.embed.weight), **parts)
-
-
-def test_a_state_dict_has_every_name_of_a_tied_weight() -> None:
-    model, x = borrows(), torch.arange(4)
+    model = Built(lambda model, x: F.linear(torch.tanh(model.mix(model.embed(x))), model.embed.weight), **parts)
+    x = torch.arange(4)
     plan = pd.plan(pd.profile(model, x, warmup=0, runs=1), pd.Cluster.local(2), schedule="gpipe", cuts=(1,))
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         list(pipeline.train([(x, x)]))
@@ -323,54 +322,48 @@ def test_loggers_hear_of_every_minibatch() -> None:
     assert [done.number for done in log.heard] == list(range(drained)), "those too that the loop did not hear of"
 
 
-def test_an_order_that_is_not_the_models_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    sample = torch.zeros(1, 2)
-    cost = pd.LayerProfile(1.0, 1.0, 1, 1)
-    names = [layer.name for layer in find_plan_layers(model, pd.Plan.uniform(3), sample).graph.layers]
-    chain = pd.LayerGraph.chain(tuple(pd.Layer(name, "Layer") for name in reversed(names)))
-    plan = pd.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
-    with pytest.raises(pd.PipelineError, match=r"the plan runs layer '2' where the model runs '0': .* plan again"):
-        find_plan_layers(model, plan, sample)
-
-
 WEIGHTS = list(nn.Linear(2, 2).parameters())
 ADAMW = torch.optim.AdamW([{"params": WEIGHTS[:1], "lr": 0.5}, {"params": WEIGHTS[1:]}], betas=(0.8, 0.9))
 PLAIN_SGD = torch.optim.SGD(WEIGHTS, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "words"),
     [
-        ({"clip_grad_norm": 1.0}, pd.errors.ScheduleError, "there is never one global norm"),
-        ({"clip": "norm"}, pd.errors.ScheduleError, "clip='norm' is not known"),
-        ({"microbatches": 4}, pd.errors.ScheduleError, "does not split it"),
-        ({"batch_dim": "x"}, pd.PipelineError, "batch_dim is 'x'"),
-        ({"optimizer": PLAIN_SGD}, pd.PipelineError, "optimizer is a SGD object, but each stage makes its own: give a"),
-        ({"optimizer": PLAIN_SGD}, pd.PipelineError, r"as in partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see"),
+        ({"clip_grad_norm": 1.0}, "there is never one global norm"),
+        ({"clip": "norm"}, "clip='norm' is not known"),
+        ({"microbatches": 4}, "does not split it"),
+        ({"batch_dim": "x"}, "batch_dim is 'x'"),
+        ({"optimizer": PLAIN_SGD}, "optimizer is a SGD object, but each stage makes its own: give a"),
+        ({"optimizer": PLAIN_SGD}, r"as in partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see"),
         (
             {"optimizer": ADAMW},
-            pd.PipelineError,
             r"partial\(torch.optim.AdamW, lr=0.5, betas=\(0.8, 0.9\)\), for several groups a function of a list of",
         ),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR(ADAMW, step_size=5)},
-            pd.PipelineError,
             r"give a factory, as in partial\(torch.optim.lr_scheduler.StepLR, step_size",
         ),
-        ({"optimizer": None}, pd.PipelineError, "optimizer is None; give a factory"),
-        *(({"autocast": name}, pd.PipelineError, "write bfloat16, float16") for name in ("bf17", True, "int8")),
+        ({"optimizer": None}, "optimizer is None; give a factory"),
+        *(({"autocast": name}, "write bfloat16, float16") for name in ("bf17", True, "int8")),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
         pipeline_of(zoo.make("mlp"), **options)
 
 
 def test_batches_and_plans_that_make_no_sense() -> None:
-    animal = zoo.make("mlp")
-    with pytest.raises(pd.errors.PlanError):
-        pd.Pipeline(zoo.make("cnn").model, pd.Plan.uniform(2), loss=F.mse_loss, optimizer=SGD)
+    animal, cost = zoo.make("mlp"), pd.LayerProfile(1.0, 1.0, 1, 1)
+    chain = pd.LayerGraph.chain(tuple(pd.Layer(name, "Layer") for name in "210"))
+    backwards = pd.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
+    three = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    for model, plan, words in (
+        (three, backwards, "the plan runs layer '2' where the model runs '0': .* plan again from a"),
+        (zoo.make("cnn").model, pd.Plan.uniform(2), None),
+    ):
+        with pytest.raises(pd.PipelineError, match=words):
+            pd.Pipeline(model, plan, loss=F.mse_loss, optimizer=SGD, sample=torch.zeros(1, 2))
     with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match="needs batches"):
         list(pipeline.train([animal.batches[0][0]]))
     with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match="can be iterated only once"):
@@ -409,9 +402,9 @@ def test_an_infinite_input_of_the_last_minibatch_is_an_error(schedule: str, tmp_
     plan = pd.plan(profile, pd.Cluster.flat(2), cuts=[2])
 
     def train(folder: Path, **options: Any) -> None:
-        with pd.Pipeline(
-            nn.Sequential(*layers), plan, loss=F.mse_loss, optimizer=SGD, schedule=schedule, **options
-        ) as pipeline:
+        model = nn.Sequential(*layers)
+        options |= {"loss": F.mse_loss, "optimizer": SGD, "schedule": schedule}
+        with pd.Pipeline(model, plan, **options) as pipeline:
             for done in pipeline.train([*[first] * 9, (inputs, first[1])]):
                 if done.number in (4, 9):
                     pipeline.save(folder)
@@ -476,13 +469,6 @@ def test_a_call_of_one_rank_alone_ends_all(rank: int, name: str, tmp_path: Path)
     )
     assert any(words in text for words in ways)
     assert "every rank must make the same calls" in text
-
-
-@pytest.mark.processes
-def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
-    outputs = processes.results(mishaps.predict, 3, 3, 9)
-    check_predictions(outputs[0], 9)
-    assert outputs[1:] == [[], []]
 
 
 def _count(kind: str, most: float = 0) -> int:

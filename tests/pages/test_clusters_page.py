@@ -24,7 +24,6 @@ from two_machines import machines, within
 
 import pipedream as pd
 from pipedream import cli
-from pipedream.recipe import load_recipe
 from pipedream.slow_links import LINK, Network
 
 __all__ = ["machines"]  # the fixture
@@ -147,8 +146,7 @@ def worker_of(started: Started) -> int:
 
 def same_as_in_one_process(shared: Path, folder: Path, plan: pd.Plan) -> None:
     torch.set_num_threads(1)  # as many as each of the workers has
-    make_recipe = lambda seed: load_recipe(str(folder / "machine0" / "recipe.py"), seed=seed)  # noqa: E731
-    pd.run(make_recipe, plan=plan, out=folder / "here", quiet=True)
+    pd.run(commands.load_script(folder / "machine0" / "recipe.py").recipe, plan=plan, out=folder / "here", quiet=True)
     over_machines, other = (
         torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here")
     )

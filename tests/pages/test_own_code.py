@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import load_script
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.recipe import load_recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6.*:FutureWarning")
@@ -112,7 +112,7 @@ def test_a_recipe_trains_like_a_plain_loop() -> None:
     setup, _, _, recipe, *_ = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)
     Path("finetune.py").write_text(f"{setup}\n\n{recipe}", encoding="utf-8")
-    pd.run(lambda: load_recipe("finetune.py"), workers=2, schedule="1f1b", microbatches=4, out="run", quiet=True)
+    pd.run(load_script(Path("finetune.py")).recipe, workers=2, schedule="1f1b", microbatches=4, out="run", quiet=True)
     reference = run_blocks(setup)
     losses = list(train_plainly(reference))
     assert [loss for _, loss in json.loads(Path("run/losses.json").read_text())] == pytest.approx(losses, rel=1e-5)

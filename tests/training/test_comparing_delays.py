@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Run
+from commands import Run, load_script
 
 import pipedream as pd
 from pipedream.core.variants import RecipeComparison
-from pipedream.recipe import load_recipe
 from pipedream.runtime.torch_baselines import PlainLoop, Task
 from pipedream.training import compare_runs
 from pipedream.training.compare import compare_recipe, read_methods
@@ -47,7 +46,7 @@ def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -
 
 def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_path: Path) -> None:
     reference, late = _compare(tmp_path / "out").variants
-    make = lambda seed: load_recipe(str(tmp_path / "small.py"), seed=seed)  # noqa: E731
+    make = load_script(tmp_path / "small.py").recipe
     plan = pd.plan(_measure(), pd.Cluster.flat(3, 1e6), schedule="pipedream", shape="straight")
     pd.run(make, plan=plan, compensation=["error_feedback"], seed=3, out=tmp_path / "run", quiet=True)
     trained = json.loads((tmp_path / "run" / "losses.json").read_text())

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import load_script
 
 import pipedream as pd
-from pipedream.recipe import load_recipe
 from pipedream.runtime.checkpoint.folders import read_manifest
 
 FILES = Path(__file__).parent / "files_of_0_1"
@@ -37,12 +37,7 @@ def test_the_run_is_resumed(tmp_path: Path) -> None:
     """It continues with the losses that the earlier version had."""
     out = tmp_path / "run"
     with pytest.warns(UserWarning, match="checkpoint has no checksums, so damage may go unnoticed"):
-        summary = pd.run(
-            lambda seed: load_recipe(str(FILES / "recipe.py"), seed=seed),
-            resume=FILES / "checkpoint",
-            out=out,
-            quiet=True,
-        )
+        summary = pd.run(load_script(FILES / "recipe.py").recipe, resume=FILES / "checkpoint", out=out, quiet=True)
     assert (summary["minibatches"], summary["schedule"], summary["seed"]) == (16, "1f1b/2:4,pipedream+spike", 5)
     rows = json.loads((FILES / "losses.json").read_text(encoding="utf-8"))
     losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))

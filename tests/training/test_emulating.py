@@ -1,7 +1,6 @@
 """Emulation: a plan, scaled or not, is the same plan; its run looks like its simulation."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,35 +8,28 @@ from typing import Any
 import commands
 import processes
 import pytest
+from commands import Refused
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan import depth
 from pipedream.training.emulate import scale_plan
 
 
-def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> pd.Plan:
+def plan_of(*counts: int, seconds: float = 0.03) -> pd.Plan:
+    shares = {"forward_s": seconds / 3, "backward_s": seconds * 2 / 3, "update_s": seconds / 30}
+    sizes = {"parameter_bytes": 2_000_000}
     stages = tuple(
-        pd.Stage(
-            s,
-            s + 1,
-            count,
-            forward_s=seconds / 3,
-            backward_s=seconds * 2 / 3,
-            update_s=seconds / 30,
-            output_bytes=1_000_000 + 1000 * s,
-            parameter_bytes=2_000_000,
-            names=(f"layer{s}",),
-        )
+        pd.Stage(s, s + 1, count, output_bytes=1_000_000 + 1000 * s, names=(f"layer{s}",), **shares, **sizes)
         for s, count in enumerate(counts)
     )
-    return pd.Plan(stages, depth.noam(counts), pd.Cluster.flat(sum(counts), 1e9, 1e-4))
+    plan = pd.Plan.uniform(len(counts), replicas=counts)
+    return replace(plan, stages=stages, cluster=pd.Cluster.flat(sum(counts), 1e9, 1e-4))
 
 
 def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
     """Checks that the rate is that of the measured timeline, however late a busy machine wakes those that wait."""
-    measured = pd.Timeline.load(folder / "measured.json")
-    assert summary["throughput"]["measured_per_s"] == pytest.approx(pd.metrics.steady_metrics(measured).samples_per_s)
+    measured = pd.metrics.steady_metrics(pd.Timeline.load(folder / "measured.json"))
+    assert summary["throughput"]["measured_per_s"] == pytest.approx(measured.samples_per_s)
 
 
 @given(
@@ -46,47 +38,38 @@ def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
     byte_scale=st.sampled_from([0.25, 1.0, 2.0]),
 )
 def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilation: float, byte_scale: float) -> None:
-    plan = plan_of(counts)
+    plan = plan_of(*counts)
     # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
     before = pd.simulate(plan, minibatches=12, overlap=False).makespan_s
     after = pd.simulate(scale_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
     assert after == pytest.approx(dilation * before, rel=1e-6)
 
 
-def test_layers_of_a_stage_become_one() -> None:
-    plan = plan_of((1, 1))
-    wide = replace(plan, stages=(replace(plan.stages[0], last=3), replace(plan.stages[1], first=3, last=9)))
-    emulated = scale_plan(wide)
-    assert [(stage.first, stage.last, stage.names) for stage in emulated.stages] == [
-        (0, 1, ("stage0",)),
-        (1, 2, ("stage1",)),
-    ]
-
-
-def test_emulated_stages_are_no_longer_those_of_the_model() -> None:
+def test_layers_of_a_stage_become_one_that_is_not_of_the_model() -> None:
+    first, second = plan_of(1, 1).stages
     graph = pd.LayerGraph.chain((pd.Layer("transformer.h.0", "Block"), pd.Layer("lm_head", "Linear")))
-    assert scale_plan(replace(plan_of((1, 1)), graph=graph)).graph is None
+    wide = replace(plan_of(1, 1), stages=(replace(first, last=3), replace(second, first=3, last=9)))
+    rows = [(stage.first, stage.last, stage.names) for stage in scale_plan(wide).stages]
+    assert rows == [(0, 1, ("stage0",)), (1, 2, ("stage1",))]
+    assert scale_plan(replace(plan_of(1, 1), graph=graph)).graph is None
 
 
-def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:
-    """What waits in place of stepping has no velocity: predicted weights are the weights."""
-    summary = pd.emulate(plan_of((1,)), schedule="spectrain_v2", minibatches=6, out=tmp_path / "run", quiet=True)
-    assert summary["configuration"]["schedule"] == "spectrain_v2"
-
-
-@pytest.mark.parametrize("factors", [{"dilation": 0.0}, {"byte_scale": -1.0}, {"dilation": float("inf")}])
-def test_factors_that_make_no_sense_are_refused(factors: dict[str, float]) -> None:
-    with pytest.raises(pd.PipelineError, match="give a positive number"):
-        scale_plan(plan_of((1,)), **factors)
-
-
-def test_needs_a_process_a_worker() -> None:
-    with pytest.raises(pd.PipelineError, match=r"2 workers, found 1 process.*pipedream emulate"):
-        pd.emulate(plan_of((1, 1)))
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (lambda: scale_plan(plan_of(1), dilation=0.0), "give a positive number"),
+        (lambda: scale_plan(plan_of(1), byte_scale=-1.0), "give a positive number"),
+        (lambda: scale_plan(plan_of(1), dilation=float("inf")), "give a positive number"),
+        (lambda: pd.emulate(plan_of(1, 1)), r"2 workers, found 1 process.*pipedream emulate"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(scale: Any, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        scale()
 
 
 def test_one_worker_needs_no_others(tmp_path: Path) -> None:
-    summary = pd.emulate(plan_of((1,)), minibatches=6, out=tmp_path / "run", quiet=True)
+    summary = pd.emulate(plan_of(1), minibatches=6, out=tmp_path / "run", quiet=True)
     assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
     check_measured_rate(summary, tmp_path / "run")
     assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
@@ -96,10 +79,17 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
     assert summary["slowness"] >= 1
 
 
-def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
-    plan = replace(plan_of((1,)), schedule="gpipe", microbatches=2)
-    configuration = pd.emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
-    assert (configuration["schedule"], configuration["microbatches"]) == ("gpipe", 2)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (replace(plan_of(1), schedule="gpipe", microbatches=2), {}),
+        (plan_of(1), {"schedule": "spectrain_v2"}),  # what waits in place of stepping has no velocity
+    ],
+)
+def test_methods_are_emulated(plan: pd.Plan, options: dict[str, Any], tmp_path: Path) -> None:
+    configuration = pd.emulate(plan, minibatches=6, out=tmp_path / "run", quiet=True, **options)["configuration"]
+    assert configuration["schedule"] == options.get("schedule", plan.schedule)
+    assert configuration["microbatches"] == (plan.microbatches or 1)
 
 
 def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +100,7 @@ def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["minibatch", "microbatch"])
 def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
-    plan = replace(plan_of((2, 1)), unit=unit)
+    plan = replace(plan_of(2, 1), unit=unit)
     options = {"schedule": "pipedream"} if unit == "minibatch" else {"schedule": "1f1b", "microbatches": 4}
     summary = processes.results(_emulate, 3, plan, tmp_path / "run", options)[0]
     rate = summary["throughput"]
@@ -132,13 +122,13 @@ def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_command_starts_its_workers(tmp_path: Path) -> None:
-    plan_of((2, 1)).save(tmp_path / "plan.json")
+    plan_of(2, 1).save(tmp_path / "plan.json")
     arguments = ("emulate", "plan.json", "--minibatches", "8", "--dilation", "2", "--out", "run", "--json")
     ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
     assert (ended.status, ended.orphans) == (0, []), ended.err
     assert json.loads(ended.out)["configuration"]["processes"] == 3
 
 
-def test_other_number_of_workers_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    plan = plan_of((2, 1)).save(tmp_path / "plan.json")
+def test_other_number_of_workers_is_refused(tmp_path: Path, refused: Refused) -> None:
+    plan = plan_of(2, 1).save(tmp_path / "plan.json")
     assert "2 workers were asked for, the plan 2-1 has 3" in refused("emulate", plan, "--workers", 2)

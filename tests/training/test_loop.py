@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.training import loop
@@ -56,29 +57,23 @@ class Finishing:
         return self.finished
 
 
-def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first minibatches of an epoch were finished by the drain before an evaluation; to fill up again takes 5 s."""
+@pytest.mark.parametrize(("batches", "rates"), [(1, [4.0, 4.0]), (4, [4.0])])
+def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(
+    batches: int, rates: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first minibatches of an epoch were finished by the drain before an evaluation; to fill up again takes 5 s.
+
+    Of 8 minibatches 4 warm up: the first epoch is left out, and nothing of the second.
+    """
     clock = Clock()
     monkeypatch.setattr(loop, "time", clock)
-    recipe = pd.Recipe(nn.Linear(1, 1), nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), [1], [1])
+    recipe = pd.Recipe(nn.Linear(1, 1), F.mse_loss, partial(torch.optim.SGD, lr=0.1), [1] * batches, [1])
     pipeline: Any = Finishing(clock)
     policy = loop.CheckpointPolicy(tmp_path, 0, 1)
     training = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
     assert not training.train(2, None, 1.0)
     assert [number for number, _ in training.losses] == list(range(8))
-    assert training.samples_per_s == [4.0, 4.0]
-
-
-def test_no_rate_has_the_warm_up_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of 8 minibatches 4 warm up: the first epoch is left out, and nothing of the second."""
-    clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
-    recipe = pd.Recipe(nn.Linear(1, 1), nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), [1] * 4, [1])
-    pipeline: Any = Finishing(clock)
-    policy = loop.CheckpointPolicy(tmp_path, 0, 1)
-    training = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
-    training.train(2, None, 1.0)
-    assert training.samples_per_s == [4.0]
+    assert training.samples_per_s == rates
 
 
 class _Pipeline:

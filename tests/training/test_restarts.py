@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import processes as worker_processes
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Refused, Run
 from marks import long, slow
 
 import pipedream as pd
 from pipedream._version import hash_sources
 from pipedream.core.plan.without import drop_worker
 from pipedream.options import TrainingOptions
-from pipedream.recipe import load_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure import processes
 from pipedream.training import restarts
@@ -94,9 +93,7 @@ def train(folder: Path, *options: str) -> tuple[commands.Ended, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
     write(tmp_path, ONCE)
-    write(tmp_path / "whole", "False")
     ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "2")
     assert ended.err.count("restart 1 of 2 after: rank 1 was ended by SIGKILL") == 1
     assert 10 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
@@ -110,13 +107,8 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert "restarts after failures" in report
     assert f"failure after minibatch {failures['each'][0]['minibatches']}, resumed" in report
     # The plan was measured by the run that died; with it, nothing that dies gives the same weights, in one process too.
-    whole = pd.run(
-        lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),
-        plan=pd.Plan.load(tmp_path / "run" / "plan.json"),
-        checkpoint_every=10,
-        out=tmp_path / "whole" / "run",
-        quiet=True,
-    )
+    plan, make = pd.Plan.load(tmp_path / "run" / "plan.json"), commands.load_script(tmp_path / "mortal.py").recipe
+    whole = pd.run(make, plan=plan, checkpoint_every=10, out=tmp_path / "whole" / "run", quiet=True)
     assert whole["resumed_from"] is None
     assert whole["drains"] == summary["drains"]
     restarted, other = (torch.load(f / "run" / "weights.pt", weights_only=True) for f in (tmp_path, tmp_path / "whole"))
@@ -137,12 +129,9 @@ def test_checkpoints_are_made_as_often_as_they_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", ["seldom", "-1", "1.5"])
-def test_other_intervals_are_refused(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, every: str
-) -> None:
+def test_other_intervals_are_refused(refused: Refused, tmp_path: Path, every: str) -> None:
     write(tmp_path, "False")
-    status, _, error = run_command("train", str(tmp_path / "mortal.py"), "--workers", "2", "--checkpoint-every", every)
-    assert status == 2
+    error = refused("train", tmp_path / "mortal.py", "--workers", 2, "--checkpoint-every", every)
     assert f"checkpoint_every={every!r} was asked for; give 'auto' or a whole number from 0 on" in error
 
 
@@ -239,9 +228,8 @@ def test_the_digest_is_of_all_sources(tmp_path: Path) -> None:
         digests.add(digest())
     (tmp_path / "notes.txt").write_text("no source")
     (tmp_path / "a.py").rename(tmp_path / "c.py")
-    digests.add(digest())
+    digests.add(first_digest := digest())
     assert len(digests) == 6
-    first_digest = hash_sources(tmp_path)
     (tmp_path / "c.py").unlink()
     assert hash_sources(tmp_path) == first_digest, "a fork has what its launcher has imported"
     hash_sources.cache_clear()
@@ -252,6 +240,7 @@ REPLICAS = """
 
 class Report(pipedream.callbacks.Callback):
     def on_worker_lost(self, pipeline, ranks):
+        LOST
         with Path("lost.txt").open("a") as file:
             print(pipeline.rank, pipeline.drain(), ranks, file=file)
 
@@ -267,21 +256,22 @@ def recipe(seed=0):
 """
 
 
+def write_replicas(folder: Path, workers: int, lost: str = "pass") -> None:
+    """Writes a recipe whose first layer, on rank 1 of so many workers, ends its process; `lost` is done of its loss."""
+    text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
+    text = text.replace(", Mortal()", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS.replace("LOST", lost)
+    doomed = f'(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "{workers}")'
+    folder.mkdir(exist_ok=True)
+    (folder / "mortal.py").write_text(text.replace("DOOMED", doomed), encoding="utf-8")
+
+
 @pytest.mark.parametrize("replicas", [(2,), slow((3, 1))], ids=["2", "3-1"])
 def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """As one process does that runs the plan, and from the checkpoint on the plan with a replica fewer."""
-    text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
-    text = text.replace(", Mortal()", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
-    doomed = f'(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "{sum(replicas)}")'
-    for folder, condition in ((tmp_path, doomed), (tmp_path / "whole", "False")):
-        folder.mkdir(exist_ok=True)
-        (folder / "mortal.py").write_text(text.replace("DOOMED", condition), encoding="utf-8")
-
-    def make(seed: int) -> pd.Recipe:
-        return load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed)
-
-    recipe = make(0)
-    plan = pd.plan(pd.profile(recipe.model, recipe.first_batch()[0]), pd.Cluster.flat(sum(replicas)), shape=replicas)
+    write_replicas(tmp_path, sum(replicas))
+    make = commands.load_script(tmp_path / "mortal.py").recipe
+    profile = pd.profile(make(0).model, make(0).first_batch()[0])
+    plan = pd.plan(profile, pd.Cluster.flat(sum(replicas)), shape=replicas)
     plan.save(tmp_path / "plan.json")
     options = ("--plan", "plan.json", "--elastic", "--checkpoint-every", "4")
     ended, summary = train(tmp_path, *options)
@@ -309,14 +299,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
 @pytest.mark.slow
 def test_a_loss_is_told_once_more_if_nobody_heard_of_it(tmp_path: Path) -> None:
     """Rank 0 is killed while it hears that rank 1 is lost."""
-    text = RECIPE.partition("\nif __name__")[0].replace("import os", "import dataclasses\nimport os").replace("26", "8")
-    text = text.replace(", Mortal()", "").replace("layers = [", "layers = [Mortal(), ") + REPLICAS
-    dies = """on_worker_lost(self, pipeline, ranks):
-        if pipeline.rank == 0 and ranks == (1,):
-            os.kill(os.getpid(), signal.SIGKILL)"""
-    text = text.replace("on_worker_lost(self, pipeline, ranks):", dies)
-    text = text.replace("DOOMED", '(os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("1", "3")')
-    (tmp_path / "mortal.py").write_text(text, encoding="utf-8")
+    write_replicas(tmp_path, 3, "(pipeline.rank, ranks) == (0, (1,)) and os.kill(os.getpid(), signal.SIGKILL)")
     options = ("--config", "3", "--elastic", "--checkpoint-every", "4")
     ended, summary = train(tmp_path, *options)
     assert "continuing with one worker fewer, 1, after: rank 0 was ended by SIGKILL" in ended.err
@@ -353,34 +336,25 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     ("end", "length"), [((), 40), long(("--minibatches", "25"), 25)], ids=["epochs", "minibatches"]
 )
 def test_a_finished_run_has_nothing_left_to_do(
-    run_command: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: tuple[str, ...],
-    length: int,
+    run_command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: tuple[str, ...], length: int
 ) -> None:
     write(tmp_path, "False")
     monkeypatch.chdir(tmp_path)
+    command = ("train", "mortal.py", "--workers", 1, "--out", "run", "--checkpoint-every", 10, *end)
 
-    def train_here(*options: str) -> tuple[int, str]:
-        arguments = ("train", "mortal.py", "--workers", "1", "--out", "run", "--checkpoint-every", "10", *options, *end)
-        status, _, error = run_command(*arguments)
-        return status, error
+    def read() -> dict[str, Any]:
+        return json.loads(Path("run", "summary.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
-    def summary() -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads(Path("run", "summary.json").read_text(encoding="utf-8"))
-        return summary
-
-    assert train_here() == (0, "")
-    whole = summary()
+    assert run_command(*command)[::2] == (0, "")
+    whole = read()
     # Its folder is not taken for a new run.
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    status, error = train_here()
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    status, _, error = run_command(*command)
     assert status == 2
     assert "holds checkpoints of an earlier run; continue it (--resume run)" in error
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
-    weights = (tmp_path / "run" / "weights.pt").read_bytes()
-    assert train_here("--resume", "run") == (0, "")
-    again = summary()
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    weights = Path("run", "weights.pt").read_bytes()
+    assert run_command(*command, "--resume", "run")[::2] == (0, "")
+    again = read()
     assert again["resumed_from"] == again["minibatches"] == whole["minibatches"] == length
-    assert (tmp_path / "run" / "weights.pt").read_bytes() == weights
+    assert Path("run", "weights.pt").read_bytes() == weights

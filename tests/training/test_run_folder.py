@@ -1,24 +1,24 @@
 """Run folders that cannot be written or read: one message, and no traceback."""
 
-import copy
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
 from hashlib import sha256
 from html import escape
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Run
 
 import pipedream as pd
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.training.run_folder import write_report
 from tests.cli.test_data_runs_no_code import RECIPE
-
-RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
         ("/proc/run", "cannot write into the folder /proc/run"),
     ],
 )
-def test_a_folder_that_cannot_be_written(out: str, words: str, recipe: Path, run_command: RunCommand) -> None:
+def test_a_folder_that_cannot_be_written(out: str, words: str, recipe: Path, run_command: Run) -> None:
     for command in (("train", recipe, "--workers", 1), ("emulate", "plan.json")):
         status, trained, error = run_command(*command, "--out", out, "--json")
         assert (status, trained) == (2, "")
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written(out: str, words: str, recipe: Path, run
         (20_000, 1, "pipedream: rank 0, writing the run folder: cannot write run/report.html: File too large"),
     ],
 )
-def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run_command: RunCommand) -> None:
+def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run_command: Run) -> None:
     with files_up_to(size_bytes):
         exit_status, _, error = run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")
     assert (exit_status, len(error.splitlines()), words in error) == (status, 1, True), error
@@ -83,7 +83,7 @@ def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run
     ],
 )
 def test_a_run_names_its_command(
-    program: str, shown: str, recipe: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+    program: str, shown: str, recipe: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("train", str(recipe), "--workers", "1", "--epochs", "1", "--checkpoint-every", "0", "--out", "run")
     monkeypatch.setattr("sys.argv", [program, *arguments])
@@ -95,7 +95,7 @@ def test_a_run_names_its_command(
     assert f"recipe sha256 {summary['recipe_sha256']}" in page
 
 
-def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: RunCommand) -> None:
+def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: Run) -> None:
     command = ("train", recipe, "--workers", 1)
     assert run_command(*command, "--out", "run")[0] == 0
     Path("run/report.html").unlink()
@@ -120,17 +120,14 @@ def test_weights_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> None:
+def test_a_summary_that_was_changed(recipe: Path, run_command: Run) -> None:
     """Any number may be a text: the report is written, or refused with the file's name."""
     assert run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")[0] == 0
-    summary = json.loads(Path("run/summary.json").read_text())
-    for place in _list_numbers(summary):
-        changed = copy.deepcopy(summary)
+    text = Path("run/summary.json").read_text()
+    for place in _list_numbers(json.loads(text)):
         *folders, last = place
-        inside: Any = changed
-        for key in folders:
-            inside = inside[key]
-        inside[last] = "a text"
+        changed = json.loads(text)
+        reduce(getitem, folders, changed)[last] = "a text"
         Path("run/summary.json").write_text(json.dumps(changed))
         with suppress(pd.errors.ArtifactError):
             write_report(Path("run"))

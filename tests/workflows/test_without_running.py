@@ -8,12 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from commands import Refused, Run
+from commands import Refused, Run, load_script
 
 import pipedream as pd
 from pipedream.core.hardware.devices import Device
 from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.recipe import load_recipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = EXAMPLES / "llama70b.py"
@@ -31,7 +30,7 @@ print(json.dumps({"statuses": statuses, "cpu_s": usage.ru_utime + usage.ru_stime
 
 def few_blocks(count: int, **options: str) -> pd.Profile:
     """Returns the profile of the example with so many blocks."""
-    llama = load_recipe(str(LLAMA))
+    llama = load_script(LLAMA).recipe()
     model = llama.model[: 1 + count].append(llama.model[-2]).append(llama.model[-1])
     return pd.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
 
