@@ -55,6 +55,7 @@ def trained(
     *,
     evaluate: bool = False,
     schedule: str = "pipedream",
+    break_at: int = -1,
 ) -> tuple[list[float], int, dict[str, torch.Tensor], bool]:
     """Returns the losses of a run of 8 epochs, its minibatches, its weights, and whether it was stopped."""
     animal, losses = zoo.make("mlp"), []
@@ -63,17 +64,9 @@ def trained(
             losses.append(done.loss)
             if evaluate and done.ends_epoch:
                 pipeline.evaluate(animal.batches)
-        return losses, pipeline.drain(), pipeline.state_dict(), pipeline.should_stop
-
-
-def broken_off(counts: tuple[int, ...], number: int) -> dict[str, torch.Tensor]:
-    """Returns the weights after a plain `break` at a minibatch."""
-    animal = zoo.make("mlp")
-    with pipeline_of(animal, *counts, schedule="pipedream") as pipeline:
-        for done in pipeline.train(animal.batches, epochs=8):
-            if done.number == number:
+            if done.number == break_at:
                 break
-        return pipeline.state_dict()
+        return losses, pipeline.drain(), pipeline.state_dict(), pipeline.should_stop
 
 
 def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
@@ -104,7 +97,7 @@ def test_a_stop_ends_as_a_break_does(counts: tuple[int, ...]) -> None:
     assert stopped
     assert 4 <= minibatches < len(whole)
     assert losses == whole[:minibatches], "the loop gets what was admitted, too"
-    expected = broken_off(counts, 3)
+    _, _, expected, _ = trained(counts, [], break_at=3)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

@@ -64,9 +64,12 @@ def test_steady_part_of_a_measured_run() -> None:
     assert metrics.per_rank[0].peak_in_flight == 2
 
 
+def simulated(method: str, plan: pd.Plan, total: int, split: int | None = None) -> pd.Timeline:
+    return simulate(pd.lower(pd.schedules.build(method, plan, split)), costs(plan), total)
+
+
 def test_steady_part_has_neither_warm_up_nor_drain() -> None:
-    plan = pd.Plan.uniform(4)
-    timeline = simulate(pd.lower(pd.schedules.build("pipedream", plan)), costs(plan), 40)
+    timeline = simulated("pipedream", pd.Plan.uniform(4), 40)
     whole, steady = pd.metrics.run_metrics(timeline), pd.metrics.steady_metrics(timeline)
     assert whole.bubble > 0.05
     assert steady.bubble == pytest.approx(0.0)
@@ -76,19 +79,16 @@ def test_steady_part_has_neither_warm_up_nor_drain() -> None:
 
 
 def test_steady_throughput_of_replicas_that_finish_together() -> None:
-    plan = pd.Plan.uniform(1, replicas=(4,))
-    timeline = simulate(pd.lower(pd.schedules.build("pipedream", plan)), costs(plan), 40)
-    assert pd.metrics.steady_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
-    assert pd.metrics.run_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
+    timeline = simulated("pipedream", pd.Plan.uniform(1, replicas=(4,)), 40)
+    for metrics in (pd.metrics.steady_metrics(timeline), pd.metrics.run_metrics(timeline)):
+        assert metrics.throughput_per_s == pytest.approx(4 / 3)
 
 
 def test_run_without_steady_part_is_refused() -> None:
-    plan = pd.Plan.uniform(3)
-    gpipe = simulate(pd.lower(pd.schedules.build("gpipe", plan, 6)), costs(plan), 6)
-    with pytest.raises(ValueError, match="this run of 6 microbatches drains earlier"):
-        pd.metrics.steady_metrics(gpipe)
-    with pytest.raises(ValueError, match="beyond 8 backwards"):
-        pd.metrics.steady_metrics(gpipe, skip=7)
+    gpipe = simulated("gpipe", pd.Plan.uniform(3), 6, 6)
+    for skip, words in ((0, "this run of 6 microbatches drains earlier"), (7, "beyond 8 backwards")):
+        with pytest.raises(ValueError, match=words):
+            pd.metrics.steady_metrics(gpipe, **{"skip": skip} if skip else {})
 
 
 def test_in_flight_counts_until_the_weight_gradient() -> None:

@@ -50,13 +50,11 @@ def test_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "rate"), [(A100, 31.5e9), (OTHER, 15.75e9)])
 def test_gpus_over_pcie(monkeypatch: pytest.MonkeyPatch, name: str, rate: float) -> None:
-    _fake_gpus(monkeypatch, name, name, peers=name == OTHER)
-    assert probe_gpus(2).bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
-
-
-def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake_gpus(monkeypatch, H200, H200, free=100 * GB)
-    assert probe_gpus(2).memory_bytes == 98 * GB
+    """Memory that others use is not there."""
+    _fake_gpus(monkeypatch, name, name, peers=name == OTHER, free=100 * GB)
+    cluster = probe_gpus(2)
+    assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
+    assert cluster.memory_bytes == 98 * GB
 
 
 def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,23 +65,20 @@ def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.bandwidth_bytes_per_s > 1e12
 
 
-@pytest.mark.parametrize(("workers", "local", "sizes"), [(8, 4, ()), (8, 2, ()), (6, 4, (4, 2))])
+@pytest.mark.parametrize(
+    ("gpus", "workers", "local", "widths", "sizes"),
+    [(4, 8, 4, [4, 2], ()), (4, 8, 2, [2, 4], ()), (4, 6, 4, [4, 2], (4, 2)), (1, 3, None, [3], ())],
+)
 def test_more_workers_than_gpus_are_on_machines_like_this(
-    monkeypatch: pytest.MonkeyPatch, workers: int, local: int, sizes: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, gpus: int, workers: int, local: int | None, widths: list[int], sizes: Any
 ) -> None:
-    _fake_gpus(monkeypatch, *[H200] * 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    _fake_gpus(monkeypatch, *[H200] * gpus)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     cluster = probe_gpus(workers)
     assert cluster.workers == workers
-    assert [level.width for level in cluster.levels] == [local, -(-workers // local)]
+    assert [level.width for level in cluster.levels] == widths
     assert cluster.levels[0].sizes == sizes
-    assert cluster.bandwidth_bytes_per_s == 1.25e9
-
-
-def test_one_gpu_in_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake_gpus(monkeypatch, H200)
-    cluster = probe_gpus(3)
-    assert [level.width for level in cluster.levels] == [3]
     assert cluster.bandwidth_bytes_per_s == 1.25e9
 
 

@@ -4,7 +4,6 @@ Faults of training begin after the first minibatch, which the library compares b
 """
 
 import importlib
-import importlib.util
 import itertools
 import os
 import sys
@@ -14,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,20 +21,6 @@ import pytest
 import torch
 from commands import load_script
 from marks import spread
-
-from pipedream.profiler.stopwatch import Stopwatch
-from pipedream.runtime.checkpoint import optimizer_state
-from pipedream.runtime.results.recorder import Recorder
-from pipedream.runtime.stage import stage_module
-from pipedream.runtime.stage.generators import LayerGenerators
-from pipedream.runtime.stage.host_store import SharedWeights
-from pipedream.runtime.stage.predictions import WeightPredictions
-from pipedream.runtime.stage.split_backward import Deferred
-from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import Versions
-from pipedream.runtime.update.compensation import Compensator
-from pipedream.runtime.update.loss_scale import LossScale
-from pipedream.runtime.update.optimizer import Optimizer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
@@ -82,7 +68,7 @@ def _lose_weight_gradients(run: Any) -> Any:
 
 
 def _write_in_place(choose_storage: Any) -> Any:
-    def wrong(self: Versions, coming: Any) -> None:
+    def wrong(self: Any, coming: Any) -> None:
         self._single = True
         choose_storage(self, coming)
 
@@ -105,58 +91,75 @@ def _compile_each_time(compile_layer: Any, layer: Any, arguments: Any) -> Any:
     return run
 
 
-FAULTS: tuple[tuple[Any, str, Any, str, Fault], ...] = (
-    (speed.facts, "copy_bytes_per_s", speed, "name_device", lambda name: lambda device: "H200"),
-    (results.equality, "gpipe_differing_weights", Optimizer, "normalise", _divide_by_too_much),
+def _sleep() -> None:
+    time.sleep(2e-3)
+
+
+FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
+    (speed.facts, "copy_bytes_per_s", "speed_checks:name_device", lambda name: lambda device: "H200"),
+    (results.equality, "gpipe_differing_weights", "runtime.update.optimizer:Optimizer.normalise", _divide_by_too_much),
     (
-        results.equality, "dropout_differing_weights", LayerGenerators, "seed",
+        results.equality, "dropout_differing_weights", "runtime.stage.generators:LayerGenerators.seed",
         lambda seed: lambda self, microbatch, layer: seed(self, microbatch + (microbatch > 3), layer),
     ),
-    (results.equality, "zb_h1_distance", Deferred, "run", _lose_weight_gradients),
-    (results.equality, "pipedream_distance", Versions, "choose_storage", _write_in_place),
-    (results.equality, "pipedream_2bw_distance", Versions, "read", _read_newest),
-    (results.equality, "pipemare_distance", WeightPredictions, "after_step", _do_nothing),
-    (results.equality, "spectrain_distance", WeightPredictions, "_advance", _do_nothing),
-    (results.equality, "roundpipe[delay=1]_distance", SharedWeights, "copy", _read_newest_stored),
-    (results.recurrent, "lstm_seconds_by_plain", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
-    (results.precision, "bf16_loss_distance", Versions, "cast", _do_nothing),
+    (results.equality, "zb_h1_distance", "runtime.stage.split_backward:Deferred.run", _lose_weight_gradients),
+    (results.equality, "pipedream_distance", "runtime.stage.versions:Versions.choose_storage", _write_in_place),
+    (results.equality, "pipedream_2bw_distance", "runtime.stage.versions:Versions.read", _read_newest),
+    (results.equality, "pipemare_distance", "runtime.stage.predictions:WeightPredictions.after_step", _do_nothing),
+    (results.equality, "spectrain_distance", "runtime.stage.predictions:WeightPredictions._advance", _do_nothing),
     (
-        results.precision, "fp16_skipped_updates", LossScale, "update",
+        results.equality, "roundpipe[delay=1]_distance", "runtime.stage.host_store:SharedWeights.copy",
+        _read_newest_stored,
+    ),
+    (results.recurrent, "lstm_seconds_by_plain", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
+    (results.precision, "bf16_loss_distance", "runtime.stage.versions:Versions.cast", _do_nothing),
+    (
+        results.precision, "fp16_skipped_updates", "runtime.update.loss_scale:LossScale.update",
         lambda update: lambda self, finite: update(self, True),
     ),
-    (results.precision, "lstm_weights_that_did_not_move", Compensator, "step", _do_nothing),
-    (results.waits, "1f1b_waits", StageModule, "forward", _do_before(lambda: torch.cuda.synchronize())),
-    (speed.host, "1f1b_host_by_plain", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
-    (speed.throughput, "rate_by_plain_at_0.1_ms", StageModule, "forward", _do_before(partial(time.sleep, 2e-3))),
-    (speed.memory, "1f1b_growth_bytes", Recorder, "note", _do_before(lambda: LEAKED.append(torch.ones(1)))),
-    (speed.memory, "peak_by_plan", StageModule, "backward", _do_before(lambda: torch.ones(1 << 14))),
+    (results.precision, "lstm_weights_that_did_not_move", "runtime.update.compensation:Compensator.step", _do_nothing),
     (
-        speed.clock, "large_profile_by_whole_model", Stopwatch, "laps_s",
+        results.waits, "1f1b_waits", "runtime.stage.stage_module:StageModule.forward",
+        _do_before(lambda: torch.cuda.synchronize()),
+    ),
+    (speed.host, "1f1b_host_by_plain", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
+    (speed.throughput, "rate_by_plain_at_0.1_ms", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
+    (
+        speed.memory, "1f1b_growth_bytes", "runtime.results.recorder:Recorder.note",
+        _do_before(lambda: LEAKED.append(torch.ones(1))),
+    ),
+    (
+        speed.memory, "peak_by_plan", "runtime.stage.stage_module:StageModule.backward",
+        _do_before(lambda: torch.ones(1 << 14)),
+    ),
+    (
+        speed.clock, "large_profile_by_whole_model", "profiler.stopwatch:Stopwatch.laps_s",
         lambda laps_s: lambda self: [2.0 * lap_s for lap_s in laps_s(self)],
     ),
-    (results.checkpoint, "differing_weights", optimizer_state, "restore", _do_nothing),
+    (results.checkpoint, "differing_weights", "runtime.checkpoint.optimizer_state:restore", _do_nothing),
     (
-        results.compiled, "compilations_before_the_first_update", stage_module, "_compile",
+        results.compiled, "compilations_before_the_first_update", "runtime.stage.stage_module:_compile",
         lambda compile_layer: lambda layer, arguments: layer,
     ),
     (
-        results.compiled, "recompilations", stage_module, "_compile",
+        results.compiled, "recompilations", "runtime.stage.stage_module:_compile",
         lambda compile_layer: partial(_compile_each_time, compile_layer),
     ),
 )  # fmt: skip
-"""Check, its finding that must fail, and what is replaced in the library: its owner, its name, by what."""
+"""Check, its finding that must fail, what is replaced, mostly in the runtime, and by what."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 @pytest.mark.parametrize(
-    ("check", "finding", "owner", "name", "fault"),
+    ("check", "finding", "place", "fault"),
     spread((pytest.param(*row, id=row[1], marks=pytest.mark.slow) for row in FAULTS), every=4),
 )
 def test_a_fault_fails_its_finding(
-    check: Any, finding: str, owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    check: Any, finding: str, place: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    place = place if place.startswith("speed_checks") else f"pipedream.{place}"
+    monkeypatch.setattr(place.replace(":", "."), fault(resolve_name(place)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import load_script
+from commands import Run, load_script
 from marks import published
 from paper_tables import graph_txt
 from paper_tables.graph_txt import GraphText
 from table_1 import TABLE_1, Row
 
 import pipedream as pd
-from pipedream import cli
-from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "paper_tables"
@@ -59,11 +57,9 @@ def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
     return run
 
 
-def test_cuts_across_branches(convert: Convert, capfd: pytest.CaptureFixture[str]) -> None:
-    profile = convert(text(NODES))
-    options = ["--workers", "2", "--bandwidth", "1e9", "--strategy", "search", "--json"]
-    assert cli.main(["plan", str(profile), *options]) == 0
-    answer = json.loads(capfd.readouterr().out)
+def test_cuts_across_branches(convert: Convert, run_command: Run) -> None:
+    options = ("--workers", 2, "--bandwidth", "1e9", "--strategy", "search", "--json")
+    answer = json.loads(run_command("plan", convert(text(NODES)), *options)[1])
     assert (answer["config"], answer["slowest_stage_s"]) == ("1-1", 0.007)
     assert answer["planning_s"] > 0
     assert "optimal" in answer["note"]
@@ -127,7 +123,7 @@ def test_published_profiles(name: str) -> None:
     """At 16 workers: those with few cuts are solved, the three with very many nearly; each in seconds."""
     profile = GraphText.load(published(name)).profile(name)
     began = time.process_time()
-    plan = planning.plan(profile, pd.Cluster.flat(16, 1.25e9), strategy="search")
+    plan = pd.plan(profile, pd.Cluster.flat(16, 1.25e9), strategy="search")
     assert time.process_time() - began < 30  # ten times what it takes, for machines differ
     gap = plan.slowest_stage_s / plan.bound_s - 1
     assert 0 <= gap <= (0.02 if name in WIDE else 0.0)
@@ -136,7 +132,7 @@ def test_published_profiles(name: str) -> None:
     assert sorted(owner) == sorted(names)
     assert all(owner[names[a]] <= owner[names[b]] for a, b in profile.graph.edges)
     if name not in WIDE:
-        simulated = planning.plan(profile, pd.Cluster.flat(16, 1.25e9))
+        simulated = pd.plan(profile, pd.Cluster.flat(16, 1.25e9))
         assert score(simulated).period_s <= score(plan).period_s * (1 + 1e-9)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 import pipedream as pd
-from pipedream.core.plan.depth import noam
 from pipedream.simulator import costs, simulate
 
 Simulated = Callable[..., pd.Timeline]
@@ -40,7 +39,7 @@ def digits_plan() -> pd.Plan:
         pd.Stage(0, 3, 2, 4e-3, 8e-3, 5e-4, 400_000, 10**6, 2 * 10**6, 0, 80 * 10**6, ("conv1", "conv2", "pool")),
         pd.Stage(3, 5, 1, 2.2e-3, 4.1e-3, 4e-4, 40_000, 10**6, 9 * 10**6, 0, 120 * 10**6, ("fc1", "fc<2>")),
     )
-    return pd.Plan(rows, noam((2, 1)), pd.Cluster.flat(3, 1e9), model="Digits", batch=64, note="best of all cuts")
+    return pd.Plan(rows, (2, 1), pd.Cluster.flat(3, 1e9), model="Digits", batch=64, note="best of all cuts")
 
 
 @pytest.fixture(scope="session")

@@ -101,20 +101,19 @@ def test_uneven_times(measured: pd.Timeline) -> None:
     assert all(re.search(rf"\bB{k}\b", picture) for k in begun)
 
 
-def test_a_column_shows_what_its_middle_meets() -> None:
-    times = {"F0": (0.0, 1.0), "B0": (1.4, 3.4), "F1": (3.6, 4.4), "B1": (4.6, 6.6)}
-    spans = tuple(Span(0, name[0], 0, int(name[1]), start, end) for name, (start, end) in times.items())
-    timeline = pd.Timeline("x", "measured", 1, spans, 2)
-    assert grid(timeline, slot_s=1.0).splitlines()[1] == "rank 0 | F0 B0 == .  F1 B1 =="
-
-
-def test_two_stages_on_a_rank_are_told_apart() -> None:
-    spans = (Span(0, "F", 0, 0, 0.0, 1.0), Span(0, "F", 1, 0, 1.0, 2.0))
-    assert grid(pd.Timeline("x", "simulated", 1, spans, 1)).splitlines()[1] == "rank 0 | 0F0 1F0"
-
-
-def test_nothing_ran() -> None:
-    assert grid(pd.Timeline("x", "simulated", 2, (), 0)).splitlines() == ["time   |", "rank 0 |", "rank 1 |"]
+@pytest.mark.parametrize(
+    ("spans", "rank_0"),
+    [
+        # A column shows what its middle meets.
+        ("F 0 0 0.0 1.0, B 0 0 1.4 3.4, F 0 1 3.6 4.4, B 0 1 4.6 6.6", "rank 0 | F0 B0 == .  F1 B1 =="),
+        ("F 0 0 0.0 1.0, F 1 0 1.0 2.0", "rank 0 | 0F0 1F0"),  # two stages
+        ("", "rank 0 |"),
+    ],
+)
+def test_pictures_of_spans(spans: str, rank_0: str) -> None:
+    words = [span.split() for span in spans.split(", ") if span]
+    drawn = tuple(Span(0, kind, int(s), int(k), float(a), float(b)) for kind, s, k, a, b in words)
+    assert grid(pd.Timeline("x", "measured", 1, drawn, 2), slot_s=1.0).splitlines()[1] == rank_0
 
 
 def test_a_window_begins_at_its_first_span(simulated: Simulated) -> None:

@@ -82,21 +82,14 @@ def test_a_window_is_cut_at_its_edges(simulated: Simulated) -> None:
 
 
 def test_colours_follow_the_screen_and_have_a_fallback(simulated: Simulated) -> None:
+    """In a file they are literal: converters that know no CSS variables draw black what has one."""
     picture = timeline_svg(simulated("gpipe"))
     assert "prefers-color-scheme:dark" in picture
     for shape in re.findall(r"<(?:rect|text|line|g) [^>]*class=[^>]*>", picture):
         if 'class="op"' not in shape and 'class="idle"' not in shape:  # their group has it
             assert re.search(r'(fill|stroke)="#[0-9a-f]{6}"', shape), shape
-
-
-def test_a_file_has_literal_colours(simulated: Simulated) -> None:
-    """Converters that know no CSS variables draw black what has one."""
-    assert "var(" not in timeline_svg(simulated("gpipe"))
-    assert "var(" not in curve_svg(enumerate([3.0, 2.0]), marks=[1], named=[(1, "x")])
-
-
-def test_inlined_it_names_no_address(simulated: Simulated) -> None:
-    assert "http" not in timeline_svg(simulated("gpipe"), standalone=False)
+    assert "var(" not in picture + curve_svg(enumerate([3.0, 2.0]), marks=[1], named=[(1, "x")])
+    assert "http" not in timeline_svg(simulated("gpipe"), standalone=False), "inlined it names no address"
 
 
 def test_nothing_ran() -> None:
