@@ -1,7 +1,9 @@
 """Weights of a model's own loss: the weighted mean of the parts is the loss of the whole, or the split is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as by_its_own_name
 from torch.nn.utils.rnn import pack_sequence
 
-import pipedream
 import pipedream as pd
 from pipedream.runtime.data.splitter import known_samples, split_batch
 from pipedream.runtime.results.loss_calls import LossCalls
@@ -255,7 +256,7 @@ def test_an_error_in_a_forward_leaves_torch_as_it_was() -> None:
         with pytest.raises(IndexError):
             _scored(loss, lambda b: F.cross_entropy(*_flat(b)).view(1)[1], _batch(), 0)
         assert F.cross_entropy is HELD
-        assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
+        assert torch.overrides._get_current_function_mode() is None
         _scored(loss, RECOGNISED["padding"], _batch(), 0)
 
 
@@ -323,16 +324,12 @@ def test_a_loss_that_gives_pairs_is_not_watched_again(monkeypatch: pytest.Monkey
     assert len(entered) == 1
 
 
-def _compiled() -> nn.Module:
-    forward = lambda self, b: F.cross_entropy(self.inner(b["x"]).flatten(0, 1), b["labels"].flatten())  # noqa: E731
-    return Built(forward, inner=nn.Linear(C, C, dtype=torch.float64))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
     torch._dynamo.reset()
-    model = _compiled()
+    forward = lambda self, b: F.cross_entropy(self.inner(b["x"]).flatten(0, 1), b["labels"].flatten())  # noqa: E731
+    model = Built(forward, inner=nn.Linear(C, C, dtype=torch.float64))
     expected = float(model(_batch()).detach())
     if whole:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -358,17 +355,10 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
     captured = pd.capture(model, (batch,))
     other = replace(captured.graph, loss_weight="other")
     assert pd.LayerGraph.from_json(other.to_json()) == other
-    plan = plan_of(model, (batch,), (1,))
-
-    def make() -> Any:
-        return pipedream.Pipeline(
-            model, plan, schedule="1f1b", microbatches=microbatches, optimizer=torch.optim.SGD, loss=None
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream.pipeline, "find_plan_layers", lambda *_: replace(captured, graph=other))
-        if microbatches == 1:
-            make()
-        else:
-            with pytest.raises(pd.PipelineError, match="not a mean over samples"):
-                make()
+    make = partial(pd.Pipeline, model, plan_of(model, (batch,), (1,)), loss=None, optimizer=torch.optim.SGD)
+    expectation = (
+        pytest.raises(pd.PipelineError, match="not a mean over samples") if microbatches > 1 else nullcontext()
+    )
+    with pytest.MonkeyPatch.context() as patch, expectation:
+        patch.setattr(pd.pipeline, "find_plan_layers", lambda *_: replace(captured, graph=other))
+        make(schedule="1f1b", microbatches=microbatches)

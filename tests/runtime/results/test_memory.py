@@ -1,5 +1,6 @@
 """The measured peak is of the same thing as the predicted one: tensors, and not libraries or other ranks' models."""
 
+import copy
 import os
 import resource
 from functools import partial
@@ -10,8 +11,9 @@ import processes
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from first_minibatches import plan_of
 from torch import nn
-from training import train
+from training import SGD, train
 
 import pipedream as pd
 from pipedream import metrics
@@ -22,6 +24,8 @@ from pipedream.workflows import profile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MB = 1 << 20
+X, PAIR = torch.ones(2, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+PLAN = plan_of(PAIR, X, (1,))
 
 
 def test_tensors_count_once_with_their_gradients_and_state() -> None:
@@ -125,7 +129,7 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    model, x = PAIR[0], X
     profiled = pd.profile(nn.Sequential(model), x, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
     monkeypatch.setattr(process_group, "process_device", lambda name: torch.device(name))
@@ -145,7 +149,7 @@ def _train(width: int) -> tuple[pd.Timeline, tuple[int, ...], int]:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
     x, y = torch.randn(64, width), torch.randn(64, width)
     optimizer: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    plan = pd.plan(pd.profile(model, x, runs=2, optimizer=optimizer), pd.Cluster.flat(2), shape="straight")
+    plan = pd.plan(pd.profile(model, x, runs=2, optimizer=optimizer), pd.Cluster.flat(2), cuts=(4,))
     with pd.Pipeline(model, plan, schedule="gpipe", microbatches=4, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
         list(pipeline.train([(x, y)] * 10))
         return pipeline.timeline(), tuple(stage.parameter_bytes for stage in plan.stages), pipeline.rank
@@ -174,17 +178,15 @@ def test_workers_of_one_process_share_a_figure() -> None:
 
 
 def test_out_of_memory_says_what_to_set() -> None:
-    def fill(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if module.training and not x.is_meta:
+    def fill(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if module.training and not inputs[0].is_meta:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
-        return x
 
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
-    plan = pd.plan(pd.profile(model, x, runs=1), pd.Cluster.flat(2), shape="straight")
-    model[1].register_forward_pre_hook(lambda module, inputs: fill(module, *inputs))
+    model = copy.deepcopy(PAIR)
+    model[1].register_forward_pre_hook(fill)
     words = r"rank 1, stage 1, 1F0: .*CUDA out of memory(.|\n)*expandable_segments:True"
     with pytest.raises(pd.PipelineError, match=words):
-        train(model, plan, [(x, x)], loss=nn.MSELoss(), check=False)
+        train(model, PLAN, [(X, X)], loss=nn.MSELoss(), check=False)
 
 
 def _count_new_pages() -> int:
@@ -220,11 +222,8 @@ def test_a_session_says_what_its_workers_take(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pipedream.runtime.session.session.keep_freed_memory", lambda *sizes: calls.append(sizes))
     monkeypatch.setattr("pipedream.pipeline.available_bytes", lambda device, sharing: 7000)
     monkeypatch.setattr("pipedream.pipeline.host_bytes", lambda: 9000)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
-    plan = pd.plan(pd.profile(model, x, runs=1), pd.Cluster.flat(2), shape="straight")
-    optimizer: Any = partial(torch.optim.SGD, lr=0.1)
-    with pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer):
-        assert calls == [(sum(stage.peak_bytes for stage in plan.stages), 7000)]
+    with pd.Pipeline(PAIR, PLAN, loss=nn.MSELoss(), optimizer=SGD):
+        assert calls == [(sum(stage.peak_bytes for stage in PLAN.stages), 7000)]
 
 
 @pytest.mark.parametrize(

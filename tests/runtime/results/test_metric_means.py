@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from first_minibatches import SGD, plan_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 
 
@@ -25,17 +24,6 @@ def f1(output: Tensor, labels: Tensor) -> Tensor:
     """Is 0 on the first minibatch, for the whole and for its parts."""
     positive, true = output.argmax(1) == 1, labels == 1
     return 2 * (positive & true).sum() / (positive.sum() + true.sum()).clamp(min=1)
-
-
-class Collects:
-    """Keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, output: Tensor, labels: Tensor) -> float:
-        self.sizes.append(len(labels))
-        return float(correct(output, labels).float().mean())
 
 
 MEANS: dict[str, Callable[[Any, Any], Any]] = {
@@ -67,9 +55,8 @@ def values(metric: Callable[[Any, Any], Any], microbatches: int) -> list[float]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
     model[3].bias.data[0] = 3.0
-    profile = pd.profile(model, BATCH[0], warmup=0, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(1), schedule="1f1b", microbatches=microbatches, shape=(1,))
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD, metrics={"it": metric}) as pipeline:
+    options = {"loss": F.cross_entropy, "optimizer": SGD, "schedule": "1f1b", "microbatches": microbatches}
+    with pd.Pipeline(model, plan_of(model, BATCH[0], ()), metrics={"it": metric}, **options) as pipeline:
         return [done.metrics["it"] for done in pipeline.train([BATCH])]
 
 
@@ -87,6 +74,15 @@ def test_what_is_no_mean_is_refused_for_parts(name: str) -> None:
 
 
 def test_a_metric_that_keeps_something_is_not_called_twice() -> None:
+    class Collects:
+        """Keeps what it gets."""
+
+        sizes: tuple[int, ...] = ()
+
+        def __call__(self, output: Tensor, labels: Tensor) -> float:
+            self.sizes += (len(labels),)
+            return float(correct(output, labels).float().mean())
+
     metric = Collects()
     values(metric, 2)
-    assert metric.sizes == [4, 4]
+    assert metric.sizes == (4, 4)

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from cases import Case, Outcome, run
+from cases import Case, Outcome, make_pipeline, run
 from marks import thinned
 
 import pipedream as pd
@@ -31,20 +30,25 @@ CASES = tuple(
 )
 
 
-def outcome(case: Case, late: bool) -> Outcome:
-    """Runs a case with losses that are read at once, or late as on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "Results", partial(_make_results, late))
-        return run(case)
+def read_late(patch: pytest.MonkeyPatch, late: bool = True) -> None:
+    """Lets losses be read late, as on a GPU, or at once."""
+    make = lambda *arguments, **keywords: Results(*arguments, **keywords | {"reads_late": late})  # noqa: E731
+    patch.setattr(assemble, "Results", make)
 
 
-def _make_results(is_late: bool, *arguments: Any, **keywords: Any) -> Results:
-    return Results(*arguments, **keywords | {"reads_late": is_late})
+def outcomes(case: Case) -> list[Outcome]:
+    """Runs a case with losses that are read at once, and late."""
+    answers = []
+    for late in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            read_late(patch, late)
+            answers.append(run(case))
+    return answers
 
 
 @pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
-    at_once, late = outcome(case, False), outcome(case, True)
+    at_once, late = outcomes(case)
     assert late.dones == at_once.dones
     for name, tensor in at_once.state.items():
         assert torch.equal(late.state[name], tensor)
@@ -53,15 +57,9 @@ def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
 def test_a_drain_gives_what_is_read_late() -> None:
     """The loop is left one minibatch later, and gets every result."""
     case = Case("mlp", "1f1b", 3, microbatches=3, evaluate_at=(7,), epochs=5)
-    at_once, late = outcome(case, False), outcome(case, True)
+    at_once, late = outcomes(case)
     assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
     assert late.dones == at_once.dones
-
-
-def pipeline(loss: Any, stages: int, **options: Any) -> pd.Pipeline:
-    animal = zoo.make("mlp")
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    return pd.Pipeline(animal.model, zoo.plan_of(animal, stages), loss=loss, optimizer=optimizer, **options)
 
 
 def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +71,9 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
         send(channel, message)
 
     monkeypatch.setattr(LocalChannel, "send", counted)
-    with pipeline(F.cross_entropy, 3, schedule="1f1b", microbatches=2) as trained:
-        results = [
-            id(sender) for worker in trained._session.workers_here.workers for sender in worker.results.senders.values()
-        ]
+    with make_pipeline("mlp", (1, 1, 1), schedule="1f1b", microbatches=2) as trained:
+        workers = trained._session.workers_here.workers
+        results = [id(sender) for worker in workers for sender in worker.results.senders.values()]
         assert len(list(trained.train(zoo.make("mlp").batches))) == 5
         assert not any(sent[channel] for channel in results)
         assert sum(sent.values()) > 5 * 2 * 4
@@ -85,14 +82,17 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
 
 
 def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "Results", partial(_make_results, True))
+    read_late(monkeypatch)
     calls = []
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         calls.append(1)
         return F.cross_entropy(output, batch[1]) * (float("nan") if len(calls) == 4 else 1.0)
 
-    with pytest.raises(pd.PipelineError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
+    with (
+        pytest.raises(pd.PipelineError, match="the loss of minibatch 3 is nan"),
+        make_pipeline("mlp", loss=loss) as trained,
+    ):
         list(trained.train(zoo.make("mlp").batches))
 
 
@@ -103,10 +103,10 @@ def test_an_evaluation_on_a_gpu_reads_its_losses_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_HostCopies, "read", lambda copies: reads.append(1) or read(copies))
     answers = []
     for late in (False, True):
-        monkeypatch.setattr(assemble, "Results", partial(_make_results, late))
+        read_late(monkeypatch, late)
         total = torch.zeros((), dtype=torch.float64)
         metrics = {"sum": lambda output, batch, total=total: total.add_(output.sum())}
-        with pipeline(F.cross_entropy, 2, metrics=metrics) as trained:
+        with make_pipeline("mlp", metrics=metrics) as trained:
             answers.append(trained.evaluate(zoo.make("mlp").batches))
     assert answers[0] == answers[1]
     assert len(reads) == 1

@@ -1,13 +1,13 @@
 """Timelines of processes whose clocks differ, as those of machines do: seconds since each one's start, with drift."""
 
 import time
-from functools import partial
 
 import processes
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from cases import make_pipeline
 from marks import slow
 
 import pipedream as pd
@@ -20,14 +20,9 @@ def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:
     real = time.perf_counter
     if dist.get_rank() == 1:
         time.perf_counter = lambda: shift_s + (1 + drift) * real()
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 2)
-    optimizer = partial(torch.optim.SGD, lr=0.1)
     start = real()
-    with pd.Pipeline(
-        animal.model, plan, schedule="gpipe", microbatches=3, loss=animal.loss, optimizer=optimizer
-    ) as pipeline:
-        list(pipeline.train(animal.batches, epochs=3))
+    with make_pipeline("mlp", schedule="gpipe", microbatches=3) as pipeline:
+        list(pipeline.train(zoo.make("mlp").batches, epochs=3))
         timeline = pipeline.timeline()
     return timeline, real() - start
 
