@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from first_minibatches import plan_of
+from first_minibatches import SGD, plan_of
 from torch import nn
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream import Pipeline
 
 SIZE = 8
 BEFORE = r"comparison of the first minibatch.*a microbatch has one sample.*drop_last=True.*fewer microbatches"
@@ -24,38 +22,29 @@ def model_of(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 3))
 
 
-def frozen() -> nn.Module:
-    model = model_of(nn.BatchNorm1d(6))
-    model[1].eval()  # type: ignore[index]
-    return model
-
-
-MODELS = {
-    "batch norm": lambda: model_of(nn.BatchNorm1d(6)),
-    "group norm": lambda: model_of(nn.GroupNorm(6, 6)),
-    "frozen": frozen,
-    "layer norm": lambda: model_of(nn.LayerNorm(6)),
-    "several values": lambda: model_of(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()),
-}
+def batches(last: int) -> list[Any]:
+    return [(torch.randn(size, 4), torch.randint(0, 3, (size,))) for size in (SIZE, SIZE, last)]
 
 
 class Unknown:
     """A loader whose last batch is not known before it comes."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
     def __iter__(self) -> Iterator[Any]:
-        yield from self.batches
+        yield from batches(5)
 
 
-def batches(last: int) -> list[Any]:
-    return [(torch.randn(size, 4), torch.randint(0, 3, (size,))) for size in (SIZE, SIZE, last)]
+MODELS = {
+    "batch norm": lambda: model_of(nn.BatchNorm1d(6)),
+    "group norm": lambda: model_of(nn.GroupNorm(6, 6)),
+    "frozen": lambda: model_of(nn.BatchNorm1d(6).eval()),
+    "layer norm": lambda: model_of(nn.LayerNorm(6)),
+    "several values": lambda: model_of(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()),
+}
 
 
 def data_loader(last: int, **options: Any) -> DataLoader[Any]:
     samples = [sample for batch in batches(last) for sample in zip(*batch, strict=True)]
-    return DataLoader(samples, SIZE, **options)  # type: ignore[arg-type]
+    return DataLoader(samples, SIZE, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +55,7 @@ def data_loader(last: int, **options: Any) -> DataLoader[Any]:
         ("batch norm", data_loader(3), 4, BEFORE, 0),
         ("batch norm", data_loader(6), 4, BEFORE, 0),
         ("group norm", data_loader(5, shuffle=True), 4, BEFORE, 0),
-        ("batch norm", Unknown(batches(5)), 4, LATE, 2),
+        ("batch norm", Unknown(), 4, LATE, 2),
         ("batch norm", data_loader(SIZE), SIZE, BEFORE, 0),
         ("batch norm", data_loader(5, drop_last=True), 4, "", 2),
         ("batch norm", data_loader(SIZE), 4, "", 3),
@@ -75,13 +64,11 @@ def data_loader(last: int, **options: Any) -> DataLoader[Any]:
     ],
 )
 def test_one_sample_is_refused_before_the_epoch(name: str, loader: Any, parts: int, reason: str, trained: int) -> None:
-    model, numbers = MODELS[name](), list[int]()
-    plan = plan_of(model, torch.randn(SIZE, 4), (1,))
-    sgd = partial(torch.optim.SGD, lr=0.1)
+    model, done = MODELS[name](), list[pd.Done]()
+    options = {"schedule": "gpipe", "microbatches": parts, "loss": F.cross_entropy, "optimizer": SGD}
     with (
         pytest.raises(pd.PipelineError, match="(?s)" + reason) if reason else nullcontext(),
-        Pipeline(model, plan, schedule="gpipe", microbatches=parts, loss=F.cross_entropy, optimizer=sgd) as pipeline,
+        pd.Pipeline(model, plan_of(model, torch.randn(SIZE, 4), (1,)), **options) as pipeline,
     ):
-        for done in pipeline.train(loader):
-            numbers.append(done.number)
-    assert len(numbers) == trained
+        done.extend(pipeline.train(loader))
+    assert len(done) == trained

@@ -73,15 +73,8 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
 def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
     loader = Loader(4)
     (reader,) = read(loader, first=2, end=4, skip=3)
-    minibatches = [next(reader) for _ in range(5)]
-    assert [(minibatch.epoch, int(minibatch.batch)) for minibatch in minibatches] == [
-        (2, 3),
-        (3, 0),
-        (3, 1),
-        (3, 2),
-        (3, 3),
-    ]
-    assert next(reader, None) is None
+    places = [(minibatch.epoch, int(minibatch.batch)) for minibatch in reader]
+    assert places == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
     assert reader.count == 5
     assert loader.epochs == [2, 3]
 

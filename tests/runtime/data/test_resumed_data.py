@@ -10,36 +10,31 @@ import processes
 import pytest
 import torch
 import zoo
+from built import Built
+from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 import pipedream as pd
 
 SAMPLES = 48
 
 
-class Seen(nn.Module):
-    """Notes the number of each sample, which is its first feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.samples: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.samples += x[:, 0].int().tolist()
-        return self.inner(x)
+def notice(self: Any, x: Tensor) -> Tensor:
+    """Notices the number of each sample, which is its first feature."""
+    if torch.is_grad_enabled():
+        self.samples += x[:, 0].int().tolist()
+    return self.inner(x)
 
 
 def data(count: int = SAMPLES) -> Tensor:
     return torch.stack([torch.arange(float(count)), torch.ones(count)], 1)
 
 
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(data(), data(), strict=True)
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(data(), data(), strict=True)
 
 
 class Batches:
@@ -82,26 +77,8 @@ class Shuffled(Sampler[list[int]]):
             yield from (part.tolist() for part in torch.randperm(SAMPLES).split(self.size))
 
 
-class Whole(Dataset[Any]):
-    """An index is a batch."""
-
-    def __init__(self, size: int) -> None:
-        self.parts = data().split(size)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts[index], self.parts[index]
-
-
 def map_style(size: int, count: int = SAMPLES, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(data(count), data(count)), size, **options)
-
-
-def distributed(size: int) -> DataLoader[Any]:
-    dataset = TensorDataset(data(), data())
-    return DataLoader(dataset, size, sampler=DistributedSampler(dataset, 1, 0))
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
@@ -109,14 +86,14 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "generator": lambda size: map_style(size, shuffle=True, generator=torch.Generator().manual_seed(1)),
     "in order": map_style,
     "drop last": lambda size: map_style(size, shuffle=True, drop_last=True),
-    "distributed": distributed,
+    "distributed": lambda size: map_style(size, sampler=DistributedSampler(range(SAMPLES), 1, 0)),
     "batch sampler": lambda size: DataLoader(TensorDataset(data(), data()), batch_sampler=Shuffled(size)),
     "stream": lambda size: DataLoader(Stream(), size),
     "list": lambda size: list(Batches(size)),
     "iterable": Batches,
     "dicts": lambda size: [{"x": x.numpy()} for x, _ in Batches(size)],
     "state": Counting,
-    "own batches": lambda size: DataLoader(Whole(size), batch_size=None),
+    "own batches": lambda size: DataLoader(list(Batches(size)), batch_size=None),
 }
 
 
@@ -124,15 +101,15 @@ def read_array(batch: Any) -> Tensor:
     return torch.from_numpy(batch["x"])
 
 
-def pipeline(replicas: tuple[int, ...], schedule: str, microbatches: int | None, **options: Any) -> tuple[Any, Seen]:
+def pipeline(
+    replicas: tuple[int, ...], schedule: str, microbatches: int | None, **options: Any
+) -> tuple[pd.Pipeline, Any]:
     torch.manual_seed(3)
-    model = nn.Sequential(Seen(), nn.Linear(2, 2), nn.Linear(2, 2))
-    profile = pd.profile(model, data(8), warmup=0, runs=1)
-    plan = pd.plan(
-        profile, pd.Cluster.flat(sum(replicas)), schedule=schedule, microbatches=microbatches, shape=replicas
-    )
+    model = nn.Sequential(Built(notice, inner=nn.Linear(2, 2), samples=[]), nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = plan_of(model, data(8), tuple(range(1, len(replicas))), replicas)
     settings = {"loss": lambda y, batch: y.square().mean(), "optimizer": partial(torch.optim.SGD, lr=1e-4)}
-    return pd.Pipeline(model, plan, check=False, **settings | options), model[0]
+    settings |= {"schedule": schedule, "microbatches": microbatches, "check": False} | options
+    return pd.Pipeline(model, plan, **settings), model[0]
 
 
 def train(
@@ -143,10 +120,7 @@ def train(
     schedule: str = "1f1b",
     **options: Any,
 ) -> list[int]:
-    """Trains up to a minibatch, and saves; without one, loads and trains to the end of the second epoch.
-
-    Returns the samples in their order.
-    """
+    """Trains up to a minibatch, and saves, or from there to the end of the second epoch; returns the samples."""
     trained, layer = pipeline(replicas, schedule, options.pop("microbatches", 1), **options)
     torch.manual_seed(3 if until else 4)
     with trained:
@@ -254,10 +228,10 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
     losses = {}
     torch.manual_seed(3 if resume is None else 4)
     options: dict[str, Any] = {"loss": lambda y, x: (y * x).mean(), "inputs": lambda x: x[0], "targets": lambda x: x[0]}
-    optimizer: Any = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
+    options["optimizer"] = partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
     if schedule == "basis_rotation":
-        optimizer = partial(torch.optim.Adam, lr=1e-6)
-    with pd.Pipeline(model, plan, optimizer=optimizer, check=False, **options) as trained:
+        options["optimizer"] = partial(torch.optim.Adam, lr=1e-6)
+    with pd.Pipeline(model, plan, check=False, **options) as trained:
         if resume is not None:
             trained.load(resume)
         for done in trained.train(loader, until_epoch=3):
@@ -284,10 +258,5 @@ def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Pat
 def test_processes_go_on_with_other_batches(tmp_path: Path) -> None:
     whole = train(LOADERS["shuffling"](8), tmp_path / "whole", 12)
     train(LOADERS["shuffling"](8), tmp_path, 4)
-    rows = processes.team(2).results(train_here, tmp_path)
-    assert sorted([*rows[0], *rows[1]]) == sorted(whole[32:])
-
-
-def train_here(folder: Path) -> list[int]:
-    """Trains the rest on two replicas; returns what this one has layer."""
-    return train(LOADERS["shuffling"](4), folder, None, (2,), "pipedream")
+    first, second = processes.team(2).results(train, LOADERS["shuffling"](4), tmp_path, None, (2,), "pipedream")
+    assert sorted([*first, *second]) == sorted(whole[32:])

@@ -1,24 +1,24 @@
 """Loaders that write later batches into the memory of earlier ones, which are still in flight."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import shared_memory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from first_minibatches import plan_of
+import training
+from first_minibatches import SGD, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipedream import Pipeline
+import pipedream as pd
 
 SAMPLES, SIZE = 24, 4
 X, Y = torch.randn(SAMPLES, 4, dtype=torch.float64), torch.randint(0, 3, (SAMPLES,))
 BATCHES = list(zip(X.split(SIZE), Y.split(SIZE), strict=True))
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 Arrays = tuple[Any, Any]
 
@@ -37,11 +37,6 @@ def by_memoryview() -> tuple[Arrays, Any]:
     memory = memoryview(bytearray(SIZE * 40))
     arrays = np.frombuffer(memory[: SIZE * 32]).reshape(SIZE, 4), np.frombuffer(memory[SIZE * 32 :], np.int64)
     return arrays, tuple(map(torch.from_numpy, arrays))
-
-
-def in_inference_mode() -> tuple[Arrays, Any]:
-    with torch.inference_mode():
-        return by_torch()
 
 
 class Loader(IterableDataset[Any]):
@@ -68,17 +63,11 @@ def collate_into_one_array() -> DataLoader[Any]:
             arrays[0][i], arrays[1][i] = x, y
         return tensors
 
-    return DataLoader(list(zip(X, Y, strict=True)), SIZE, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(list(zip(X, Y, strict=True)), SIZE, collate_fn=collate)
 
 
-class Opaque:
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = arrays
-
-
-def refilled_dict() -> Loader:
-    batch: dict[str, Any] = {}
-    return Loader(by_torch, 1, lambda tensors: batch.update(x=tensors[0], y=tensors[1]) or batch)
+def refill(batch: dict[str, Any]) -> Callable[..., Any]:
+    return lambda tensors: batch.update(x=tensors[0], y=tensors[1]) or batch
 
 
 def one_array_of_inputs() -> Callable[[Any], torch.Tensor]:
@@ -98,12 +87,18 @@ def of(index: Any) -> dict[str, Any]:
 
 LOADERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     **{
-        f"{sets} {make.__name__}": lambda make=make, sets=sets: (Loader(make, sets), {})  # type: ignore[misc]
-        for make, sets in ((by_torch, 1), (by_numpy, 1), (by_numpy, 2), (by_memoryview, 3), (in_inference_mode, 2))
+        f"{sets} {make.__name__}": lambda make=make, sets=sets: (Loader(make, sets), {})
+        for make, sets in (
+            (by_torch, 1),
+            (by_numpy, 1),
+            (by_numpy, 2),
+            (by_memoryview, 3),
+            (torch.inference_mode()(by_torch), 2),
+        )
     },
-    "refilled dict": lambda: (refilled_dict(), of("xy")),
+    "refilled dict": lambda: (Loader(by_torch, 1, refill({})), of("xy")),
     "own class": lambda: (
-        Loader(by_numpy, 1, lambda tensors: Opaque(tuple(tensor.numpy() for tensor in tensors))),  # type: ignore[arg-type]
+        Loader(by_numpy, 1, lambda tensors: SimpleNamespace(arrays=tuple(tensor.numpy() for tensor in tensors))),
         {
             "inputs": lambda batch: torch.from_numpy(batch.arrays[0]),
             "targets": lambda batch: torch.from_numpy(batch.arrays[1]),
@@ -123,11 +118,8 @@ def model_of() -> nn.Module:
 def train(loader: Any, schedule: str, parts: int, replicas: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
     model = model_of()
     plan = plan_of(model, X[:SIZE], (2, 4)[: len(replicas) - 1], replicas)
-    with Pipeline(
-        model, plan, schedule=schedule, microbatches=parts, loss=F.cross_entropy, optimizer=SGD, **options
-    ) as pipeline:
-        list(pipeline.train(loader))
-        return [tensor.clone() for tensor in pipeline.state_dict().values()]
+    trained = training.train(model, plan, loader, schedule=schedule, microbatches=parts, **options)
+    return list(trained.state.values())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_a_shared_array_is_evaluated_and_predicted_as_others() -> None:
         model = model_of()
         expected = model(X).detach()
         plan = plan_of(model, X[:SIZE], (2,))
-        with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
             assert pipeline.evaluate(loader)["loss"] == pytest.approx(float(F.cross_entropy(expected, Y)))
             assert torch.allclose(torch.cat(list(pipeline.predict(loader))), expected)
     finally:

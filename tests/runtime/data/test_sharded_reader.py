@@ -202,7 +202,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
     plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
     expected = []
     for epoch in range(len(lengths)):
-        plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        plain.batch_sampler.set_epoch(epoch)
         expected += [int(batch) for batch in plain]
     places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
     indices: list[int] = []
@@ -235,17 +235,42 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
     assert len(indices) == len(expected) or stop_reason is not StopReason.DATA
 
 
+def halves(kind: str) -> DataLoader[Any]:
+    """Returns a loader that gives this process half of the samples."""
+    sampler = torch.utils.data.DistributedSampler(range(12), num_replicas=2, rank=0)
+    if kind == "batch_sampler":
+        return DataLoader(range(12), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, drop_last=False))
+    loader = DataLoader(Noise(), sampler=sampler if kind == "sampler" else None)
+    if kind == "dataset":
+        loader.dataset._distributed = SimpleNamespace(rank=0, world_size=2)
+    return loader
+
+
+PARTLY = "gives each of 2 processes only a part of the samples"
+
+
 @pytest.mark.parametrize(
-    "loader", [DataLoader(Numbers(), batch_sampler=[]), iter([]), DataLoader(Stream(), 30, drop_last=True)]
+    ("make", "words"),
+    [
+        (lambda: DataLoader(Numbers(), batch_sampler=[]), "yielded nothing"),
+        (lambda: iter([]), "yielded nothing"),
+        (lambda: DataLoader(Stream(), 30, drop_last=True), "yielded nothing"),
+        *((partial(halves, kind), PARTLY) for kind in ("sampler", "batch_sampler", "dataset")),
+    ],
 )
-def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
-    with pytest.raises(pd.PipelineError, match="yielded nothing"):
-        next(reader_of(loader, DataOrder(), EpochRange()))
+def test_a_loader_without_minibatches_or_with_a_part_of_them_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        next(reader_of(make(), DataOrder(), EpochRange()))
+
+
+def test_a_sampler_for_one_process_is_read() -> None:
+    sampler = torch.utils.data.DistributedSampler(range(12), 1, 0)
+    reader_of(DataLoader(Noise(), sampler=sampler), DataOrder(), EpochRange())
 
 
 def test_a_state_that_json_cannot_hold_is_refused() -> None:
     loader = Stateful()
-    loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
+    loader.state_dict = lambda: {"at": [1, {2}]}
     reader = IterableReader(loader, DataOrder(), EpochRange(), None)
     next(reader)
     with pytest.raises(pd.PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
@@ -263,11 +288,8 @@ def test_replicas_seed_their_workers_apart() -> None:
     def seeds(replica: int, replicas: int) -> set[int]:
         seed_all(2)
         loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
-        return {
-            seed
-            for part in batches_of(reader_of(loader, DataOrder(), EpochRange(), None, replica, replicas))
-            for seed in part[2]
-        }
+        reader = reader_of(loader, DataOrder(), EpochRange(), None, replica, replicas)
+        return {seed for part in batches_of(reader) for seed in part[2]}
 
     seed_all(2)
     plain = {int(seed) for batch in DataLoader(Seeds(), batch_size=4, num_workers=2) for seed in batch}
@@ -284,10 +306,8 @@ def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
 
 def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
-    assert [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-    ]
+    batches = [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(pd.PipelineError, match="give an IterableDataset"):
         next(reader_of(loader, DataOrder(), EpochRange()))
@@ -304,11 +324,8 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
         return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
 
     for has_generator, count in product([False, True], [0, 3, 6, 7, 12]):
-        expected = [
-            (epoch, batch)
-            for epoch, batches in enumerate(plain_loop(make_loader(has_generator), 3))
-            for batch in batches
-        ]
+        epochs = plain_loop(make_loader(has_generator), 3)
+        expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
         reader = IterableReader(make_loader(has_generator), DataOrder(), EpochRange(end=3), None)
         before = batches_of(reader, count)
         position = divmod(count, 6)
@@ -429,20 +446,3 @@ def test_a_data_set_draws_on_from_generators_of_its_own_after_a_resume(kind: Any
     state = json.loads(json.dumps(reader.state(1, 2)))
     resumed = rows_of(reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(1, 2, 2), state))
     assert [row[4:] for row in before + resumed] == expected
-
-
-@pytest.mark.parametrize("where", ["sampler", "batch_sampler", "dataset"])
-def test_what_leaves_samples_to_other_processes_is_refused(where: str) -> None:
-    numbers = Noise()
-    halves = torch.utils.data.DistributedSampler(numbers, num_replicas=2, rank=0)
-    loader: Any = DataLoader(numbers, sampler=halves)
-    if where == "batch_sampler":
-        loader = DataLoader(numbers, batch_sampler=torch.utils.data.BatchSampler(halves, 2, drop_last=False))
-    if where == "dataset":
-        loader = DataLoader(numbers)
-        loader.dataset._distributed = SimpleNamespace(rank=0, world_size=2)
-    with pytest.raises(pd.PipelineError, match="gives each of 2 processes only a part of the samples"):
-        reader_of(loader, DataOrder(), EpochRange())
-    reader_of(
-        DataLoader(Noise(), sampler=torch.utils.data.DistributedSampler(numbers, 1, 0)), DataOrder(), EpochRange()
-    )

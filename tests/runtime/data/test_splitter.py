@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import pipedream as pd
-from pipedream import profile
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.reader import Minibatch
 from pipedream.runtime.data.splitter import (
@@ -23,6 +22,18 @@ from pipedream.runtime.data.splitter import (
     split_batch,
     split_minibatch,
 )
+
+
+def begun(parts: int = 2, batch_dim: BatchDim = 0) -> Splitter:
+    splitter = Splitter(batch_dim)
+    splitter.begin(parts, 0)
+    return splitter
+
+
+def cut(splitter: Splitter, number: int, inputs: Any, targets: Any = ()) -> tuple[list[Any], list[Any]]:
+    """Returns the parts of the inputs and the targets of a minibatch."""
+    parts = splitter.split(number, Minibatch(number, 0, (inputs, targets), False))
+    return tuple([unflatten(pair[i].structure, pair[i].tensors) for pair in parts] for i in (0, 1))
 
 
 def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[list[int], list[Any], list[Any]]:
@@ -69,15 +80,10 @@ def test_the_most_frequent_size_of_keyword_arguments_is_the_number_of_samples() 
 
 def test_only_tensors_of_the_batch_are_split() -> None:
     samples, table = torch.arange(4), torch.arange(6)
-    first, second = split_batch({"x": samples, "table": table}, 4, 2)
+    first, second = split_batch(UserDict({"x": samples, "table": table}), 4, 2)
     assert [part["x"].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
     assert first["table"] is second["table"] is table
-
-
-def test_a_batch_keeps_its_type() -> None:
-    parts = split_batch(UserDict({"ids": torch.arange(3)}), 3, 2)
-    assert [type(part) for part in parts] == [UserDict] * 2
-    assert [part["ids"].tolist() for part in parts] == [[0, 1], [2]]
+    assert type(first) is type(second) is UserDict, "a batch keeps its type"
 
 
 def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
@@ -169,12 +175,10 @@ def test_a_list_of_dicts_whose_length_is_not_the_batchs_is_shared() -> None:
 
 
 def test_a_list_that_is_split_once_is_split_again() -> None:
-    splitter = Splitter()
-    splitter.begin(2, 0)
+    splitter = begun()
     for number, lengths in enumerate(((3, 5, 2), (4, 4), (2, 2))):
         batch = {"ids": torch.arange(len(lengths)), "words": [torch.arange(n) for n in lengths]}
-        parts = splitter.split(number, Minibatch(number, 0, (batch, ()), False))
-        assert sum(len(unflatten(p.structure, p.tensors)["words"]) for p, _ in parts) == len(lengths)
+        assert sum(len(part["words"]) for part in cut(splitter, number, batch)[0]) == len(lengths)
 
 
 @dataclass
@@ -219,13 +223,10 @@ def test_a_list_with_an_item_for_each_sample_is_split(kind: str) -> None:
 
 def test_which_lists_are_split_is_decided_once() -> None:
     """Three names of classes are shared, also in a minibatch of three samples."""
-    splitter = Splitter()
-    splitter.begin(2, 0)
+    splitter = begun()
     for number, count in enumerate((8, 3, 5)):
         batch = {"x": torch.ones(count, 2), "names": ["a", "b", "c"], "texts": list(map(str, range(count)))}
-        parts = splitter.split(number, Minibatch(number, 0, (batch, [batch["texts"], ["b", "c", "d"]]), False))
-        inputs = [unflatten(part.structure, part.tensors) for part, _ in parts]
-        targets = [unflatten(part.structure, part.tensors) for _, part in parts]
+        inputs, targets = cut(splitter, number, batch, [batch["texts"], ["b", "c", "d"]])
         assert [part["names"] for part in inputs] == [["a", "b", "c"]] * 2
         assert [part[1] for part in targets] == [["b", "c", "d"]] * 2
         for texts in ([part["texts"] for part in inputs], [part[0] for part in targets]):
@@ -241,21 +242,14 @@ def test_which_lists_are_split_is_decided_once() -> None:
     ],
 )
 def test_a_list_that_changes_its_meaning_is_refused(first: int, later: int, reason: str) -> None:
-    for batch_dim in (0, {"notes": None}, {"notes": 0}):
-        splitter = Splitter(batch_dim)
-        splitter.begin(2, 0)
+    for parts, batch_dim in ((2, 0), (2, {"notes": None}), (2, {"notes": 0}), (1, 0)):
+        splitter, is_refused = begun(parts, batch_dim), reason and parts == 2 and not batch_dim
         for number, count in enumerate((first, later)):
-            minibatch = Minibatch(number, 0, ({"x": torch.ones(8, 2), "notes": ["a"] * count}, ()), False)
-            with (
-                pytest.raises(pd.PipelineError, match=reason) if reason and number and not batch_dim else nullcontext()
-            ):
-                parts = splitter.split(number, minibatch)
-                notes = [len(unflatten(part.structure, part.tensors)["notes"]) for part, _ in parts]
-                assert notes == ([4, 4] if count == 8 and batch_dim != {"notes": None} else [count] * 2)
-    splitter = Splitter()
-    splitter.begin(1, 0)
-    for number, count in enumerate((first, later)):
-        splitter.split(number, Minibatch(number, 0, ({"x": torch.ones(8, 2), "notes": ["a"] * count}, ()), False))
+            batch = {"x": torch.ones(8, 2), "notes": ["a"] * count}
+            with pytest.raises(pd.PipelineError, match=reason) if number and is_refused else nullcontext():
+                notes = [len(part["notes"]) for part in cut(splitter, number, batch)[0]]
+                is_split = parts == 2 and count == 8 and batch_dim != {"notes": None}
+                assert notes == ([4, 4] if is_split else [count] * parts)
 
 
 def test_lists_of_tensors_of_all_samples_are_not_split() -> None:
@@ -278,18 +272,14 @@ def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
     else:
         special = x.to_sparse(layout=getattr(torch, kind))
     for role, pair in (("inputs", ((x, special), ())), ("targets", ((x,), (x, special)))):
-        splitter = Splitter()
-        splitter.begin(1, 0)
-        splitter.split(0, Minibatch(0, 0, pair, False))
+        splitter = begun(1)
+        cut(splitter, 0, *pair)
         splitter.begin(2, 0)
         with pytest.raises(pd.PipelineError, match=rf"tensor 1 of the {role} is sparse or nested, and cannot be split"):
-            splitter.split(0, Minibatch(0, 0, pair, False))
-    shared = {"x": x, "adjacency": x.to_sparse()}
-    splitter = Splitter({"adjacency": None})
-    splitter.begin(2, 0)
-    assert len(splitter.split(0, Minibatch(0, 0, (shared, ()), False))) == 2
+            cut(splitter, 0, *pair)
+    assert len(cut(begun(2, {"adjacency": None}), 0, {"x": x, "adjacency": x.to_sparse()})[0]) == 2
     with pytest.raises(pd.PipelineError, match=r"cannot be an input; give it dense: x\.to_dense"):
-        profile(torch.nn.Linear(4, 4), {"input": special})
+        pd.profile(torch.nn.Linear(4, 4), {"input": special})
 
 
 def test_first_part_of_a_minibatch() -> None:
@@ -327,18 +317,14 @@ SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
     ],
 )
 def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], reason: str) -> None:
-    splitter = Splitter({"y": 1})
-    splitter.begin(2, 0)
-    splitter.split(0, Minibatch(0, 0, (SHARED, SHARED["x"]), False))
-    batch = SHARED | later
-    second = Minibatch(1, 0, (batch, batch["x"].detach()), True)
+    splitter, batch = begun(2, {"y": 1}), SHARED | later
+    cut(splitter, 0, SHARED, SHARED["x"])
     with pytest.raises(pd.PipelineError, match=reason) if reason else nullcontext():
-        splitter.split(1, second)
+        cut(splitter, 1, batch, batch["x"].detach())
 
 
 def test_a_tensor_whose_dimension_is_given_may_have_any_size() -> None:
-    splitter = Splitter({"context": None})
-    splitter.begin(2, 0)
+    splitter = begun(2, {"context": None})
     for number, size in enumerate((5, 8, 4)):
-        parts = splitter.split(number, Minibatch(number, 0, (SHARED | {"context": torch.ones(size, 5)}, ()), False))
-        assert [len(unflatten(part.structure, part.tensors)["context"]) for part, _ in parts] == [size, size]
+        parts, _ = cut(splitter, number, SHARED | {"context": torch.ones(size, 5)})
+        assert [len(part["context"]) for part in parts] == [size, size]
