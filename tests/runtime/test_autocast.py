@@ -80,8 +80,8 @@ READS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "float": lambda layer, h: F.linear(h, F.normalize(layer.weight.float(), dim=1)),
     "double": lambda layer, h: h.double() @ layer.weight.double().T,
     "normalised": lambda layer, h: F.linear(h, F.normalize(layer.weight), layer.bias),
-    "own function": lambda layer, h: InFull.apply(h, layer.weight),  # type: ignore[no-untyped-call]
-    "in two ways": lambda layer, h: layer(h) + InFull.apply(h, layer.weight),  # type: ignore[no-untyped-call]
+    "own function": lambda layer, h: InFull.apply(h, layer.weight),
+    "in two ways": lambda layer, h: layer(h) + InFull.apply(h, layer.weight),
     "twice": lambda layer, h: layer(torch.relu(layer(h))),
     "type": lambda layer, h: torch.sin(100 * h.float().to(layer.weight.dtype)) + layer(h),
     "without a gradient": without_grad,
@@ -141,15 +141,12 @@ def test_in_other_pipelines(name: str, options: dict[str, Any]) -> None:
     check(make(READS[name]), **options)
 
 
-def test_a_parametrised_weight() -> None:
-    check(make(READS["region without autocast"], weight_norm))
-
-
-def test_a_model_of_one_layer() -> None:
+def test_a_parametrised_weight_and_a_model_of_one_layer() -> None:
     class Cosine(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(F.normalize(x), F.normalize(self.weight.float()))
 
+    check(make(READS["region without autocast"], weight_norm))
     check(Cosine(8, 8), stages=1)
 
 
@@ -192,8 +189,5 @@ def test_conversions_between_layers(convert: Callable[[Tensor], Tensor]) -> None
 
 
 def test_a_region_between_layers_that_converts_nothing() -> None:
-    def forward(self: Any, h: Tensor) -> Tensor:
-        with autocast(None):
-            return self.inner(h)
-
-    check(nn.Sequential(Built(forward, inner=nn.Linear(8, 8)), nn.Linear(8, 8), nn.Softplus()))
+    region = Built(lambda self, h: autocast(None)(self.inner)(h), inner=nn.Linear(8, 8))
+    check(nn.Sequential(region, nn.Linear(8, 8), nn.Softplus()))

@@ -39,7 +39,7 @@ class Frozen:
 
 
 @dataclass
-class Output(OrderedDict):  # type: ignore[type-arg]
+class Output(OrderedDict):
     """Like an output of Hugging Face: the fields that are not None are its items."""
 
     loss: Any = None
@@ -52,7 +52,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
                 self[name] = getattr(self, name)
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
+class Encoding(UserDict):
     """Like a batch of Hugging Face: a mapping with notes of its own."""
 
     def __init__(self, data: Any, notes: Any = None) -> None:
@@ -60,7 +60,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         self.notes = notes
 
 
-class Letters(list):  # type: ignore[type-arg]
+class Letters(list):
     """A list of another class."""
 
 
