@@ -40,15 +40,14 @@ def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(byte_scale: flo
 
 
 class Noted(Group):
-    """A group of one that notes what was started."""
+    """A group of one that notes the sizes of what was started."""
 
     def __init__(self) -> None:
-        self.member = LocalGroup(1).member(0)
         self.started: list[int] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         self.started.append(tensor.numel())
-        return self.member.all_reduce(tensor)
+        return LocalGroup(1).member(0).all_reduce(tensor)
 
 
 @given(HANDLES, st.integers(1, 40), st.integers(1, 80))
@@ -67,20 +66,13 @@ def test_buckets_hold_each_handle_once_from_the_end_on(
     assert ready == sorted(ready, reverse=True), "the bucket whose last gradient comes first goes first"
 
 
-def test_the_first_bucket_is_smaller() -> None:
-    assert fill_buckets([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
-
-
 @given(st.data(), HANDLES, st.integers(2, 4), st.integers(1, 60))
 def test_sums_are_those_of_the_members_in_their_order(
     data: st.DataObject, sizes: list[tuple[int, torch.dtype]], members: int, bucket_bytes: int
 ) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    group, reductions = LocalGroup(members), []
-    for member in range(members):
-        reductions.append(
-            GradientAllReduce(handles, group.member(member), first_bytes=bucket_bytes, bucket_bytes=bucket_bytes)
-        )
+    group, sizes_of_buckets = LocalGroup(members), {"first_bytes": bucket_bytes, "bucket_bytes": bucket_bytes}
+    reductions = [GradientAllReduce(handles, group.member(i), **sizes_of_buckets) for i in range(members)]
     for update in range(2):
         contributions: list[list[torch.Tensor | None]] = []
         for member, reduction in enumerate(reductions):
@@ -154,17 +146,15 @@ def test_all_types_are_added_up() -> None:
         assert all(torch.equal(total, tensor * 3) for total, tensor in zip(totals, mine, strict=True))
 
 
-PLANS = {
-    "pipedream": [((2, 1), (0, 0)), ((2, 1), (1, 0)), ((3, 2), (1, 1)), ((4,), (0,))],
-    "pipedream_2bw": [((2, 1), (0, 0)), ((1, 2), (0, 0)), ((2, 2), (0, 0))],
-    "gpipe": [((2, 1), (0, 0)), ((1, 3), (0, 0))],
-    "1f1b": [((2, 1), (0, 0)), ((2, 3), (0, 0))],
-}
+PLANS = [
+    *(("pipedream", *plan) for plan in (((2, 1), (0, 0)), ((2, 1), (1, 0)), ((3, 2), (1, 1)), ((4,), (0,)))),
+    *(("pipedream_2bw", replicas, (0, 0)) for replicas in ((2, 1), (1, 2), (2, 2))),
+    *(("gpipe", replicas, (0, 0)) for replicas in ((2, 1), (1, 3))),
+    *(("1f1b", replicas, (0, 0)) for replicas in ((2, 1), (2, 3))),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas", "update_delay"), [(n, *case) for n, all_ in PLANS.items() for case in all_]
-)
+@pytest.mark.parametrize(("name", "replicas", "update_delay"), PLANS)
 def test_the_last_backward_before_an_update_is_in_the_program(
     name: str, replicas: tuple[int, ...], update_delay: tuple[int, ...]
 ) -> None:
@@ -203,9 +193,8 @@ def test_tied_weights_on_a_device_are_counted_on_the_host() -> None:
     assert sums[0][0].is_meta
 
 
-def test_buckets_on_gpus_are_larger() -> None:
-    sizes = {}
-    for device in ("cpu", "meta"):
+def test_the_first_bucket_is_smaller_and_those_on_gpus_are_larger() -> None:
+    assert fill_buckets([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
+    for device, sizes in (("cpu", [1, *[4] * 14, 3]), ("meta", [1, 25, 25, 9])):
         handles = [torch.empty(1 << 20, dtype=torch.uint8, device=device)] * 60
-        sizes[device] = [len(bucket) for bucket in fill_buckets(handles)]
-    assert sizes == {"cpu": [1, *[4] * 14, 3], "meta": [1, 25, 25, 9]}
+        assert [len(bucket) for bucket in fill_buckets(handles)] == sizes

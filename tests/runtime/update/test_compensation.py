@@ -67,10 +67,7 @@ def problem(seed: int = 1) -> Gradient:
 def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor], Tensor], updates: int) -> list[Tensor]:
     """Trains by gradients taken at the weights that forwards read `delay` updates ago.
 
-    Args:
-        step: from a gradient to the weights that forwards read next.
-
-    Returns what forwards read, after each update.
+    A step gives from a gradient the weights that forwards read next. Returns those, after each update.
     """
     recent = deque([start.clone()], maxlen=delay + 1)
     weights = []
@@ -87,35 +84,17 @@ def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation
     return optimizer
 
 
+def step_by(handle: nn.Parameter, optimizer: Any, gradient: Tensor) -> Tensor:
+    handle.grad = gradient.clone()
+    optimizer.step()
+    return handle.detach()
+
+
 def ours(start: Tensor, factory: Factory, *chosen: Compensation, staleness: int = 0) -> tuple[Any, Optimizer]:
     """Returns a step of the library's optimizer with compensations, and the optimizer."""
     handle = nn.Parameter(start.clone())
     optimizer = following(handle, factory, chosen, staleness)
-
-    def step(gradient: Tensor) -> Tensor:
-        handle.grad = gradient.clone()
-        optimizer.step()
-        return handle.detach()
-
-    return step, optimizer
-
-
-def predicting(start: Tensor, factory: Factory, predict: Callable[[Tensor, Tensor, Any], Tensor]) -> Any:
-    """Returns a step of a plain torch optimizer whose forwards read a prediction.
-
-    Args:
-        predict: (weights, weights before the step, optimizer state) -> what forwards read.
-    """
-    handle = nn.Parameter(start.clone())
-    optimizer = factory([("w", handle)])
-
-    def step(gradient: Tensor) -> Tensor:
-        before = handle.detach().clone()
-        handle.grad = gradient.clone()
-        optimizer.step()
-        return predict(handle.detach(), before, optimizer.state[handle])
-
-    return step
+    return partial(step_by, handle, optimizer), optimizer
 
 
 def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) -> None:
@@ -130,7 +109,14 @@ def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) ->
 @pytest.mark.parametrize(("delay", "horizon"), [(1, 0.5), slow(4, 2.0)])
 def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon: float, start: Tensor) -> None:
     """LWPw: forwards read w + T (w(t) - w(t-1)). The other methods are compared in end_to_end/test_compensation.py."""
-    published = predicting(start, OTHERS[name], lambda w, before, _: w + horizon * (w - before))
+    handle = nn.Parameter(start.clone())
+    plain = OTHERS[name]([("w", handle)])
+
+    def published(gradient: Tensor) -> Tensor:
+        before = handle.detach().clone()
+        w = step_by(handle, plain, gradient)
+        return w + horizon * (w - before)
+
     step, _ = ours(start, OTHERS[name], ErrorFeedback(horizon))
     check(late(start, delay, problem(), step, UPDATES), late(start, delay, problem(), published, UPDATES))
 
@@ -151,10 +137,8 @@ def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(
     ):
         step, _ = ours(start, sgd, kind)
         expected, _ = ours(start, torchs)
-        for actual, other in zip(
-            late(start, 2, problem(), step, 50), late(start, 2, problem(), expected, 50), strict=True
-        ):
-            assert torch.equal(actual, other), kind
+        both = late(start, 2, problem(), step, 50), late(start, 2, problem(), expected, 50)
+        assert all(map(torch.equal, *both)), kind
 
 
 @pytest.mark.parametrize(("name", "decay"), [("sgd", 0.0), ("sgd", 0.1), ("adam", 0.1), ("adamw", 0.1)])
@@ -218,9 +202,8 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
     handle = nn.Parameter(u.T @ start @ v)
     plain = FAMILY[name]([("w", handle)])
     for gradient, weight in zip(gradients, weights, strict=True):
-        handle.grad = u.T @ gradient @ v
-        plain.step()
-        assert torch.allclose(u @ handle.detach() @ v.T, weight, rtol=0, atol=1e-12)
+        turned = step_by(handle, plain, u.T @ gradient @ v)
+        assert torch.allclose(u @ turned @ v.T, weight, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])

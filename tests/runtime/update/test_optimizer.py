@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
+from cases import make_pipeline
 from torch import nn
 
 import pipedream as pd
@@ -33,14 +35,19 @@ def finish(prepared: Generator[Any, None, tuple[float, bool]]) -> tuple[float, b
     return stop.value.value
 
 
-def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
-    with pytest.raises(pd.PipelineError, match="LBFGS computes the loss several times"):
-        Optimizer(make_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
-
-
-def test_a_factory_that_chooses_no_parameter_of_a_stage_is_refused() -> None:
-    with pytest.raises(pd.PipelineError, match=r"none of this stage's parameters, a, b; freeze what"):
-        Optimizer(make_handles(), lambda named: torch.optim.SGD([p for name, p in named if name == "head"], lr=0.1))
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda named: torch.optim.LBFGS([handle for _, handle in named]), "LBFGS computes the loss several times"),
+        (
+            lambda named: SGD([p for name, p in named if name == "head"]),
+            "none of this stage's parameters, a, b; freeze",
+        ),
+    ],
+)
+def test_what_cannot_step_a_stage_is_refused(factory: Any, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=words):
+        Optimizer(make_handles(), factory)
 
 
 def test_large_gradients_that_are_finite_have_a_norm() -> None:
@@ -60,9 +67,8 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
-        optimizer.switch_to(
-            pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, input_updates=min(number, 1)
-        )
+        rule = pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),))
+        optimizer.switch_to(rule, 0, 1, input_updates=min(number, 1))
         rounds.append(optimizer.rounds)
         handles["a"].grad = torch.full((1,), gradient)
         before = float(handles["a"].detach())
@@ -72,15 +78,10 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     assert rounds == [0, 1, 2, 3]
 
 
-def put_on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
+def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     """On the meta device, where the host cannot read a number."""
     handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in make_handles().items()}
-    return handles, Optimizer(handles, partial(torch.optim.AdamW, lr=0.1))
-
-
-def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
-    handles, optimizer = put_on_an_accelerator()
-    gradients = Gradients(len(handles))
+    optimizer, gradients = Optimizer(handles, partial(torch.optim.AdamW, lr=0.1)), Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
     barrier = UpdateBarrier(Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
@@ -157,37 +158,29 @@ class ScheduleFree(torch.optim.Optimizer):
 
 def test_optimizers_with_weights_for_evaluation_are_switched(tmp_path: Path) -> None:
     """Evaluated, saved and resumed with the averages; trained without them."""
-    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
-    batches = [(x * k, y) for k in (1.0, 0.5, 2.0)]
-
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-    plan = pd.plan(pd.profile(make(), x, warmup=0, runs=1), pd.Cluster.flat(2), schedule="1f1b", shape="1-1")
-    plain = make()
+    animal = zoo.make("matrices")
+    batches, plan, plain = animal.batches[:3], zoo.plan_of(animal, 2), zoo.make("matrices").model
     optimizer = ScheduleFree(plain.parameters())
     averages, losses = [], []
     for _ in range(2):
         optimizer.train()
         for inputs, targets in batches:
             optimizer.zero_grad()
-            nn.functional.mse_loss(plain(inputs), targets).backward()
+            animal.loss(plain(inputs), targets).backward()
             optimizer.step()
         optimizer.eval()
         averages.append({name: tensor.clone() for name, tensor in plain.state_dict().items()})
         with torch.no_grad():
-            losses.append(sum(float(nn.functional.mse_loss(plain(inputs), targets)) for inputs, targets in batches) / 3)
-
-    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": ScheduleFree, "check": False}
-    with pd.Pipeline(make(), plan, **options) as pipeline:
+            losses.append(sum(float(animal.loss(plain(inputs), targets)) for inputs, targets in batches) / 3)
+    make = partial(make_pipeline, "matrices", plan, schedule="1f1b", optimizer=ScheduleFree, check=False)
+    with make() as pipeline:
         for epoch in range(2):
             list(pipeline.train(batches))
             assert pipeline.evaluate(batches)["loss"] == pytest.approx(losses[epoch], rel=1e-10)
             torch.testing.assert_close(pipeline.state_dict(), averages[epoch], rtol=1e-10, atol=1e-12)
             if not epoch:
                 pipeline.save(tmp_path)
-    with pd.Pipeline(make(), plan, **options) as pipeline:
+    with make() as pipeline:
         pipeline.load(tmp_path)
         list(pipeline.train(batches))
         torch.testing.assert_close(pipeline.state_dict(), averages[1], rtol=1e-10, atol=1e-12)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import pipedream as pd
-from pipedream.training.train import train_recipe
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 HALVES = partial(ReduceLROnPlateau, factor=0.5, patience=1, threshold=0.1)  # most epochs improve less than by a tenth
@@ -82,22 +81,22 @@ def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Pat
 def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
 
-    def make_maker(**rest: Any) -> Any:
+    def run(evaluate_every: int | None = None, **rest: Any) -> None:
         recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
-        return lambda seed: recipe
+        options = {} if evaluate_every is None else {"evaluate_every": evaluate_every}
+        pd.run(lambda: recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0, **options)
 
-    run = partial(train_recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0)
     with pytest.raises(pd.PipelineError, match="ReduceLROnPlateau needs evaluations, but the recipe has no test"):
-        run(make_maker(scheduler=HALVES))
+        run(scheduler=HALVES)
     with pytest.raises(pd.PipelineError, match="early stopping needs evaluations, but evaluate_every=0 leaves only"):
-        run(make_maker(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
+        run(0, callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches)
     with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
-        make_maker(scheduler=HALVES, monitor="accuracy")
+        run(scheduler=HALVES, monitor="accuracy")
 
 
 @pytest.mark.slow
 def test_a_recipe_is_profiled_with_it(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
     recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
-    summary = train_recipe(lambda seed: recipe, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
+    summary = pd.run(lambda: recipe, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
     assert summary["minibatches"] == len(animal.batches)
