@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +14,11 @@ SIZE = 4096
 PATIENCE_S = 10.0
 
 
-class Gate:
-    """Copies return one at a time."""
-
-    def __init__(self) -> None:
-        self.copied, self.may_return = threading.Semaphore(0), threading.Semaphore(0)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate, copy_out = Gate(), BlockMover._copy_out
+def gate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Lets copies return one at a time."""
+    gate = SimpleNamespace(copied=threading.Semaphore(0), may_return=threading.Semaphore(0))
+    copy_out = BlockMover._copy_out
 
     def copy_and_wait(self: BlockMover, block: Block, memory: torch.UntypedStorage) -> torch.Tensor:
         host = copy_out(self, block, memory)
@@ -50,14 +46,13 @@ def save(mover: BlockMover, block: Block, storage: torch.UntypedStorage) -> None
     mover.put(block, storage, SIZE)
 
 
-def test_a_forward_waits_while_more_than_a_window_is_to_be_copied(mover: BlockMover, gate: Gate) -> None:
+def test_a_forward_waits_while_more_than_a_window_is_to_be_copied(mover: BlockMover, gate: SimpleNamespace) -> None:
     storages = [make_storage(value) for value in range(3)]
-    blocks = [Block(storage) for storage in storages]
     saved: list[int] = []
 
     def run_forward() -> None:
-        for number, (block, storage) in enumerate(zip(blocks, storages, strict=True)):
-            save(mover, block, storage)
+        for number, storage in enumerate(storages):
+            save(mover, Block(storage), storage)
             saved.append(number)
 
     forward = threading.Thread(target=run_forward)
@@ -69,7 +64,7 @@ def test_a_forward_waits_while_more_than_a_window_is_to_be_copied(mover: BlockMo
     assert saved == [0, 1, 2]
 
 
-def test_what_is_saved_again_during_a_copy_is_copied_again(mover: BlockMover, gate: Gate) -> None:
+def test_what_is_saved_again_during_a_copy_is_copied_again(mover: BlockMover, gate: SimpleNamespace) -> None:
     storage = make_storage(1)
     block = Block(storage)
     save(mover, block, storage)

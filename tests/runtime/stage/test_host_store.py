@@ -28,10 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
-from pipedream.core.schedule.rules import Rules
 from pipedream.experimental.roundpipe import homes
-from pipedream.runtime import assemble
-from pipedream.runtime.stage import host_store
 from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, StoreFormat
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stateless_stage import StatelessStage
@@ -254,7 +251,7 @@ def test_weights_in_the_store_never_meet_their_copies(
     monkeypatch.setattr(DeviceCopies, "copy_to_device", bring)
     monkeypatch.setattr(DeviceCopies, "copy_to_store", copy_to_store)
     format_ = lambda *a, gradients, **named: StoreFormat(*a, gradients=True, **named)  # noqa: E731
-    monkeypatch.setattr(assemble, "StoreFormat", format_)
+    monkeypatch.setattr("pipedream.runtime.assemble.StoreFormat", format_)
 
     def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
         def make_apart() -> None:
@@ -300,7 +297,7 @@ DELAYED_RUN = partial(train, 3, schedule=DELAYED)
 )
 def test_a_thread_gives_to_the_bit_what_the_loop_gives(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     overlapped = run()
-    monkeypatch.setattr(Rules, "overlaps_updates", False)
+    monkeypatch.setattr("pipedream.core.schedule.rules.Rules.overlaps_updates", False)
     check_equal(overlapped, run())
 
 
@@ -408,22 +405,6 @@ def test_an_error_of_the_thread_ends_all_processes() -> None:
         assert message.partition(": ")[2] == alone.partition(": ")[2]
 
 
-def train_apart() -> str:
-    machine = f"machine {torch.distributed.get_rank() > 0}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_store, "read_machine", lambda: machine)
-        with pytest.raises(pd.PipelineError) as caught:
-            train(3)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_several_machines_are_refused() -> None:
-    for reason in processes.team(3).results(train_apart):
-        assert "memory of one machine were asked for, but the ranks are on 2: " in reason
-
-
 def adapted(width: int) -> nn.Module:
     """Returns a frozen layer with a trained adapter."""
     base = nn.Linear(width, width).requires_grad_(False)
@@ -475,10 +456,27 @@ def lay_out(module: StageModule) -> StoreFormat:
     return StoreFormat(module, 2, ema=False)
 
 
-def test_processors_that_reorder_writes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    group: Any = Mock()
-    with pytest.raises(pd.PipelineError, match="on aarch64, which may show a write before an earlier one; run all"):
+def gather_two_machines(mine: Any, group: Any) -> list[Any]:
+    return [[["one", 1, "10.0.0.1"], []], [["two", 2, "10.0.0.2"], []]]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "words"),
+    [
+        ("platform.machine", lambda: "aarch64", "on aarch64, which may show a write before an earlier one; run all"),
+        (
+            "pipedream.runtime.stage.host_store.gather_json",
+            gather_two_machines,
+            "memory of one machine were asked for, but the ranks are on 2: 10.0.0.1, 10.0.0.2",
+        ),
+    ],
+)
+def test_what_has_no_memory_in_common_is_refused(
+    name: str, replacement: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name, replacement)
+    group = Mock()  # of which the store holds no reference
+    with pytest.raises(pd.PipelineError, match=words):
         HostStore(group, CPU).exchange()
 
 
