@@ -241,16 +241,25 @@ def leg(folder: Path, schedule: str, resume: Path | None) -> dict[int, float]:
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", [*pd.schedules.METHODS, "roundpipe[delay=1]"])
-def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Path) -> None:
-    """Also where the first stage is not on rank 0, as in RoundPipe."""
-    team = processes.team(2)
-    whole = team.results(leg, tmp_path, schedule, None)[0]
-    rest = team.results(leg, tmp_path / "rest", schedule, tmp_path)[0]
+def check_legs(train_leg: Callable[..., dict[int, float]], folder: Path, schedule: str) -> None:
+    whole = train_leg(folder, schedule, None)
+    rest = train_leg(folder / "rest", schedule, folder)
     assert max(rest) == 17
     assert rest == {number: loss for number, loss in whole.items() if number in rest}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", pd.schedules.METHODS)
+def test_each_method_goes_on_with_the_order_of_the_data(schedule: str, tmp_path: Path) -> None:
+    check_legs(leg, tmp_path, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "chimera", "roundpipe[delay=1]"])
+def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Path) -> None:
+    """Also where the first stage is not on rank 0, as in RoundPipe, or on both, as in Chimera."""
+    check_legs(lambda *how: processes.team(2).results(leg, *how)[0], tmp_path, schedule)
 
 
 @pytest.mark.slow

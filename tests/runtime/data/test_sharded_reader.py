@@ -52,13 +52,19 @@ def reader_of(
 def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
     """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
     minibatches: list[tuple[int, int, list[int], bool]] = []
-    while most is None or len(minibatches) < most:
-        item = next(reader, None)
-        if item is None:
-            break
+    for item in islice(reader, most):
         minibatches.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
         noise()
     return minibatches
+
+
+def saved_at(reader: LoaderReader, *position: int) -> Any:
+    """Returns the state of a position as a checkpoint has it."""
+    return json.loads(json.dumps(reader.state(*position)))
+
+
+def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int]]]:
+    return [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +112,14 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     reader = reader_of(LOADERS[name](), DataOrder(), EpochRange(end=3))
     before = batches_of(reader, count)
     position = (count // size, count % size) if count <= size else (1, count - size)
-    state = json.loads(json.dumps(reader.state(*position)))
+    state = saved_at(reader, *position)
     reader.close()
     seed_all(99)
     loader, order = LOADERS[name](), DataOrder()
     on = reader_of(loader, order, EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
     rest = batches_of(on)
-    expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    expected = in_order(epochs)
     assert [part[1:3] for part in before + rest] == expected
     if name in SHARDED and name not in WITH_PROCESSES:
         passed = sum(len(batch) for _, batch in expected[:count])
@@ -230,7 +236,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         loaded = [index for part in data for index in part.loaded]
         assert sorted(loaded) == sorted(leg_indices), "each was loaded by one replica, once, and nothing ahead"
         indices += leg_indices
-        state = json.loads(json.dumps(readers[0].state(*places[len(indices)])))
+        state = saved_at(readers[0], *places[len(indices)])
     assert indices == expected[: len(indices)]
     assert len(indices) == len(expected) or stop_reason is not StopReason.DATA
 
@@ -324,12 +330,11 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
         return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
 
     for has_generator, count in product([False, True], [0, 3, 6, 7, 12]):
-        epochs = plain_loop(make_loader(has_generator), 3)
-        expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+        expected = in_order(plain_loop(make_loader(has_generator), 3))
         reader = IterableReader(make_loader(has_generator), DataOrder(), EpochRange(end=3), None)
         before = batches_of(reader, count)
         position = divmod(count, 6)
-        state = json.loads(json.dumps(reader.state(*position)))
+        state = saved_at(reader, *position)
         reader.close()
         loader = make_loader(has_generator)
         seed_all(99)
@@ -366,11 +371,11 @@ def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> ShardedRead
 def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> None:
     """Also from a position within an epoch, and whatever their own generators draw."""
     epochs = plain_loop(LOADERS[name](), 2)
-    expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    expected = in_order(epochs)
     state: Any = None
     for extent in (EpochRange(end=2), EpochRange(0, 2, 3)):
         readers = [alike(LOADERS[name](), 5, extent, state)]
-        state = json.loads(json.dumps(readers[0].state(extent.first, extent.skip)))
+        state = saved_at(readers[0], extent.first, extent.skip)
         readers += [alike(LOADERS[name](), 6, extent, state)]
         for reader in readers:
             peeked = reader.peek()
@@ -381,7 +386,7 @@ def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> Non
             reader.close(), reader._sharded.close()
         middle = alike(LOADERS[name](), 5, EpochRange(end=2), None)
         batches_of(middle, 3)
-        state = json.loads(json.dumps(middle.state(0, 3)))
+        state = saved_at(middle, 0, 3)
         middle.close(), middle._sharded.close()
 
 
@@ -396,7 +401,7 @@ def test_processes_that_read_alike_draw_the_same_numbers_for_their_samples(worke
     def state_at(*position: int) -> Any:
         reader = alike(DataLoader(Noise(), 2, num_workers=workers), 3, EpochRange(end=2), None)
         rows_of(reader, position[1])
-        state = json.loads(json.dumps(reader.state(*position)))
+        state = saved_at(reader, *position)
         reader.close(), reader._sharded.close()
         return state
 
@@ -443,6 +448,6 @@ def test_a_data_set_draws_on_from_generators_of_its_own_after_a_resume(kind: Any
     expected = [row[4:] for _ in range(2) for batch in loader for row in batch.tolist()]
     reader = reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(end=2))
     before = rows_of(reader, 8)
-    state = json.loads(json.dumps(reader.state(1, 2)))
+    state = saved_at(reader, 1, 2)
     resumed = rows_of(reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(1, 2, 2), state))
     assert [row[4:] for row in before + resumed] == expected

@@ -18,10 +18,8 @@ from programs import uniform_program
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.data import source as source_module
 from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
 from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader
@@ -158,17 +156,16 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
             _ = other.take(1), other.take(3)
 
 
-class Unseeded(Numbers):
-    """Draws from a generator of its own making, in each process another."""
+class Changed(Numbers):
+    """Draws from a generator of its own making, in each process another; or its files are on another machine."""
+
+    def __init__(self, there: bool) -> None:
+        super().__init__()
+        self.there = there
 
     def __getitem__(self, index: int) -> Any:
-        return np.random.default_rng().random()
-
-
-class Elsewhere(Numbers):
-    """Its files are on another machine."""
-
-    def __getitem__(self, index: int) -> Any:
+        if self.there:
+            return np.random.default_rng().random()
         raise FileNotFoundError(index)
 
 
@@ -213,19 +210,12 @@ class Replicas:
                     raise Missing
                 return list(map(json.loads, row))
 
-            self.monkeypatch.setattr(source_module, "gather_json", gather)
-            self.monkeypatch.setattr(source_module, "read_machine", lambda: self.machines[rank])
+            self.monkeypatch.setattr("pipedream.runtime.data.source.gather_json", gather)
+            self.monkeypatch.setattr("pipedream.runtime.data.source.read_machine", lambda: self.machines[rank])
             group: Any = object()
-            sources = DataSources(
-                programs,
-                [rank],
-                DataChannels(
-                    rank,
-                    group,
-                    {b: channel for (a, b), channel in channels.items() if a == rank},
-                    {a: channel for (a, b), channel in channels.items() if b == rank},
-                ),
-            )
+            senders = {b: channel for (a, b), channel in channels.items() if a == rank}
+            receivers = {a: channel for (a, b), channel in channels.items() if b == rank}
+            sources = DataSources(programs, [rank], DataChannels(rank, group, senders, receivers))
             seed_all(5 + rank)
             before = torch.get_rng_state()
             source = sources.open_training(make_loader(rank), split, EpochRange(end=2), None)[rank]
@@ -273,8 +263,13 @@ def test_the_first_replica_of_each_machine_reads(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("make_loader", "microbatches", "sizes", "reason"),
     [
-        (lambda rank: loader_of(Unseeded()), [2], OF_SIX, "first minibatch of the loader is not the same"),
-        (lambda rank: loader_of(Elsewhere() if rank else Numbers()), [2], OF_SIX, "is not the same on each machine"),
+        (lambda rank: loader_of(Changed(there=True)), [2], OF_SIX, "first minibatch of the loader is not the same"),
+        (
+            lambda rank: loader_of(Changed(there=False) if rank else Numbers()),
+            [2],
+            OF_SIX,
+            "is not the same on each machine",
+        ),
         (lambda rank: loader_of(Numbers()), [2, 1], OF_SIX, "only some phases split minibatches"),
         (lambda rank: Plain(), [2], [3, 3, *[4] * 10], "no map-style DataLoader"),
     ],
@@ -300,12 +295,11 @@ def test_what_each_machine_would_read_differently_is_handed_over(
 
 def test_a_sampler_of_the_users_own_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """It draws from all global generators, which differ from process to process."""
-    sources = Replicas("ab", [3], monkeypatch).open(
-        lambda rank: DataLoader(Numbers(), batch_sampler=Shuffled(23, True))
-    )
+    make_loader = lambda rank=0: DataLoader(Numbers(), batch_sampler=Shuffled(23, True))  # noqa: E731
+    sources = Replicas("ab", [3], monkeypatch).open(make_loader)
     assert [type(source) for source in sources] == [ReadingSource, ReadingSource]
     seed_all(5)
-    plain = DataLoader(Numbers(), batch_sampler=Shuffled(23, True))
+    plain = make_loader()
     assert take_all(sources, 3) == [listed(batch) for _ in range(2) for batch in plain]
 
 
@@ -316,10 +310,8 @@ def test_the_first_minibatch_is_compared_as_the_model_gets_it(draws: bool, monke
     def pop(batch: dict[str, Any]) -> Any:
         return batch.pop("x") + (torch.rand(()) if draws else 0), None
 
-    def make_loader(rank: int) -> DataLoader[Any]:
-        return DataLoader([{"x": float(i)} for i in range(23)], 6)  # type: ignore[arg-type]
-
-    sources = Replicas("ab", [2], monkeypatch).open(make_loader, pop)
+    loader = DataLoader([{"x": float(i)} for i in range(23)], 6)
+    sources = Replicas("ab", [2], monkeypatch).open(lambda rank: loader, pop)
     assert [type(source) for source in sources] == [ReadingSource, ReceivingSource if draws else ReadingSource]
     assert sorted(map(len, take_all(sources, 2))) == OF_SIX
 
@@ -332,7 +324,7 @@ class Handing(_Waits):
         self.readers_of_data = readers
         self.early = early
 
-    def _step(self, rank: int, instruction: Instruction) -> bool:
+    def _step(self, rank: int, instruction: Any) -> bool:
         row, m = self.run.program.placement.readers, self.run.program.microbatches
         if isinstance(instruction, Op) and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0):
             k, count = instruction.index, len(row)

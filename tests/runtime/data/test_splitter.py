@@ -56,26 +56,33 @@ def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, par
         assert piece["n"] == 3
 
 
-def test_the_first_tensor_with_the_dimension_gives_the_number_of_samples() -> None:
-    assert count_samples((torch.ones(3, 2), torch.ones(5))) == 3
-    assert count_samples((torch.ones(()), torch.ones(5))) == 5
-    assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim=1) == 2
-    assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim={0: None, 1: -1}) == 2
-    assert count_samples(torch.ones(())) == 1
+IDS, POSITIONS = torch.ones(4, 7), torch.ones(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_dim", "samples"),
+    [
+        # The first tensor with the dimension counts,
+        ((torch.ones(3, 2), torch.ones(5)), 0, 3),
+        ((torch.ones(()), torch.ones(5)), 0, 5),
+        ((torch.ones(7), torch.ones(3, 2)), 1, 2),
+        ((torch.ones(7), torch.ones(3, 2)), {0: None, 1: -1}, 2),
+        (torch.ones(()), 0, 1),
+        # of keyword arguments the most frequent size.
+        ({"positions": POSITIONS, "ids": IDS, "mask": torch.ones(4, 7)}, 0, 4),
+        ({"ids": IDS, "positions": POSITIONS}, 0, 4),
+        (UserDict({"scale": torch.ones(()), "ids": IDS, "positions": POSITIONS}), 0, 4),
+        ({"positions": POSITIONS, "ids": [IDS, torch.ones(4, 7)]}, 0, 4),
+        ({"table": torch.ones(9), "ids": IDS}, {"table": None}, 4),
+    ],
+)
+def test_samples_are_counted(batch: Any, batch_dim: BatchDim, samples: int) -> None:
+    assert count_samples(batch, batch_dim) == samples
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(pd.PipelineError, match="holds no tensor"):
         count_samples({"name": "text"})
-
-
-def test_the_most_frequent_size_of_keyword_arguments_is_the_number_of_samples() -> None:
-    ids, positions = torch.ones(4, 7), torch.ones(1, 7)
-    for batch in (
-        {"positions": positions, "ids": ids, "mask": torch.ones(4, 7)},
-        {"ids": ids, "positions": positions},
-        UserDict({"scale": torch.ones(()), "ids": ids, "positions": positions}),
-        {"positions": positions, "ids": [ids, torch.ones(4, 7)]},
-    ):
-        assert count_samples(batch) == 4
-    assert count_samples({"table": torch.ones(9), "ids": ids}, {"table": None}) == 4
 
 
 def test_only_tensors_of_the_batch_are_split() -> None:
@@ -99,6 +106,8 @@ def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
     assert [list(part["sequence"].shape) for part in inputs] == [[3, 2]] * 2
     assert [part["labels"].tolist() for part in inputs] == [[10, 11], [12, 13]]
     assert all(part["bias"] is batch["bias"] for part in inputs)
+    first, _ = split_batch({"x": sequence, "n": lengths, "c": torch.ones(3)}, 4, [1, 3], batch_dim=1)
+    assert (first["x"].tolist(), first["n"].tolist(), len(first["c"])) == ([[0], [4], [8]], [0], 3)
 
 
 def test_targets_that_hold_the_inputs_are_cut_like_them() -> None:
@@ -282,26 +291,18 @@ def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
         pd.profile(torch.nn.Linear(4, 4), {"input": special})
 
 
-def test_first_part_of_a_minibatch() -> None:
-    batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
-    half = split_batch(batch, 5, [2, 3], batch_dim=1)[0]
-    assert half["x"].tolist() == [[0, 1], [5, 6]]
-    assert half["n"].tolist() == [0, 1]
-    assert half["c"] is batch["c"]
-
-
-def test_the_input_of_a_model_with_its_own_loss_is_the_whole_batch() -> None:
+def test_inputs_and_targets_are_taken_from_a_batch() -> None:
+    """The input of a model with its own loss is the whole batch; a mapping is not a pair."""
     x, y = torch.ones(2), torch.zeros(2)
-    adapt = BatchAdapter(own_loss=True, reads_batch=False)
-    assert adapt([x, y]) == ((x, y), None)
-    assert adapt({"a": x}) == ({"a": x}, None)
-    assert BatchAdapter(own_loss=True)((x, y)) == ((x, y), (x, y))
-    assert BatchAdapter(inputs=lambda batch: batch[0], own_loss=True, reads_batch=False)((x, y)) == (x, None)
-
-
-def test_a_mapping_is_not_a_pair() -> None:
-    batch = UserDict({"x": torch.ones(2), "y": torch.zeros(2)})
-    assert BatchAdapter()(batch) == (batch, batch)
+    mapping = UserDict({"x": x, "y": y})
+    for options, batch, expected in (
+        ({"own_loss": True, "reads_batch": False}, [x, y], ((x, y), None)),
+        ({"own_loss": True, "reads_batch": False}, {"a": x}, ({"a": x}, None)),
+        ({"own_loss": True}, (x, y), ((x, y), (x, y))),
+        ({"inputs": lambda batch: batch[0], "own_loss": True, "reads_batch": False}, (x, y), (x, None)),
+        ({}, mapping, (mapping, mapping)),
+    ):
+        assert BatchAdapter(**options)(batch) == expected
 
 
 SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
