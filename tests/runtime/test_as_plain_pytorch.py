@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,15 +195,8 @@ def weighted() -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
 
 
-def weigh_by_hand(output: Tensor, batch: Any) -> Tensor:
-    return (((output - batch[1]) ** 2).mean(1) * batch[2]).sum() / batch[2].sum()
-
-
-def weigh_torch(output: Tensor, batch: Any, *, of_means: bool = False) -> Tensor:
-    weighted = F.mse_loss(output, batch[1], reduction="none").mean(1) * batch[2]
-    return weighted.mean() / batch[2].mean() if of_means else weighted.sum() / batch[2].sum()
-
-
+weigh_torch = lambda o, b: F.mse_loss(o, b[1], reduction="none").mean(1) * b[2]  # noqa: E731
+of_some = lambda o, b: ((o - b[1]) ** 2)[b[1][:, 0] > 0].mean()  # noqa: E731
 NOT_A_MEAN = "the loss is not a mean over samples; give weight="
 FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
 
@@ -251,10 +245,6 @@ def penalise_gradient(output: Tensor, batch: Any) -> Tensor:
 def write_output(output: Tensor, batch: Any) -> Tensor:
     output[:, 0] = 0
     return mse(output.mul_(2), batch)
-
-
-def of_some(output: Tensor, batch: Any) -> Tensor:
-    return ((output - batch[1]) ** 2)[batch[1][:, 0] > 0].mean()
 
 
 LOSSES = {
@@ -318,11 +308,17 @@ LOSSES = {
     "own masked mean": Case(net, NOT_A_MEAN, loss=lambda o, b: ((o - b[1]) ** 2 * (b[1] > 0)).sum() / (b[1] > 0).sum()),
     "detached": Case(net, "nothing would be trained", loss=lambda o, b: mse(o.detach(), b)),
     "weights by hand, equal at first": Case(
-        net, "4 samples counts otherwise: .* give weight=", loss=weigh_by_hand, data=weighted(), options=FIRST_IS_INPUT
+        net,
+        "4 samples counts otherwise: .* give weight=",
+        loss=lambda o, b: (((o - b[1]) ** 2).mean(1) * b[2]).sum() / b[2].sum(),
+        data=weighted(),
+        options=FIRST_IS_INPUT,
     ),
-    "weights of torch's, equal at first": Case(net, loss=weigh_torch, data=weighted(), options=FIRST_IS_INPUT),
+    "weights of torch's, equal at first": Case(
+        net, loss=lambda o, b: weigh_torch(o, b).sum() / b[2].sum(), data=weighted(), options=FIRST_IS_INPUT
+    ),
     "weights of torch's, means": Case(
-        net, loss=partial(weigh_torch, of_means=True), data=weighted(), m=4, options=FIRST_IS_INPUT
+        net, loss=lambda o, b: weigh_torch(o, b).mean() / b[2].mean(), data=weighted(), m=4, options=FIRST_IS_INPUT
     ),
 }
 
@@ -349,12 +345,6 @@ def by_lengths(output: Tensor, batch: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def read_dicts(self: Any, x: Tensor, entries: list[dict[str, Tensor]]) -> Tensor:
-    """Reads a list of dicts, one per sample, in its last stage."""
-    x = self.b(torch.tanh(self.a(x)))
-    return x + torch.stack([entry["boxes"].mean(0) for entry in entries])
-
-
 def boxes(seed: int, samples: int) -> list[dict[str, Tensor]]:
     """As many boxes as samples, so that each tensor could be taken for the batch; or of each sample another number."""
     counts = [samples if seed == 0 else 1 + (i + seed) % 3 for i in range(samples)]
@@ -371,10 +361,6 @@ WITH_BOXES = [(rand(n, 4, seed=i), boxes(i, n)) for i, n in enumerate((8, 8, 5))
 LENGTHS = torch.tensor([1, 2, 3, 1, 2, 3, 1, 3])
 
 
-def list_mse(output: Tensor, batch: Any) -> Tensor:
-    return torch.stack([(o - t).square().mean() for o, t in zip(output, batch[1], strict=False)]).mean()
-
-
 BATCHES = {
     "batch second": Case(recurrent, r"say where the samples are \(batch_dim=", data=STEPS),
     "batch second, batch_dim=1": Case(recurrent, data=STEPS, options={"batch_dim": 1}),
@@ -387,14 +373,24 @@ BATCHES = {
         lambda: sequence(linear(), nn.BatchNorm1d(4), linear()), "more than 1 value .*fewer micro", m=8
     ),
     "without a sample": Case(net, "holds no sample", data=[*pairs(1), *pairs(1, 0)], m=1),
-    "targets in a list": Case(net, loss=list_mse, data=[(x, [*y]) for x, y in pairs()]),
+    "targets in a list": Case(
+        net,
+        loss=lambda o, b: torch.stack([(x - t).square().mean() for x, t in zip(o, b[1], strict=False)]).mean(),
+        data=[(x, [*y]) for x, y in pairs()],
+    ),
     "targets in a list of dicts": Case(
         net,
         loss=lambda o, b: torch.stack([(x - t["boxes"]).square().mean() for x, t in zip(o, b[1], strict=True)]).mean(),
         data=WITH_BOXES,
     ),
     "inputs in a list of dicts": Case(
-        lambda: Built(read_dicts, a=linear(), b=linear()).double(),
+        lambda: Built(
+            lambda self, x, entries: (
+                self.b(torch.tanh(self.a(x))) + torch.stack([entry["boxes"].mean(0) for entry in entries])
+            ),
+            a=linear(),
+            b=linear(),
+        ).double(),
         data=[((x, boxes), x.flip(0)) for x, boxes in WITH_BOXES],
     ),
     "targets in a flat tensor with lengths": Case(
@@ -449,19 +445,15 @@ def add_hook(kind: str, model: Any) -> None:
         getattr(weight, kind)(HOOKS[kind])
 
 
-def share_storage(model: Any) -> None:
-    weight = model[0].weight.detach().clone()
-    model[0].weight, model[0].bias = nn.Parameter(weight), nn.Parameter(weight[0])
+def share_storage(other: int, name: str, view: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """Returns what makes a model of which another parameter is a view of its first weight."""
 
+    def share(model: Any) -> None:
+        weight = model[0].weight.detach().clone()
+        model[0].weight = nn.Parameter(weight)
+        setattr(model[other], name, nn.Parameter(view(weight)))
 
-def share_storage_over_stages(model: Any) -> None:
-    weight = model[0].weight.detach().clone()
-    model[0].weight, model[2].weight = nn.Parameter(weight), nn.Parameter(weight.t())
-
-
-def mark_biases(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.no_decay = parameter.ndim == 1
+    return changed(share)
 
 
 def from_vector(model: nn.Module) -> None:
@@ -489,13 +481,17 @@ WEIGHTS = {
     "of another stage, detached": Case(lambda: reading(True)),
     "of another stage, detached, replicas": Case(lambda: reading(True), replicas=(1, 2)),
     "tied": Case(changed(lambda model: setattr(model[2], "weight", model[0].weight))),
-    "two in one storage": Case(changed(share_storage), replicas=(2, 1)),
-    "two in one storage, two stages": Case(changed(share_storage_over_stages), "one storage under different"),
+    "two in one storage": Case(share_storage(0, "bias", lambda w: w[0]), replicas=(2, 1)),
+    "two in one storage, two stages": Case(share_storage(2, "weight", Tensor.t), "one storage under different"),
     "a view of it": Case(with_view, replicas=(1, 2)),
     "weight_norm by hooks": Case(lambda: sequence(weight_norm(linear()), nn.Tanh(), linear()), replicas=(2, 1)),
     "parametrizations": Case(lambda: sequence(parametrizations.orthogonal(linear()), linear()), replicas=(2, 1)),
     "pruned": Case(changed(lambda model: prune.l1_unstructured(model[0], "weight", 0.5)), replicas=(2, 1)),
-    "attributes that choose the group": Case(changed(mark_biases), replicas=(2, 1), optimizer=by_attribute),
+    "attributes that choose the group": Case(
+        changed(lambda model: [setattr(p, "no_decay", p.ndim == 1) for p in model.parameters()]),
+        replicas=(2, 1),
+        optimizer=by_attribute,
+    ),
     "clamped in the forward": Case(between_two(clamped), m=1, cut=2),
     "clamped in the forward, replicas": Case(
         between_two(clamped), "the forward writes into the weight", replicas=(2, 1), cut=2
@@ -665,10 +661,6 @@ def counting(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * self.calls
 
 
-def drawing(self: Any, x: Tensor) -> Tensor:
-    return self.linear(torch.tanh(self.linear(x)) * (1 + random.random() + float(np.random.rand())))
-
-
 def carried(self: Any, x: Tensor) -> Tensor:
     """Keeps a state from one batch to the next."""
     y = self.linear(x)
@@ -707,10 +699,6 @@ def hooked(numbers: Sequence[int], kind: str) -> nn.Module:
     for number in numbers:
         getattr(model[number], kind)(halve)
     return model
-
-
-def scaling(self: Any, x: Tensor) -> Tensor:
-    return self.out(torch.tanh(self.inner(self.linear(x)))) * self.factor
 
 
 def halve_factor(model: nn.Module) -> None:
@@ -771,7 +759,14 @@ FORWARDS = {
         between=halve_factor,
     ),
     "a factor of the model that the loop changes, replicas": Case(
-        lambda: runs(scaling, inner=linear(), out=linear(), factor=1.0).double(), replicas=(1, 2), between=halve_factor
+        lambda: runs(
+            lambda self, x: self.out(torch.tanh(self.inner(self.linear(x)))) * self.factor,
+            inner=linear(),
+            out=linear(),
+            factor=1.0,
+        ).double(),
+        replicas=(1, 2),
+        between=halve_factor,
     ),
     "called in a reentrant checkpoint and outside": Case(called_in_checkpoint, cut=2),
     "called in a reentrant checkpoint and outside, replicas": Case(
@@ -813,7 +808,12 @@ FORWARDS = {
     },
     "counter, recompute": Case(between_two(counting, calls=0), recompute="always", check=False),
     "counter, replicas": Case(between_two(counting, calls=0), "left in '1.calls'", replicas=(1, 2)),
-    "Python's generators, recompute": Case(between_two(drawing), recompute="always"),
+    "Python's generators, recompute": Case(
+        between_two(
+            lambda self, x: self.linear(torch.tanh(self.linear(x)) * (1 + random.random() + float(np.random.rand())))
+        ),
+        recompute="always",
+    ),
     "state of the batch before, recompute": Case(
         between_two(carried, state=None), recompute="always", check=False, cut=2
     ),
@@ -843,13 +843,9 @@ FORWARDS = {
 }
 
 
-class Shared:
-    value: Any = 1.0
-
-
 def shares() -> nn.Module:
     """The first stage hands a value to the second through a Python object."""
-    shared = Shared()
+    shared = SimpleNamespace(value=1.0)
 
     def give(self: Any, x: Tensor) -> Tensor:
         shared.value = self.linear(x).detach().mean()
@@ -858,31 +854,13 @@ def shares() -> nn.Module:
     return sequence(runs(give), nn.Tanh(), runs(lambda self, x: self.linear(x) * shared.value))
 
 
-def write_second(self: Any, both: tuple[Tensor, Tensor]) -> Tensor:
-    both[1].mul_(2)
-    return self.linear(both[0])
-
-
 def twice(part: int) -> Any:
     """Returns models that hand on a tensor twice, or with a view of it."""
     pair = lambda self, x: (lambda y: (y, y if part == 4 else y[:, :part]))(self.linear(x))  # noqa: E731
-    return lambda: sequence(runs(pair), runs(write_second), linear())
-
-
-class Reuses(list[Any]):
-    """A loader that fills the same tensors again for each batch."""
-
-    def __iter__(self) -> Any:
-        x, y = map(torch.empty_like, super().__getitem__(0))
-        for inputs, targets in super().__iter__():
-            yield x.copy_(inputs), y.copy_(targets)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
+    return lambda: sequence(runs(pair), runs(lambda self, both: (both[1].mul_(2), self.linear(both[0]))[1]), linear())
 
 
 OBJECTS = {
-    "a batch that the loader fills again": Case(net, data=Reuses(pairs())),
     "a value in a shared object": Case(shares, m=1),
     "a tensor twice, written": Case(twice(4)),
     "with its view, written": Case(twice(2), "another gradient", m=1),

@@ -12,15 +12,16 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.session.streams import run_in_process
 
 
+def waited(pending: Pending[Any]) -> Generator[Any, None, Any]:
+    if not pending.ready():
+        yield pending
+    return pending.result()
+
+
 def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
     admitted = {0: -1, 1: -1}
     group = LocalGroup(2)
     there, further, nearer, back = (LocalChannel() for _ in range(4))
-
-    def waited(pending: Pending[Any]) -> Generator[Any, None, Any]:
-        if not pending.ready():
-            yield pending
-        return pending.result()
 
     def worker(rank: int) -> Generator[Any, None, None]:
         member = group.member(rank)
@@ -48,17 +49,12 @@ def test_a_worker_waits_for_a_message_and_the_others_go_on() -> None:
     def asks() -> Generator[Any, None, None]:
         for number in range(3):
             there.send(Message(number))
-            pending = back.receive()
-            if not pending.ready():
-                yield pending
-            yield pending.result().microbatch
+            yield (yield from waited(back.receive())).microbatch
 
     def answers() -> Generator[Any, None, None]:
         for _ in range(3):
-            pending = there.receive()
-            if not pending.ready():
-                yield pending
-            back.send(Message(pending.result().microbatch * 10))
+            message = yield from waited(there.receive())
+            back.send(Message(message.microbatch * 10))
             yield "not the lead's"
 
     assert list(run_in_process([asks(), answers()], [0])) == [0, 10, 20]

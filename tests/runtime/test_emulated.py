@@ -8,13 +8,6 @@ from torch.autograd.graph import get_gradient_edge
 
 import pipedream as pd
 from pipedream.runtime.stage import emulated
-from pipedream.runtime.stage.emulated import (
-    EmulatedOptimizer,
-    EmulatedStage,
-    make_emulated_batch,
-    make_emulated_model,
-    make_emulated_optimizer,
-)
 from pipedream.runtime.stage.split_backward import split_backward
 
 MIB = 1 << 20
@@ -37,22 +30,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stage(replicas: int = 1, parameter_bytes: int = 3 * MIB) -> pd.Stage:
-    return pd.Stage(
-        0,
-        1,
-        replicas,
-        forward_s=0.04,
-        backward_s=0.08,
-        update_s=0.03,
-        output_bytes=1000,
-        activation_bytes=500,
-        parameter_bytes=parameter_bytes,
-    )
+    seconds = {"forward_s": 0.04, "backward_s": 0.08, "update_s": 0.03}
+    sizes = {"output_bytes": 1000, "activation_bytes": 500, "parameter_bytes": parameter_bytes}
+    return pd.Stage(0, 1, replicas, **seconds, **sizes)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, clock: Clock) -> None:
-    layer = EmulatedStage(stage(), microbatches, sends=True)
+    layer = emulated.EmulatedStage(stage(), microbatches, sends=True)
     arrived = torch.zeros(1, 7, requires_grad=True)
     output = layer(arrived)
     forward_s = clock.now_s
@@ -68,7 +53,7 @@ def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, 
 def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
     """The first half leaves the weights alone; where nothing that arrived wants a gradient, it has nothing to do."""
     for wants, halves in ((True, (0.04, 0.04)), (False, (0.0, 0.08))):
-        layer = EmulatedStage(stage(replicas=2), 1, sends=True, splits_backward=True)
+        layer = emulated.EmulatedStage(stage(replicas=2), 1, sends=True, splits_backward=True)
         arrived = torch.zeros(1, 7, requires_grad=wants) * 1.0
         edges = [get_gradient_edge(arrived)] if wants else []
         output = layer(arrived)
@@ -83,7 +68,7 @@ def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
 
 
 def test_gradients_of_a_replicated_stage_come_one_after_the_other(clock: Clock) -> None:
-    layer = EmulatedStage(stage(replicas=2), 1, sends=False)
+    layer = emulated.EmulatedStage(stage(replicas=2), 1, sends=False)
     came: list[float] = []
     for weights in layer.parameters():
         weights.register_post_accumulate_grad_hook(lambda _: came.append(clock.now_s))
@@ -94,17 +79,15 @@ def test_gradients_of_a_replicated_stage_come_one_after_the_other(clock: Clock) 
 
 
 def test_stage_without_weights_still_has_a_backward() -> None:
-    layer = EmulatedStage(stage(parameter_bytes=0), 1, sends=True)
-    output = layer(torch.zeros(1, 1))
-    assert output.requires_grad
+    assert emulated.EmulatedStage(stage(parameter_bytes=0), 1, sends=True)(torch.zeros(1, 1)).requires_grad
 
 
 def test_update_waits_and_changes_nothing(clock: Clock) -> None:
-    model = make_emulated_model([stage(), stage()], 1)
+    model = emulated.make_emulated_model([stage(), stage()], 1)
     named = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("stage1")]
-    optimizer = make_emulated_optimizer([stage(), stage()])(named)
-    assert isinstance(optimizer, EmulatedOptimizer)
-    model(make_emulated_batch(1)[0]).sum().backward()
+    optimizer = emulated.make_emulated_optimizer([stage(), stage()])(named)
+    assert isinstance(optimizer, emulated.EmulatedOptimizer)
+    model(emulated.make_emulated_batch(1)[0]).sum().backward()
     start_s = clock.now_s
     optimizer.step()
     assert clock.now_s - start_s == pytest.approx(0.03)

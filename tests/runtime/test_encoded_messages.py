@@ -6,12 +6,12 @@ import pytest
 import torch
 from built import Built
 from cases import Case, check, check_processes, run
+from first_minibatches import plan_of
 from marks import thinned
 from training import train
 
 import pipedream as pd
 from pipedream.runtime.comm import encoding
-from pipedream.runtime.comm.message import Message
 
 CASES = [
     Case("wide", "1f1b", 3, microbatches=2, messages="int8", clip_grad_norm=0.1, ema=0.9),
@@ -52,12 +52,10 @@ def test_the_first_minibatch_is_compared_with_the_encoded_model(case: Case, capl
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode_message = encoding.encode_message
-
-    def encode_too_much(message: Message, encoding: str, *, only_wanted: bool) -> Message:
-        return encode_message(message, "int4", only_wanted=only_wanted)
-
-    monkeypatch.setattr(encoding, "encode_message", encode_too_much)
+    encode = encoding.encode_message
+    monkeypatch.setattr(
+        encoding, "encode_message", lambda message, **how: encode(message, **how | {"encoding": "int4"})
+    )
     with pytest.raises(pd.PipelineError, match="first minibatch"):
         run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))
 
@@ -79,32 +77,21 @@ def test_a_cut_without_floating_point_numbers_is_refused() -> None:
     model = torch.nn.Sequential(
         Built(lambda _, ids: ids % 5), torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
     )
-    profile = pd.profile(model, torch.randint(9, (8, 4)), runs=1)
-    plan = pd.plan(profile, cluster=pd.Cluster.flat(2), cuts=(1,))
+    plan = plan_of(model, torch.randint(9, (8, 4)), (1,))
     batches = [(torch.randint(9, (8, 4)), torch.randint(2, (8,)))]
     words = r"messages=int8 .*stage 0 sends no .*only int64\[\d, 4\]; choose other cuts"
     with pytest.raises(pd.PipelineError, match=words):
         train(model, plan, batches, schedule="1f1b", messages="int8")
 
 
-class _Scaled(torch.nn.MSELoss):
-    scale = 1.0
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.scale * super().forward(output, target)
-
-
 def _train_on_many_samples(schedule: str, scale: float, **options: object) -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
     model, inputs = torch.nn.Sequential(*layers).double(), torch.randn(512, 8, dtype=torch.float64)
-    microbatches = {} if schedule == "pipedream" else {"microbatches": 2}
-    profile = pd.profile(model, inputs, warmup=0, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape="1-1", **microbatches)
-    loss = _Scaled()
-    loss.scale = scale
+    loss = Built(lambda _, output, targets: scale * torch.nn.functional.mse_loss(output, targets))
     options = {"loss": loss, "targets": lambda batch: batch[1], "schedule": schedule} | options
-    train(model, plan, [(inputs, inputs[:, :4] / 2)], **options)
+    options["microbatches"] = 1 if schedule == "pipedream" else 2
+    train(model, plan_of(model, inputs, (2,)), [(inputs, inputs[:, :4] / 2)], **options)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream_2bw"])
@@ -115,9 +102,8 @@ def test_gradients_of_many_samples_are_rounded_as_in_the_comparison(schedule: st
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_gradients_too_small_for_float16_are_refused(schedule: str) -> None:
-    with pytest.raises(
-        pd.PipelineError, match=r"float16 rounds most of the gradient of '0.weight' to 0; .*grad_scaler="
-    ):
+    words = r"float16 rounds most of the gradient of '0.weight' to 0; .*grad_scaler="
+    with pytest.raises(pd.PipelineError, match=words):
         _train_on_many_samples(schedule, 1e-5, messages=("bfloat16", "float16"))
     _train_on_many_samples(schedule, 1e-5, messages="bfloat16")
     _train_on_many_samples(schedule, 1e-5, messages="float16", grad_scaler=2.0**12)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import pipedream as pd
 from pipedream.capture.compare import fingerprint
 from pipedream.runtime.data.splitter import FirstMinibatch
-from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.comparison import LayersCheck
 from pipedream.runtime.session.reference_run import ReferenceRun
 from pipedream.runtime.stage.stage_module import StageModule
@@ -267,7 +266,7 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(f"reset {device}"))
-    monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: Reference())
+    monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: SimpleNamespace())
     plain_model: Any = SimpleNamespace(fingerprint=fingerprint, model=nn.Module())
     with pipeline(net()) as trained:
         local = trained._session.workers_here

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from pipedream.runtime.comm import values
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 
 
@@ -144,9 +143,18 @@ def test_a_tensor_that_is_there_twice_is_sent_once() -> None:
 
 def test_packed_sequences_and_results_of_torch_travel() -> None:
     packed = pack_sequence([torch.randn(length, 2) for length in (2, 4, 3)], enforce_sorted=False)
-    received = unflatten(*flatten(packed))
+    structure, tensors = flatten(packed)
+    received = unflatten(structure, tensors)
     assert type(received) is type(packed)
     assert all(map(torch.equal, received, packed))
+    moved = unflatten(structure, [tensor.as_subclass(Logged) for tensor in tensors])
+    assert (type(moved.data), type(moved.batch_sizes)) == (Logged, torch.Tensor), "its sizes are on the CPU"
+    assert unflatten(structure, [tensor.to("meta") for tensor in tensors]).batch_sizes.is_meta, "a placeholder"
+    # A call that returns its argument as it is is recorded with a note in the tensors' place.
+    noted = tuple.__new__(PackedSequence, ("a", "b", None, None))
+    moved = to_device({"packed": noted}, torch.device("cpu"))["packed"]
+    assert type(moved) is PackedSequence
+    assert tuple(moved) == ("a", "b", None, None)
     largest = torch.max(torch.ones(2, 3), 0)
     assert type(unflatten(*flatten(largest))) is type(largest)
 
@@ -197,27 +205,23 @@ class Logged(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-class NamedStream:
-    def __init__(self, name: Any) -> None:
-        self.name = name
+class Stream(str):
+    """The name of a stream, which logs what it waits for."""
 
-    def __str__(self) -> str:
-        return str(self.name)
-
-    def wait_stream(self, other: NamedStream) -> None:
+    def wait_stream(self, other: str) -> None:
         Logged.log.append(f"{self} waits for {other}")
 
 
 def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def entered(stream: NamedStream) -> Iterator[None]:
+    def entered(stream: str) -> Iterator[None]:
         Logged.log.append(f"on {stream}")
         yield
         Logged.log.append(f"off {stream}")
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(values, "_make_copy_stream", lambda device: NamedStream("copies"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NamedStream("compute"))
+    monkeypatch.setattr("pipedream.runtime.comm.values._make_copy_stream", lambda device: Stream("copies"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("compute"))
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(Logged, "log", [])
     copy = [
@@ -240,19 +244,6 @@ def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: 
     assert Logged.log == ["copy to cuda:0, non_blocking=True"], "part of the graph"
 
 
-def test_a_packed_sequence_that_was_received_has_its_sizes_on_the_cpu() -> None:
-    structure, (data, sizes) = flatten(pack_sequence([torch.ones(2), torch.ones(1)]))
-    received = unflatten(structure, (data.as_subclass(Logged), sizes.as_subclass(Logged)))
-    assert type(received.data) is Logged
-    assert type(received.batch_sizes) is torch.Tensor
-
-
-def test_the_sizes_of_a_packed_sequence_may_be_a_placeholder() -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    structure, tensors = flatten(packed)
-    assert unflatten(structure, [tensor.to("meta") for tensor in tensors]).batch_sizes.is_meta
-
-
 def test_what_is_made_of_a_structure_is_new_each_time() -> None:
     structure, tensors = flatten([{"a": [1]}, torch.empty(2, device="meta")])
     first, second = unflatten(structure, tensors), unflatten(structure, tensors)
@@ -261,16 +252,19 @@ def test_what_is_made_of_a_structure_is_new_each_time() -> None:
     assert first[1] is not second[1]
 
 
-def test_what_cannot_travel_is_refused_with_its_place() -> None:
-    for value, words in [
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
         ([object()], r"value\[0\] is a object, which cannot be sent"),
         ({"a": Pair(1, [Opaque()])}, r"value\['a'\]\.second\[0\] is a Opaque"),
         (Output(cache=Opaque()), r"value\.cache is a Opaque"),
         (Point(1, {Opaque}), r"value\.y is a set"),
         ({frozenset(): 1}, r"value: a key is a frozenset.* as keys"),
-    ]:
-        with pytest.raises(TypeError, match=words):
-            flatten(value)
+    ],
+)
+def test_what_cannot_travel_is_refused_with_its_place(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        flatten(value)
 
 
 def test_objects_that_cannot_travel_become_none_where_asked() -> None:
@@ -305,11 +299,3 @@ def test_classes_that_functions_have_made_are_told_apart() -> None:
 def test_a_message_makes_nothing_but_containers(node: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         unflatten(json.dumps(node), ())
-
-
-def test_a_packed_sequence_of_something_else_than_tensors_is_moved_as_it_is() -> None:
-    """A call that returns its argument as it is is recorded with a note in the tensors' place."""
-    packed = tuple.__new__(PackedSequence, ("a", "b", None, None))
-    moved = to_device({"packed": packed}, torch.device("cpu"))["packed"]
-    assert type(moved) is PackedSequence
-    assert tuple(moved) == ("a", "b", None, None)

@@ -20,25 +20,22 @@ def padded(output: Tensor, labels: Tensor) -> Tensor:
     return nll(output, labels).masked_fill(pad, 0.0).sum() / (~pad).sum()
 
 
-def hidden(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return (nll(output, batch["y"]) * batch["mask"]).sum() / batch["mask"].sum()
-
-
 def exact(output: Tensor, labels: Tensor) -> Tensor:
     return nll(output, labels).mean()
 
 
-def added(output: Tensor, labels: Tensor) -> Tensor:
-    return nll(output, labels).sum()
+def weighted(weights: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Tensor]:
+    """Returns a mean over labels that have weights."""
+    return lambda output, batch: (nll(output, batch["y"]) * weights(batch)).sum() / weights(batch).sum()
 
 
 LABELS = torch.arange(1, 13).view(2, 6)
 MASKED = {"y": LABELS, "mask": torch.ones(2, 6)}
 CASES: list[tuple[Callable[..., Tensor], Any, set[tuple[int, int]]]] = [
     (padded, LABELS, {(0, -100)}),
-    (hidden, MASKED, {(1, value) for value in (0, -100, 255)}),
+    (weighted(lambda batch: batch["mask"]), MASKED, {(1, value) for value in (0, -100, 255)}),
     (exact, LABELS, set()),
-    (added, LABELS, set()),
+    (lambda output, labels: nll(output, labels).sum(), LABELS, set()),
 ]
 
 
@@ -64,15 +61,6 @@ def test_a_part_with_another_share_of_it_is_refused(samples: int) -> None:
     assert loss(output, shorter, samples, 1.0)[1] == samples, "an evaluation, or a minibatch that is not split"
 
 
-def hidden_elsewhere(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return nll(output, batch["y"]).masked_fill(batch["mask"], 0.0).sum() / (~batch["mask"]).sum()
-
-
-def unlike_one(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    counted = batch["y"] != 1
-    return (nll(output, batch["y"]) * counted).sum() / counted.sum()
-
-
 def draw(kind: str, length: int = 6) -> dict[str, Tensor]:
     """Returns targets of 4 samples; in `equal` ones nothing is weighted, masked or a label that does not count."""
     labels = torch.randint(2, 14, (4, length))
@@ -81,7 +69,14 @@ def draw(kind: str, length: int = 6) -> dict[str, Tensor]:
     return {"y": labels.masked_fill(mask["hidden"], 1) if kind == "labels" else labels, "mask": mask.get(kind, empty)}
 
 
-@pytest.mark.parametrize(("loss", "kind"), [(hidden, "weights"), (hidden_elsewhere, "hidden"), (unlike_one, "labels")])
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (weighted(lambda batch: batch["mask"]), "weights"),
+        (weighted(lambda batch: ~batch["mask"]), "hidden"),
+        (weighted(lambda batch: batch["y"] != 1), "labels"),
+    ],
+)
 @pytest.mark.parametrize("first", [1, 21])
 def test_a_part_that_counts_otherwise_is_refused_when_it_comes(loss: Any, kind: str, first: int) -> None:
     """Also one of another length, which is compared with the other part of its minibatch."""

@@ -4,6 +4,7 @@ import csv
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 import zoo
 from cases import make_pipeline
-from torch import Tensor
 
 import pipedream as pd
 from pipedream.runtime.results.loggers import make_loggers
@@ -42,10 +42,6 @@ class Log:
         return {step: metrics[name] for step, metrics in self.rows if name in metrics}
 
 
-def spread(output: Tensor, targets: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 def trained(
     *loggers: Any, epochs: int = 2, folder: Path | None = None, resume: bool = False
 ) -> tuple[list[pd.Done], list[dict[str, float]]]:
@@ -53,7 +49,12 @@ def trained(
     animal = zoo.make("mlp")
     heard, evaluations = [], []
     scheduler = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
-    how = {"optimizer": SGD, "schedule": "1f1b", "metrics": {"spread": spread}, "scheduler": scheduler}
+    how = {
+        "optimizer": SGD,
+        "schedule": "1f1b",
+        "metrics": {"spread": lambda output, targets: output.square().mean()},
+        "scheduler": scheduler,
+    }
     with make_pipeline(animal, loggers=loggers, **how) as pipeline:
         if resume:
             pipeline.load(folder)
@@ -92,24 +93,19 @@ def test_all_numbers_go_to_a_logger_like_lightnings() -> None:
     assert (params["workers"], params["plan"], params["rate"]) == (2, "1-1", 0.1)
 
 
-def test_a_failed_run_finalizes_its_loggers() -> None:
+def test_evaluations_are_named_and_a_failed_run_finalizes_its_loggers() -> None:
     class Full(Log):
         def finalize(self, status: str) -> None:
             super().finalize(status)
             raise OSError("no space left")
 
-    log = Full()
-    with pytest.raises(ZeroDivisionError), make_pipeline("mlp", loggers=[log]):
-        raise ZeroDivisionError
-    assert log.status == ["failed"]
-
-
-def test_names_of_evaluations() -> None:
-    animal, log = zoo.make("mlp"), Log()
-    with make_pipeline(animal, loggers=[log], ema=0.9) as pipeline:
+    animal, log = zoo.make("mlp"), Full()
+    with suppress(ZeroDivisionError), make_pipeline(animal, loggers=[log], ema=0.9) as pipeline:
         pipeline.evaluate(animal.batches)
         pipeline.evaluate(animal.batches, ema=True)
         pipeline.evaluate(animal.batches, name="valid")
+        raise ZeroDivisionError
+    assert log.status == ["failed"]
     names = "test/loss", "test_ema/loss", "valid/loss"
     assert [(step, *metrics) for step, metrics in log.rows] == [(0, name) for name in names]
 

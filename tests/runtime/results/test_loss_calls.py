@@ -45,22 +45,15 @@ def _flat(b: Batch) -> tuple[Tensor, Tensor]:
     return b["x"].flatten(0, 1), b["labels"].flatten()
 
 
-def _several(b: Batch) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for scale in (1.0, 2.0):
-        total += F.cross_entropy(b["x"].flatten(0, 1) * scale, b["labels"].flatten())
-    return total / 2
+def _under_a_device(b: Batch) -> Tensor:
+    with torch.device("cpu"):
+        loss = F.cross_entropy(*_flat(b))
+    return loss * 2
 
 
 def _masked(b: Batch) -> Tensor:
     mask = b["labels"] != -100
     return (F.mse_loss(b["x"], b["y"], reduction="none").mean(-1) * mask).sum() / mask.sum()
-
-
-def _under_a_device(b: Batch) -> Tensor:
-    with torch.device("cpu"):
-        loss = F.cross_entropy(*_flat(b))
-    return loss * 2
 
 
 RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
@@ -69,7 +62,7 @@ RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
     "imported by name": lambda b: by_its_own_name(*_flat(b)),
     "held by the model": lambda b: HELD(*_flat(b)).double().view(1) * 0.5,
     "negative log likelihood": lambda b: F.nll_loss(b["x"].log_softmax(-1).transpose(1, 2), b["labels"]),
-    "several": _several,
+    "several": lambda b: sum(F.cross_entropy(_flat(b)[0] * scale, _flat(b)[1]) for scale in (1.0, 2.0)) / 2,
     "stacked": lambda b: torch.stack([F.cross_entropy(*_flat(b)), F.cross_entropy(*_flat(b)) * 3]).mean(),
     "a list": lambda b: sum([F.cross_entropy(*_flat(b)), 2 * F.cross_entropy(*_flat(b)) + 1]),
     "a sum": lambda b: F.cross_entropy(*_flat(b), reduction="sum"),
@@ -137,14 +130,6 @@ def _contrastive(b: Batch) -> Tensor:
     return (F.cross_entropy(scores, diagonal) + F.cross_entropy(scores.T, diagonal)) / 2
 
 
-def _random(b: Batch) -> Tensor:
-    return ((b["x"] + torch.randn_like(b["x"])) ** 2).mean()
-
-
-def _equal(kind: torch.dtype) -> Batch:
-    return {**_batch(), "equal": torch.ones(N, L, dtype=kind)}
-
-
 @pytest.mark.parametrize("kind", [torch.float64, torch.bool, torch.long])
 def test_equal_weights_and_full_masks_do_not_hide_what_a_mean_is_over(kind: torch.dtype) -> None:
     def hidden(b: Batch) -> Any:
@@ -154,8 +139,9 @@ def test_equal_weights_and_full_masks_do_not_hide_what_a_mean_is_over(kind: torc
     def scaled(b: Batch) -> Any:
         return SimpleNamespace(loss=((b["x"] - b["y"]) ** 2 * b["equal"].unsqueeze(2)).mean())
 
-    assert _probe(hidden, _equal(kind)) == "other"
-    assert _probe(scaled, _equal(kind)) == "samples"
+    batch = {**_batch(), "equal": torch.ones(N, L, dtype=kind)}
+    assert _probe(hidden, batch) == "other"
+    assert _probe(scaled, batch) == "samples"
 
 
 PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
@@ -166,7 +152,7 @@ PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
     "perplexity": (lambda b: F.cross_entropy(*_flat(b)).exp(), "other"),
     "a root": (lambda b: F.mse_loss(b["x"], b["y"]).sqrt(), "other"),
     "tokens and samples": (lambda b: F.cross_entropy(*_flat(b)) + F.mse_loss(b["x"], b["y"]), "other"),
-    "noise": (_random, "samples"),
+    "noise": (lambda b: ((b["x"] + torch.randn_like(b["x"])) ** 2).mean(), "samples"),
     "dropout": (lambda b: F.dropout(b["x"]).mean(), ""),
     "a quarter of a sum": (lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / 4, "sum"),
 }
@@ -231,15 +217,11 @@ def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_chan
 
 
 def test_a_term_that_is_not_of_torch_is_taken_for_a_mean_over_samples() -> None:
-    batch, loss = _batch(), Loss()
-    parts = _parts(batch, (4, 3))
-
-    def model(b: Batch) -> Tensor:
-        return F.cross_entropy(*_flat(b)) + (b["x"] ** 2).mean()
-
-    _scored(loss, model, parts[0], 0)
+    loss, (first, second) = Loss(), _parts(_batch(), (4, 3))
+    model = lambda b: F.cross_entropy(*_flat(b)) + (b["x"] ** 2).mean()  # noqa: E731
+    _scored(loss, model, first, 0)
     with pytest.raises(ValueError, match=r"different amounts \(here [0-9]+ for 3 samples\)"):
-        _scored(loss, model, parts[1], 0)
+        _scored(loss, model, second, 0)
 
 
 def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:
@@ -272,14 +254,6 @@ class _OnGpu(Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def _flat_labels(o: Tensor, b: Batch) -> Tensor:
-    return F.cross_entropy(o.flatten(0, 1), b["labels"].view(-1))
-
-
-def _inner_labels(o: Tensor, b: Batch) -> Tensor:
-    return F.cross_entropy(o[1:, 1:].transpose(1, 2), b["labels"][1:, 1:])
-
-
 def _marked_labels(o: Tensor, b: Batch) -> Tensor:
     labels = b["labels"].view(-1)
     labels[labels == 1] = -100
@@ -288,9 +262,9 @@ def _marked_labels(o: Tensor, b: Batch) -> Tensor:
 
 USERS: dict[str, tuple[Callable[[Tensor, Batch], Any], bool]] = {
     "a target": (lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"]), False),
-    "a view": (_flat_labels, False),
-    "a part": (_inner_labels, False),
-    "a regulariser": (lambda o, b: _flat_labels(o, b) + 0.1 * (o**2).mean(), False),
+    "a view": (lambda o, b: F.cross_entropy(o.flatten(0, 1), b["labels"].view(-1)), False),
+    "a part": (lambda o, b: F.cross_entropy(o[1:, 1:].transpose(1, 2), b["labels"][1:, 1:]), False),
+    "a regulariser": (lambda o, b: F.cross_entropy(o.flatten(0, 1), b["labels"].view(-1)) + 0.1 * (o**2).mean(), False),
     "a copy": (lambda o, b: F.cross_entropy(o.flatten(0, 1), b["labels"].flatten() + 0), True),
     "a target that is written": (_marked_labels, True),
     "a mean by hand": (lambda o, b: (o - b["y"]).abs().mean(), False),

@@ -17,9 +17,7 @@ from training import SGD, train
 
 import pipedream as pd
 from pipedream import metrics
-from pipedream.runtime.comm import process_group
 from pipedream.runtime.results import memory
-from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
 from pipedream.workflows import profile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -33,34 +31,28 @@ def test_tensors_count_once_with_their_gradients_and_state() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(1, 100)).sum().backward()
     optimizer.step()
-    assert tensor_bytes(layer) == 2 * 40_000
-    assert tensor_bytes({"a": [layer, layer.weight[:2]]}, (optimizer,)) == 3 * 40_000
-    assert tensor_bytes(None, "text", 3.5) == 0
+    assert memory.tensor_bytes(layer) == 2 * 40_000
+    assert memory.tensor_bytes({"a": [layer, layer.weight[:2]]}, (optimizer,)) == 3 * 40_000
+    assert memory.tensor_bytes(None, "text", 3.5) == 0
 
 
-def test_heap_rises_with_tensors_and_not_with_what_stays() -> None:
-    meter = MemoryMeter(CPU)
+def test_heap_rises_with_tensors_and_not_with_what_stays_or_an_evaluation() -> None:
+    meter = memory.MemoryMeter(CPU)
     stays = torch.ones(MB)
-    block = torch.ones(4 * MB)
-    meter.sample(False)
-    del block
-    rise_bytes = meter.measure_peak().rise_bytes
-    assert rise_bytes is not None
-    assert 16 * MB <= rise_bytes < 17 * MB, "not the 4 MiB that stay"
+
+    def rise_after(evaluates: bool, size: int) -> int:
+        """Takes memory while a sample is taken, which is of an evaluation or not; returns the rise by then."""
+        block = torch.ones(size)
+        meter.sample(evaluates)
+        del block
+        return meter.measure_peak().rise_bytes or 0
+
+    assert 16 * MB <= rise_after(False, 4 * MB) < 17 * MB, f"not the {len(stays)} numbers that stay"
     meter.reset()
-    meter.sample(False)
-    assert 0 <= (meter.measure_peak().rise_bytes or 0) < MB, f"of a new phase, with {len(stays)} numbers"
-
-
-def test_an_evaluation_after_a_drain_does_not_count() -> None:
-    meter = MemoryMeter(CPU)
-    meter.sample(True)
-    assert (meter.measure_peak().rise_bytes or 0) < MB
-    block = torch.ones(4 * MB)
-    meter.sample(True)
-    del block
-    meter.sample(False)
-    assert (meter.measure_peak().rise_bytes or 0) < MB
+    assert 0 <= rise_after(False, 0) < MB, "of a new phase"
+    assert rise_after(True, 0) < MB
+    rise_after(True, 4 * MB)
+    assert rise_after(False, 0) < MB, "an evaluation after a drain does not count"
 
 
 def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +66,7 @@ def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.M
 
     monkeypatch.setattr(memory, "_read_heap_bytes", read_slowly)
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: now_s))
-    meter = MemoryMeter(CPU)
+    meter = memory.MemoryMeter(CPU)
     # The first ops of a phase are all read, some of the next ones, too, then 0.3% of its time.
     for ops, phase_s in ((40, 0.0), (100_000, 100.0)):
         reads = 0
@@ -97,7 +89,7 @@ def test_slow_reads_before_those_that_count_do_not_prevent_them(monkeypatch: pyt
     monkeypatch.setattr(memory, "_read_heap_bytes", read_slowly)
     monkeypatch.setattr(memory, "_heap_has_tensors", lambda: True)
     monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: now_s))
-    meter = MemoryMeter(CPU)
+    meter = memory.MemoryMeter(CPU)
     for _ in range(60):
         meter.sample(False)
     heap_bytes = 40
@@ -105,7 +97,7 @@ def test_slow_reads_before_those_that_count_do_not_prevent_them(monkeypatch: pyt
 
 
 def test_what_an_evaluation_leaves_in_the_heap_does_not_hide_an_earlier_rise() -> None:
-    meter = MemoryMeter(CPU)
+    meter = memory.MemoryMeter(CPU)
     block = torch.ones(4 * MB)
     meter.sample(False)
     del block
@@ -119,7 +111,7 @@ def test_what_an_evaluation_leaves_in_the_heap_does_not_hide_an_earlier_rise() -
 def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
-    meter = MemoryMeter(GPU)
+    meter = memory.MemoryMeter(GPU)
     assert cuda.resets == 1, "in the first phase too"
     meter.sample(False)
     assert meter.measure_peak() == (40, 200), "100 at most, 60 now; 200 reserved"
@@ -132,7 +124,7 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
     model, x = PAIR[0], X
     profiled = pd.profile(nn.Sequential(model), x, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
-    monkeypatch.setattr(process_group, "process_device", lambda name: torch.device(name))
+    monkeypatch.setattr("pipedream.runtime.comm.process_group.process_device", lambda name: torch.device(name))
     monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
     monkeypatch.setattr(nn.Module, "to", lambda module, place: module)
 

@@ -12,9 +12,7 @@ from cases import Case, Outcome, make_pipeline, run
 from marks import thinned
 
 import pipedream as pd
-from pipedream.runtime import assemble
 from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.comm.message import Message
 from pipedream.runtime.results.results import Results, _HostCopies
 
 CASES = tuple(
@@ -33,7 +31,7 @@ CASES = tuple(
 def read_late(patch: pytest.MonkeyPatch, late: bool = True) -> None:
     """Lets losses be read late, as on a GPU, or at once."""
     make = lambda *arguments, **keywords: Results(*arguments, **keywords | {"reads_late": late})  # noqa: E731
-    patch.setattr(assemble, "Results", make)
+    patch.setattr("pipedream.runtime.assemble.Results", make)
 
 
 def outcomes(case: Case) -> list[Outcome]:
@@ -66,7 +64,7 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
     sent: Counter[int] = Counter()
     send = LocalChannel.send
 
-    def counted(channel: LocalChannel, message: Message) -> None:
+    def counted(channel: LocalChannel, message: Any) -> None:
         sent[id(channel)] += 1
         send(channel, message)
 

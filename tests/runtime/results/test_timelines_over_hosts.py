@@ -12,7 +12,7 @@ from marks import slow
 
 import pipedream as pd
 from pipedream import metrics
-from pipedream.runtime.session import measured
+from pipedream.runtime.session.measured import ClockOffset
 
 
 def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:
@@ -58,7 +58,7 @@ def test_one_machines_processes_are_not_shifted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "send", lambda *args: None)
     monkeypatch.setattr(dist, "recv", receive)
     group: dist.ProcessGroup = dist.ProcessGroup.__new__(dist.ProcessGroup)
-    clock = measured.ClockOffset(group)
+    clock = ClockOffset(group)
     assert clock.to_rank_0([1.0, 100.0]) == [1.0, 100.0]
     answer[0], now[0] = 40.0, 200.0
     clock.measure(group)
@@ -67,6 +67,6 @@ def test_one_machines_processes_are_not_shifted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_single_process_has_one_clock() -> None:
-    clock = measured.ClockOffset(None)
+    clock = ClockOffset(None)
     assert clock.to_rank_0([1.0, 2.5]) == [1.0, 2.5]
     assert clock.to_rank_0([]) == []
