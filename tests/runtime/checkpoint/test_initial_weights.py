@@ -21,8 +21,7 @@ from zoo import HF
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.checkpoint import files, parameters
-from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+from pipedream.runtime.checkpoint import files, initial_values as initial, parameters
 from pipedream.testing import Training, assert_equal, assert_near
 
 CPU = torch.device("cpu")
@@ -38,9 +37,9 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def drawn(make: Callable[[], nn.Module], parts: int = 1, seed: int = 0) -> nn.Module:
     """Returns a model that was built on the meta device, and drawn part by part, the last one first."""
     model = on_meta(make)
-    names = list(named_state(model))
+    names = list(initial.named_state(model))
     for part in reversed(range(parts)):
-        materialise(model, names[part::parts], CPU, seed)
+        initial.materialise(model, names[part::parts], CPU, seed)
     return model
 
 
@@ -84,7 +83,7 @@ def test_initial_values_depend_neither_on_the_cut_nor_on_generators(
     for name in ("manual_seed", "manual_seed_all"):  # generators of GPUs would not be restored
         monkeypatch.delattr(torch.cuda, name)
     before = torch.default_generator.get_state()
-    check_equal(named_state(drawn(mixed, parts)), named_state(drawn(mixed)))
+    check_equal(initial.named_state(drawn(mixed, parts)), initial.named_state(drawn(mixed)))
     assert torch.equal(torch.default_generator.get_state(), before)
     assert not torch.equal(drawn(mixed, seed=1)[0].first, drawn(mixed)[0].first)
 
@@ -109,7 +108,7 @@ def test_values_that_are_there_stay() -> None:
         model[1].weight.fill_(3.0)
     weight = model[1].weight
     model[0].second.requires_grad_(False)
-    materialise(model, named_state(model), CPU, 0)
+    initial.materialise(model, initial.named_state(model), CPU, 0)
     assert model[1].weight is weight
     assert torch.equal(weight, torch.full((2,), 3.0, dtype=torch.float64))
     assert not model[0].second.requires_grad
@@ -117,8 +116,11 @@ def test_values_that_are_there_stay() -> None:
 
 def test_what_the_names_leave_out_stays_without_storage() -> None:
     model = on_meta(mixed)
-    materialise(model, ["0.second", "1.running_mean"], CPU, 0)
-    assert [name for name, tensor in named_state(model).items() if not tensor.is_meta] == ["0.second", "1.running_mean"]
+    initial.materialise(model, ["0.second", "1.running_mean"], CPU, 0)
+    assert [name for name, tensor in initial.named_state(model).items() if not tensor.is_meta] == [
+        "0.second",
+        "1.running_mean",
+    ]
 
 
 class Partly(nn.Module):
@@ -165,7 +167,7 @@ def test_nothing_stays_uninitialised(kind: Callable[[], nn.Module], words: str) 
 
 def test_a_name_of_another_model_is_refused() -> None:
     with pytest.raises(pd.errors.CaptureError, match=r"lists '0.third', but the Sequential has no parameter or buffer"):
-        materialise(on_meta(mixed), ["0.third"], CPU, 0)
+        initial.materialise(on_meta(mixed), ["0.third"], CPU, 0)
 
 
 def rule(module: nn.Module) -> None:
@@ -199,7 +201,7 @@ def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None
     torch.manual_seed(0)
     on_cpu = hugging_face(name)
     drawn_model = drawn(lambda: hugging_face(name))
-    check_equal(named_state(drawn(lambda: hugging_face(name), 3)), named_state(drawn_model))
+    check_equal(initial.named_state(drawn(lambda: hugging_face(name), 3)), initial.named_state(drawn_model))
     assert parameters.find_shared_names(drawn_model) == parameters.find_shared_names(on_cpu)
     for name, buffer in on_cpu.named_buffers():
         assert torch.equal(drawn_model.get_buffer(name), buffer), name
@@ -310,12 +312,12 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     saved = hugging_face(name)
     saved.save_pretrained(tmp_path)  # type: ignore[operator]
     model = on_meta(lambda: hugging_face(name))
-    shared, names = parameters.find_shared_names(model), list(named_state(model))
+    shared, names = parameters.find_shared_names(model), list(initial.named_state(model))
     state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
     for part in (names[1::2], names[::2]):
         parameters.load(model, state, part, shared, CPU)
-        materialise(model, part, CPU, 0)
-    check_equal(named_state(model), named_state(saved))
+        initial.materialise(model, part, CPU, 0)
+    check_equal(initial.named_state(model), initial.named_state(saved))
 
 
 def holding(text: str, name: str = "model.safetensors.index.json") -> Callable[[Path], Path]:

@@ -15,8 +15,7 @@ import zoo
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.object_store import RemotePath, any_path
+from pipedream.runtime.checkpoint import folders, object_store, pieces
 from tests.runtime.checkpoint import saving
 
 
@@ -72,7 +71,7 @@ def test_a_killed_save_leaves_the_checkpoint_before(url: str) -> None:
             saving.run(url, epochs=2, keep=1, resume=url)
         position = saving.load(url)
         assert position in ((1, 0), (2, 0)), allowed
-        for path in folders.list_checkpoints(any_path(url)):
+        for path in folders.list_checkpoints(object_store.any_path(url)):
             pieces.verify_checkpoint(path)
         allowed += 1
     assert allowed > 5
@@ -105,14 +104,14 @@ def test_a_second_run_takes_the_folder(url: str) -> None:
 
 def test_the_manifest_is_written_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    opened = RemotePath.open
+    opened = object_store.RemotePath.open
 
-    def recorded(self: RemotePath, mode: str) -> Any:
+    def recorded(self: object_store.RemotePath, mode: str) -> Any:
         if mode == "wb":
             order.append(self.name)
         return opened(self, mode)
 
-    monkeypatch.setattr(RemotePath, "open", recorded)
+    monkeypatch.setattr(object_store.RemotePath, "open", recorded)
     saving.save(url, epochs=1)
     assert order[-3:] == ["__0_0.distcp", ".metadata", folders.MANIFEST]
 
@@ -147,20 +146,20 @@ def test_a_store_that_cannot_be_reached_is_no_empty_folder(attempt: Callable[[st
 def test_urls_that_cannot_be_used_are_refused(folder: str | Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(pd.PipelineError, match=words):
-        any_path(folder)
+        object_store.any_path(folder)
 
 
 def test_paths() -> None:
-    path = RemotePath("memory://a/b/")
+    path = object_store.RemotePath("memory://a/b/")
     assert [str(path), path.name, str(path.parent)] == ["memory://a/b", "b", "memory://a"]
     assert [str(path / "c"), str(path.parent.parent), str(path.parent.parent / "a")] == [
         "memory://a/b/c",
         "memory://",
         "memory://a",
     ]
-    assert any_path("C:/of/windows") == Path("C:/of/windows")
-    assert path == RemotePath("memory://a/b")
-    assert {path: 1}[RemotePath("memory://a") / "b"] == 1
+    assert object_store.any_path("C:/of/windows") == Path("C:/of/windows")
+    assert path == object_store.RemotePath("memory://a/b")
+    assert {path: 1}[object_store.RemotePath("memory://a") / "b"] == 1
     assert not path.exists()
     assert list(path.glob("*")) == []
     (path / "c").write_text("text")

@@ -8,9 +8,7 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream.core.plan.messages import BLOCK, ENCODINGS, MessageEncoding
 from pipedream.core.plan.placement import Carries
-from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.comm.encoding import decode, encode, is_encoded, with_decoding, with_encoding
-from pipedream.runtime.comm.message import Message, dimension_order
+from pipedream.runtime.comm import channel, encoding as codec, message as wire
 
 CODED = ENCODINGS[1:]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -37,13 +35,13 @@ def test_arrives_as_documented(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     tensor = STAGE_ORDERS[layout]((values * size).to(dtype))
-    arrived = decode(*encode(tensor, encoding))
+    arrived = codec.decode(*codec.encode(tensor, encoding))
     assert arrived.dtype == dtype
     assert arrived.shape == tensor.shape
     if tensor.numel() and arrived.data_ptr() != tensor.data_ptr():
-        assert dimension_order(arrived) == dimension_order(tensor)
+        assert wire.dimension_order(arrived) == wire.dimension_order(tensor)
     # In single precision the rotation's rounding may move a value over the middle between two steps.
-    if is_encoded(tensor, encoding) and (encoding != "int4" or dtype == torch.float64):
+    if codec.is_encoded(tensor, encoding) and (encoding != "int4" or dtype == torch.float64):
         torch.testing.assert_close(arrived, rounded(tensor, encoding), rtol=1e-5, atol=1e-5 * size, equal_nan=True)
     if encoding in ("int8", "int4") and rows:
         # Half a step of a block's scale: of each value, or of the block as a whole where it was rotated.
@@ -61,16 +59,16 @@ def test_arrives_as_documented(
 def test_hides_nothing_that_is_not_finite(encoding: str, number: float) -> None:
     tensor = torch.ones(5, 100)
     tensor[3, 50] = number
-    arrived = decode(*encode(tensor, encoding))
+    arrived = codec.decode(*codec.encode(tensor, encoding))
     assert not arrived[3, 50].isfinite()
     assert arrived.isfinite().sum() >= 500 - BLOCK
 
 
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_zeros_and_the_smallest_numbers_stay_small(encoding: str) -> None:
-    assert not decode(*encode(torch.zeros(1000), encoding)).any()
+    assert not codec.decode(*codec.encode(torch.zeros(1000), encoding)).any()
     tiny = torch.full((1000,), torch.finfo(torch.float32).tiny / 16)
-    assert decode(*encode(tiny, encoding)).abs().max() <= torch.finfo(torch.float32).tiny
+    assert codec.decode(*codec.encode(tiny, encoding)).abs().max() <= torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize(
@@ -85,16 +83,16 @@ def test_zeros_and_the_smallest_numbers_stay_small(encoding: str) -> None:
     ],
 )
 def test_what_is_left_alone(tensor: torch.Tensor, encoding: str, expected: bool) -> None:
-    assert is_encoded(tensor, encoding) is expected
+    assert codec.is_encoded(tensor, encoding) is expected
 
 
 def _send(
     tensors: tuple[torch.Tensor, ...], wants: tuple[bool, ...], carries: Carries, messages: str
-) -> tuple[Message, int]:
-    channel, encodings = LocalChannel(), MessageEncoding.parse(messages)
-    sender = with_encoding(channel, encodings, carries)
-    sender.send(Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
-    return with_decoding(channel, encodings, carries).receive().result(), sender.sent_bytes
+) -> tuple[wire.Message, int]:
+    link, encodings = channel.LocalChannel(), MessageEncoding.parse(messages)
+    sender = codec.with_encoding(link, encodings, carries)
+    sender.send(wire.Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
+    return codec.with_decoding(link, encodings, carries).receive().result(), sender.sent_bytes
 
 
 def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:

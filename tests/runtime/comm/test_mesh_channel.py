@@ -9,33 +9,32 @@ from exchange import assert_arrived
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan.layout import Crossing, with_crossings
-from pipedream.core.plan.mesh import box_of, pieces
-from pipedream.runtime.comm import channel
-from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
-from pipedream.runtime.comm.message import Content, Message
+from pipedream.core.plan import layout, mesh as meshes
+from pipedream.runtime.comm import channel, mesh_channel, message as wire
 
 
 def part(whole: torch.Tensor, mesh: pd.Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
-    box = box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
+    box = meshes.box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
     return whole[tuple(slice(side.start, side.stop) for side in box)]
 
 
 @given(st.data())
 def test_each_rank_receives_its_part(data: st.DataObject) -> None:
-    pair = MeshPair(data.draw(MESHES), data.draw(MESHES))
+    pair = mesh_channel.MeshPair(data.draw(MESHES), data.draw(MESHES))
     shapes = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3))
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     draw: Any = data.draw
     cuts = [
-        Crossing(tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape)))
+        layout.Crossing(
+            tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape))
+        )
         for shape in shapes
     ]
     absent = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))  # gradients
     wires = [[channel.LocalChannel() for _ in range(pair.receiver.size)] for _ in range(pair.sender.size)]
-    senders = [MeshSender(pair, place, dict(enumerate(row))) for place, row in enumerate(wires)]
+    senders = [mesh_channel.MeshSender(pair, place, dict(enumerate(row))) for place, row in enumerate(wires)]
     receivers = [
-        MeshReceiver(pair, place, {sender: row[place] for sender, row in enumerate(wires)})
+        mesh_channel.MeshReceiver(pair, place, {sender: row[place] for sender, row in enumerate(wires)})
         for place in range(pair.receiver.size)
     ]
     for place, sender in enumerate(senders):
@@ -43,8 +42,10 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
             None if missing else part(whole, pair.sender, cut.sent, place)
             for whole, cut, missing in zip(wholes, cuts, absent, strict=True)
         )
-        sender.send(Message(3, tensors=tensors, structure=with_crossings("", cuts), loss_weight=0.5, numbers=(1.0,)))
-        sender.send(Message(4, Content.END, flags=2))
+        sender.send(
+            wire.Message(3, tensors=tensors, structure=layout.with_crossings("", cuts), loss_weight=0.5, numbers=(1.0,))
+        )
+        sender.send(wire.Message(4, wire.Content.END, flags=2))
     for place, receiver in enumerate(receivers):
         message = receiver.result()
         assert (message.microbatch, message.loss_weight, message.numbers) == (3, 0.5, (1.0,))
@@ -53,12 +54,12 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
             None if missing else part(whole, pair.receiver, cut.received, place) for whole, cut, missing in rows
         ]
         assert_arrived(message.tensors, expected)
-        assert receiver.result().content is Content.END
+        assert receiver.result().content is wire.Content.END
     channel.drain([*senders, *receivers])
     moved = [
         prod(map(len, piece.box))
         for cut, missing in zip(cuts, absent, strict=True)
         if not missing
-        for piece in pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
+        for piece in meshes.pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
     ]
     assert sum(sender.sent_bytes for sender in senders) == 8 * sum(moved)

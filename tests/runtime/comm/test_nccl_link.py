@@ -15,8 +15,7 @@ import torch.distributed as dist
 from exchange import assert_arrived
 
 import pipedream as pd
-from pipedream.runtime.comm import channel, gloo, message
-from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+from pipedream.runtime.comm import channel, gloo, message, nccl_link
 
 Message = message.Message
 
@@ -25,7 +24,7 @@ ACTIVATIONS, WEIGHTS = 3, 8
 COUNT = 40
 
 
-def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink, ReceivingLink]:
+def ends(number: int, device: str = "cpu", **options: Any) -> tuple[nccl_link.SendingLink, nccl_link.ReceivingLink]:
     """Returns this rank's end of a link each way."""
     rank = dist.get_rank()
     link_ends: dict[bool, Any] = {}
@@ -33,8 +32,8 @@ def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink,
         sends, tag, on = rank == pair[0], 2 * number + pair[0], torch.device(device)
         communicator: Any = strict.StrictCommunicator(pair, on, tag, **options)
         end = gloo.GlooEndpoint(1 - rank, tag, 4, dist.group.WORLD, on, separate=device)
-        sending = SendingLink(gloo.GlooSender(end, 2 * COUNT), communicator) if sends else None
-        link_ends[sends] = sending or ReceivingLink(gloo.GlooReceiver(end), communicator, on)
+        sending = nccl_link.SendingLink(gloo.GlooSender(end, 2 * COUNT), communicator) if sends else None
+        link_ends[sends] = sending or nccl_link.ReceivingLink(gloo.GlooReceiver(end), communicator, on)
     return link_ends[True], link_ends[False]
 
 
@@ -49,8 +48,8 @@ def mixed(number: int) -> tuple[torch.Tensor | None, ...]:
 def messages_arrive() -> list[int]:
     """Two channels of one link, both ways, read in another order than they were sent; returns how many are kept."""
     out, back = ends(0)
-    senders = {n: LinkSender(out, n) for n in (ACTIVATIONS, WEIGHTS)}
-    receivers = {n: LinkReceiver(back, n) for n in (ACTIVATIONS, WEIGHTS)}
+    senders = {n: nccl_link.LinkSender(out, n) for n in (ACTIVATIONS, WEIGHTS)}
+    receivers = {n: nccl_link.LinkReceiver(back, n) for n in (ACTIVATIONS, WEIGHTS)}
     counts = []
     for stream in range(2):
         for i in range(COUNT):
@@ -87,7 +86,7 @@ def refused(scenario: Callable[[], Any]) -> str:
 def in_the_order_of_1f1b(number: int, **options: Any) -> None:
     """Rank 0 sends an activation and waits for its gradient before it sends the next one."""
     out, back = ends(number, **options)
-    sender, receiver = LinkSender(out, 0), LinkReceiver(back, 0)
+    sender, receiver = nccl_link.LinkSender(out, 0), nccl_link.LinkReceiver(back, 0)
     for i in range(3):
         if dist.get_rank() == 0:
             sender.send(numbers(i))

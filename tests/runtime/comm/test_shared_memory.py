@@ -9,8 +9,7 @@ import torch
 from exchange import assert_arrived, message_of
 from hypothesis import given, strategies as st
 
-from pipedream.runtime.comm import channel, shared_memory
-from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm import channel, message as wire, shared_memory
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryReceiver, SharedMemorySender
 
 Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
@@ -31,7 +30,7 @@ def ends() -> Iterator[Ends]:
         pair.close()
 
 
-def check(number: int, size: int, message: Message) -> None:
+def check(number: int, size: int, message: wire.Message) -> None:
     sent = message_of(number, size)
     assert (message.microbatch, message.content, message.loss_weight) == (number, sent.content, sent.loss_weight)
     assert message.structure == sent.structure
@@ -58,11 +57,11 @@ def test_messages_of_any_size_arrive_whole_and_in_order(max_unread: int, turns: 
 def test_a_received_tensor_belongs_to_the_receiver(ends: Ends) -> None:
     sender, receiver = ends
     for value in range(3):
-        sender.send(Message(value, tensors=(torch.full((4,), float(value)),)))
+        sender.send(wire.Message(value, tensors=(torch.full((4,), float(value)),)))
     first = receiver.receive().result().tensors[0]
     assert first is not None
     first += 10.0
-    sender.send(Message(3, tensors=(torch.full((4,), 3.0),)))
+    sender.send(wire.Message(3, tensors=(torch.full((4,), 3.0),)))
     assert [receiver.receive().result().tensors[0].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]  # type: ignore[union-attr]
     assert first.tolist() == [10.0] * 4
 
@@ -100,11 +99,11 @@ def test_the_end_of_the_sender_is_an_error_after_its_messages() -> None:
 
 def test_a_structure_that_no_packet_holds_is_refused(ends: Ends) -> None:
     with pytest.raises(ValueError, match=r"structure takes 1[34]\d,\d+ bytes, and shared memory allows 131,072; cut"):
-        ends[0].send(Message(0, structure="x" * 140_000))
+        ends[0].send(wire.Message(0, structure="x" * 140_000))
 
 
 def test_a_message_left_at_a_drain_is_an_error(ends: Ends) -> None:
-    ends[0].send(Message(0, Content.EMPTY))
+    ends[0].send(wire.Message(0, wire.Content.EMPTY))
     with pytest.raises(AssertionError, match="left on a channel"):
         channel.drain(ends)
 
