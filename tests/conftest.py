@@ -62,9 +62,10 @@ def _lacking(marker: str) -> str | None:
 
 
 class _TestsTogether(LoadScopeScheduling):
-    """Where tests run side by side, those that start processes stay with one of the runners, or two.
+    """Where tests run side by side, those that start processes stay with one of the runners, or up to three.
 
-    They would take each other's time, and some of them measure it; those that only compute have a runner of their own.
+    They would take each other's time, and some of them measure it; those that only compute have a runner of their own,
+    and so have those that start whole runs, which mostly wait.
     Tests that share what takes long stay with one runner, too, which makes it once; so do those of Hugging Face, whose
     import takes seconds.
     pytest-xdist's own groups do not work with this pytest, which no longer lets names of tests be changed; here the
@@ -74,7 +75,9 @@ class _TestsTogether(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
         if re.split(r"::|\[", test)[0] in _starting_processes(file):
-            return "processes that compute" if file.startswith(COMPUTING) else "processes"
+            if file.startswith(COMPUTING):
+                return "processes that compute"
+            return "processes end to end" if file.startswith(("tests/end_to_end/", "tests/pages/")) else "processes"
         if re.search(r'needs_hf|"transformers"', _read(file)):
             return "Hugging Face"
         return file if re.search(r"^@(functools\.)?cache$|scope=.module", _read(file), re.M) else nodeid
