@@ -18,17 +18,14 @@ plans = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda r: pd.Pla
 schedules = st.one_of(drawn.schedules(), plans.map(pd.schedules.evaluation))
 
 
-def ops_of(program: pd.Program, rank: int, total: int) -> list[Op]:
-    return [item for item in program.instructions(rank, total) if isinstance(item, Op)]
-
-
 @given(schedules, st.integers(1, 40))
 def test_ops_are_those_of_the_schedule(schedule: pd.Schedule, minibatches: int) -> None:
     """The order, folded into warm-up and period and unrolled again, is the order: for any run, drain included."""
     program = pd.lower(schedule)
     total = minibatches * schedule.microbatches
     for rank in range(schedule.placement.workers):
-        assert ops_of(program, rank, total) == list(schedule.ops(rank, total))
+        ops = [item for item in program.instructions(rank, total) if isinstance(item, Op)]
+        assert ops == list(schedule.ops(rank, total))
 
 
 @given(schedules, st.integers(1, 12), st.data())

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 from typing import Any
 
 import pytest
@@ -44,22 +44,16 @@ def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[S
                     yield tuple(StageChoice(*span, *kind, redo) for span, kind, redo in rows)
 
 
-def lies(space: MeshSpace, choices: tuple[StageChoice, ...]) -> bool:
-    first = space.cluster.workers - sum(choice.ranks for choice in choices)
-    for choice in choices:
-        if space.site_at(first, choice.replicas, choice.mesh) is None:
-            return False
-        first += choice.ranks
-    return True
-
-
 def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: str) -> float:
     """The seconds of the best plan; infinite if none fits."""
     least_s = float("inf")
     for choices in every_choice(space, recompute):
-        used = sum(choice.ranks for choice in choices)
-        is_allowed = (len(choices) > 1 or single) and (used == space.cluster.workers or not all_ranks)
-        if is_allowed and lies(space, choices) and mesh_search.fits_rank_memory(space, choices):
+        firsts = [*accumulate((choice.ranks for choice in choices), initial=0)]
+        unused = space.cluster.workers - firsts.pop()
+        rows = zip(firsts, choices, strict=True)
+        lies = all(space.site_at(unused + first, row.replicas, row.mesh) is not None for first, row in rows)
+        is_allowed = (len(choices) > 1 or single) and not (unused and all_ranks)
+        if is_allowed and lies and mesh_search.fits_rank_memory(space, choices):
             least_s = min(least_s, space.plan_of(choices).slowest_stage_s)
     return least_s
 

@@ -43,12 +43,6 @@ def base_at(plan: pd.Plan, stage: int, versions: int, in_flight: int, most: tupl
     return row.frozen_bytes + row.trained_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
-def memory_steps(timeline: pd.Timeline, rank: int) -> tuple[tuple[float, int], ...]:
-    """Returns the start of each op of a rank, the start of the run first, with the most that is held from there on."""
-    begins = (span.start_s for span in timeline.of_rank(rank) if span.kind in WORK)
-    return tuple(zip((0.0, *begins), timeline.memory[rank], strict=True))
-
-
 def alive_after(
     rule: pd.schedules.WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
 ) -> int:
@@ -139,7 +133,8 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)
             alive = alive_after(rule, stage, newest, read, waiting, coming)
-        assert memory_steps(timeline, rank) == tuple(expected)
+        begins = [0.0, *(span.start_s for span in timeline.of_rank(rank) if span.kind in WORK)]
+        assert [*zip(begins, timeline.memory[rank], strict=True)] == expected
         assert timeline.peak_versions[rank] == most
         assert timeline.peak_bytes[rank] == max(size for _, size in expected)
 

@@ -38,6 +38,10 @@ def make_program(name: str, which: int) -> pd.Program:
     return pd.lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
 
 
+def schedule_of(program: pd.Program) -> pd.Schedule:
+    return build(program.name, program.plan, program.microbatches if program.microbatches > 1 else None)
+
+
 names = st.sampled_from(sorted(SCHEDULES))
 ruled = st.sampled_from([name for name in sorted(SCHEDULES) if make_program(name, 0).weights.name in RULES])
 numbers = st.integers(0, len(REPLICAS) - 1)
@@ -77,12 +81,11 @@ class Place:
 
 
 def places(program: pd.Program) -> list[Place]:
+    parts = [(rank, part) for rank in range(len(program.ranks)) for part in ("warmup", "period")]
     return [
-        Place(program, rank, part, index)
-        for rank, mine in enumerate(program.ranks)
-        for part in ("warmup", "period")
-        for index in range(len(getattr(mine, part)))
-    ]
+        Place(program, rank, part, index) for rank, part in parts
+        for index in range(len(getattr(program.ranks[rank], part)))
+    ]  # fmt: skip
 
 
 def reason(program: pd.Program) -> str:
@@ -135,33 +138,30 @@ def near(program: pd.Program, item: Instruction) -> Iterator[Instruction]:
         yield Op(Kind.BACKWARD if ends.carries == "gradient" else Kind.FORWARD, ends.target, item.index)
 
 
+def refuse_swap(program: pd.Program, data: st.DataObject, clash: Callable[[Instruction, Instruction], bool]) -> None:
+    """Swaps two instructions of a rank, the later of which clashes with the earlier one."""
+    pairs = [
+        (place, i) for place in places(program) for i, two in enumerate(place.items[: place.index])
+        if clash(place.item, two)
+    ]  # fmt: skip
+    assume(pairs)
+    place, i = data.draw(st.sampled_from(pairs))
+    refused(place.swap(i), *near(program, place.item), *near(program, place.items[i]))
+
+
 @given(names, numbers, st.data())
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
     program = make_program(name, which)
-    pairs = []
-    for place in places(program):
-        if isinstance(op := place.item, Op):
-            needs = program.requires(op)
-            pairs += [(place, i, need) for i, need in enumerate(place.items[: place.index]) if need in needs]
-    assume(pairs)
-    place, i, need = data.draw(st.sampled_from(pairs))
-    refused(place.swap(i), *near(program, place.item), *near(program, need))
+    refuse_swap(program, data, lambda op, need: isinstance(op, Op) and need in program.requires(op))
 
 
 @given(names, numbers, st.data())
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
+    messages = (Move.SEND, Move.RECEIVE)
     program = make_program(name, which)
-    pairs = []
-    for place in places(program):
-        item = place.item
-        if isinstance(item, Transfer) and item.kind is not Move.SYNC:
-            before = enumerate(place.items[: place.index])
-            pairs += [(place, i) for i, two in before if two[:2] == item[:2] and item != two]
-    assume(pairs)
-    place, i = data.draw(st.sampled_from(pairs))
-    refused(place.swap(i), *near(program, place.items[i]), *near(program, place.item))
+    refuse_swap(program, data, lambda one, two: one.kind in messages and one[:2] == two[:2] and one != two)
 
 
 def receives(program: pd.Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
@@ -287,7 +287,7 @@ def with_update(schedule: pd.Schedule, stage: int, late: int) -> pd.Schedule:
 def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObject) -> None:
     """Before the last of its own gradients, and up to two ops more."""
     program = make_program(name, which)
-    schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
+    schedule = schedule_of(program)
     stage = data.draw(st.integers(0, len(program.plan.stages) - 1))
     ops = list(schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle))
     at = next(i for i, op in enumerate(ops) if (op.kind, op.stage, op.index) == (Kind.UPDATE, stage, 2))
@@ -307,7 +307,7 @@ def test_an_update_too_late(name: str) -> None:
     """It is refused, or takes the same gradients and is in time for whoever reads it."""
     for which, late in ((1, 1), (2, 2)):
         program = make_program(name, which)
-        schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
+        schedule = schedule_of(program)
         for stage in range(len(program.plan.stages)):
             changed = pd.lower(with_update(schedule, stage, late))
             if why := reason(changed):

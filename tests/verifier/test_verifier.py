@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 from operator import attrgetter
 
 import pytest
@@ -85,22 +86,16 @@ def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_dela
     return plan
 
 
-@st.composite
-def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Replicas, lags, and in-flight counts around the border of what is legal."""
-    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4)))
-    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
-    warmup = [draw(st.integers(0, 2))]
-    for s in range(len(replicas) - 2, -1, -1):
-        warmup.insert(0, max(0, -(-warmup[0] * replicas[s + 1] // replicas[s]) + draw(st.integers(-1, 2))))
-    return replicas, tuple(w + 1 for w in warmup), update_delay
-
-
-@given(depths())
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=4).map(tuple), st.data())
 def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
-    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    replicas: tuple[int, ...], data: st.DataObject
 ) -> None:
-    replicas, in_flight, update_delay = case
+    """With update delays, and in-flight counts around the border of what is legal."""
+    update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
+    warmup = [data.draw(st.integers(0, 2))]
+    for after, r in pairwise(reversed(replicas)):
+        warmup.insert(0, max(0, -(-warmup[0] * after // r) + data.draw(st.integers(-1, 2))))
+    in_flight = tuple(count + 1 for count in warmup)
     program = program_of("pipedream", unchecked(replicas, in_flight, update_delay))
     enough = depth.raise_to_legal(in_flight, replicas, update_delay)
     if enough != in_flight:
