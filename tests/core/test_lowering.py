@@ -15,7 +15,7 @@ from pipedream.core.schedule.program import Move, Transfer, format_instructions
 Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
 plans = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda r: pd.Plan.uniform(len(r), replicas=r))
-schedules = st.one_of(drawn.schedules(), plans.map(pd.schedules.evaluation))
+schedules = st.one_of(drawn.schedules(), drawn.schedules(), plans.map(pd.schedules.evaluation))
 
 
 @given(schedules, st.integers(1, 40))
@@ -38,9 +38,9 @@ def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
     exists = program.exists(total)
     for rank in range(schedule.placement.workers):
         existing = sum(1 for _ in takewhile(exists, islice(program.stream(rank), 2000)))
-        executed = data.draw(st.integers(0, existing + 1))
-        first = [i for i in islice(program.stream(rank), executed) if exists(i)]
-        assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
+        for executed in (data.draw(st.integers(0, existing)), existing, existing + 1):
+            first = [i for i in islice(program.stream(rank), executed) if exists(i)]
+            assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
 
 
 @given(schedules)
