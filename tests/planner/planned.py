@@ -49,17 +49,19 @@ def chains(least: int = 1) -> st.SearchStrategy[pd.Profile]:
     return st.builds(pd.Profile.of_chain, layers, update_s=cost, optimizer_bytes=size, loss_s=cost)
 
 
-def random_profile(draw: random.Random, layers: int) -> pd.Profile:
+def random_profile(draw: random.Random, layers: int, width: int = 1) -> pd.Profile:
     """Returns layers with small costs, so that equal ones are common, at times with ties and a skip.
 
-    Their seconds are sums of powers of two, or none: equal sums must still be equal.
+    Each reads one of the `width` layers before it, or several. Seconds are sums of powers of two, or none: equal sums
+    must still be equal.
     """
     choose = draw.choice
     seconds, launches = choose([[0, 1, 1, 2, 3], [0.0, 0.1, 0.1, 0.2, 0.7]]), choose([[0.0], [0.0], [0.0, 0.5, 4.0]])
     costs = seconds, seconds, [0, 1, 1, 2, 5], [0, 0, 1, 4, 9], [0, 1, 3, 8, 20]
     passes = ("forward_launch_s", "backward_launch_s")
     rows = [pd.LayerProfile(*map(choose, costs), **{name: choose(launches) for name in passes}) for _ in range(layers)]
-    edges, pairs = {(i, i + 1) for i in range(layers - 1)}, [*combinations(range(layers), 2)]
+    edges = {(max(0, i - draw.randint(1, width)), i) for i in range(1, layers) for _ in range(width)}
+    pairs = [*combinations(range(layers), 2)]
     if layers > 2 and draw.random() < 0.3:
         edges.add(choose(pairs))
     ties = (choose(pairs),) if layers > 2 and draw.random() < 0.3 else ()

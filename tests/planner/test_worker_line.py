@@ -71,7 +71,8 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     draw, chains = random.Random(seed), 12
     planned = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
-        profile, cluster = random_profile(draw, draw.randint(1, 4)), random_tree(draw)
+        profile = random_profile(draw, draw.randint(1, 4), draw.choice([1, 1, 3]))
+        cluster = random_tree(draw)
         kept: Any = draw.choice([None, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
         options: dict[str, Any] = {} if kept is None else {"versions": kept}
         options |= {"microbatches": draw.choice([1, 2]), "update_delay": draw.choice([0, 1])}
