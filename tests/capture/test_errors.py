@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from torch import Tensor, nn
+from training import loop
 
 import pipedream as pd
 from pipedream.capture.slice import ModelSlice
@@ -84,25 +85,13 @@ def train(
         return [done.loss for done in pipeline.train(batches)]
 
 
-def run_in_one_process(make: Make, batches: Sequence[Any]) -> list[float]:
-    model = make()
-    optimizer = sgd(list(model.named_parameters()))
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        total = 0.0
-        for part, target in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
-            loss = F.mse_loss(model(part), target) / 2
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
 def make_batches(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     return [(torch.randn(size, 4), torch.randn(size, 2)) for _ in range(count)]
+
+
+def losses_alone(make: Make) -> list[float]:
+    return loop(make(), BATCHES, loss=F.mse_loss, optimizer=sgd, parts=2).losses
 
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -556,7 +545,7 @@ class OwnCalls(Net):
 )
 def test_unusual_forwards_train_as_in_one_process(make: Make, cuts: list[str] | None, options: dict[str, Any]) -> None:
     cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
-    assert train(make, BATCHES, cuts, **options) == pytest.approx(run_in_one_process(make, BATCHES))
+    assert train(make, BATCHES, cuts, **options) == pytest.approx(losses_alone(make))
 
 
 def memory(net: Any, x: Tensor) -> Tensor:
@@ -606,7 +595,7 @@ def test_state_between_batches_is_that_of_one_process(make: Make, is_left: bool)
         with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
             train(make, BATCHES, names[-2:])
     losses = train(make, BATCHES, names[-2:], check=not is_left)
-    assert losses == pytest.approx(run_in_one_process(make, BATCHES)), "which loops over microbatches"
+    assert losses == pytest.approx(losses_alone(make)), "which loops over microbatches"
 
 
 def with_labels(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import training
 from built import Built
 from marks import spread
 from split_training import batches_of, check_same, model_of, output_of, pipelined, plain_loop
@@ -197,18 +197,9 @@ def test_one_microbatch_is_rounded_as_in_a_plain_loop(kind: str) -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(6)]
     model = nn.Sequential(*layers, nn.Linear(8, 4)).to(dtype)
     data = [(torch.randn(6, 8).to(dtype), torch.randint(4, (6,))) for _ in range(3)]
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            loss = F.cross_entropy(plain(inputs), targets)
-        loss.backward()
-        optimizer.step()
+    casting = partial(torch.autocast, "cpu", autocast, enabled=autocast is not None)
+    plain = training.loop(copy.deepcopy(model), data, forward_context=casting).state
     profile = pd.profile(model, data[0][0], runs=1, autocast=autocast)
     plan = pd.plan(profile, pd.Cluster.flat(2), shape="straight", schedule="1f1b", microbatches=1)
-    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "autocast": autocast}
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, **options) as pipeline:
-        list(pipeline.train(data))
-        state = pipeline.state_dict()
-    assert all(torch.equal(state[name], expected) for name, expected in plain.state_dict().items())
+    state = training.train(model, plan, data, autocast=autocast).state
+    assert all(torch.equal(state[name], expected) for name, expected in plain.items())

@@ -3,6 +3,7 @@ seen."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import processes
@@ -77,59 +78,50 @@ UNDRAWN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def _run_under_rules(function: Callable[[Cut], Any], cut: Cut) -> None:
-    with LocalRules():
-        function(cut)
-
-
-def _run_nested(function: Callable[[Cut], Any], cut: Cut) -> None:
-    with NoHiddenGathers():
-        function(cut)
-
-
-@pytest.mark.parametrize("within", [_run_under_rules, _run_nested])
+@pytest.mark.parametrize("within", [LocalRules, NoHiddenGathers])
 class TestNoHiddenGathers:
     @pytest.mark.parametrize("name", HIDDEN)
     def test_an_operator_that_gathers_is_refused(self, cut: Cut, within: Any, name: str) -> None:
-        with (
-            pytest.raises(pd.PipelineError, match="would have to gather tensors that the layout shards"),
-            NoHiddenGathers(),
-        ):
-            within(HIDDEN[name], cut)
+        words = "would have to gather tensors that the layout shards"
+        with pytest.raises(pd.PipelineError, match=words), NoHiddenGathers(), within():
+            HIDDEN[name](cut)
 
     @pytest.mark.parametrize("name", ASKED)
     def test_what_is_asked_for_is_not(self, cut: Cut, within: Any, name: str) -> None:
-        with NoHiddenGathers():
-            within(ASKED[name], cut)
+        with NoHiddenGathers(), within():
+            ASKED[name](cut)
 
     @pytest.mark.parametrize("name", RANDOM)
     @pytest.mark.filterwarnings("ignore:DTensor random operators")
     def test_numbers_are_not_drawn_for_parts(self, cut: Cut, within: Any, name: str) -> None:
         function, operator = RANDOM[name]
         with NoHiddenGathers():
-            within(lambda cut: function(cut(None)), cut)
-            with pytest.raises(pd.PipelineError, match=rf"{operator} draws random numbers for a tensor of \(4, 4\)"):
-                within(lambda cut: function(cut(0)), cut)
+            with within():
+                function(cut(None))
+            words = rf"{operator} draws random numbers for a tensor of \(4, 4\)"
+            with pytest.raises(pd.PipelineError, match=words), within():
+                function(cut(0))
 
     @pytest.mark.parametrize("function", UNDRAWN)
     def test_functions_that_draw_none_now_may_see_parts(self, cut: Cut, within: Any, function: Any) -> None:
         x = cut(0)
-        with NoHiddenGathers():
-            within(lambda _: torch.testing.assert_close(function(x).to_local(), function(x.to_local())), cut)
+        with NoHiddenGathers(), within():
+            torch.testing.assert_close(function(x).to_local(), function(x.to_local()))
 
     def test_another_follows_an_error(self, cut: Cut, within: Any) -> None:
         with NoHiddenGathers():
             for _ in range(2):
-                with pytest.raises(pd.PipelineError, match="would have to gather"):
-                    within(HIDDEN["add"], cut)
-                within(ASKED["replicate"], cut)
+                with pytest.raises(pd.PipelineError, match="would have to gather"), within():
+                    HIDDEN["add"](cut)
+                with within():
+                    ASKED["replicate"](cut)
 
     def test_sums_stay_pending(self, cut: Cut, within: Any) -> None:
         """Looking changes nothing, in a backward by torch's engine as a stage runs it."""
         weight = cut(None)
         output, gradient = F.linear(cut(0), weight), cut(0).detach()
-        with NoHiddenGathers():
-            within(lambda _: _engine_run_backward((output,), (gradient,), False, False, (), accumulate_grad=True), cut)
+        with NoHiddenGathers(), within():
+            _engine_run_backward((output,), (gradient,), False, False, (), accumulate_grad=True)
         assert weight.grad.placements == (Partial(),)
 
 
@@ -168,12 +160,13 @@ def _compare_embeddings() -> None:
             assert placements == (placed,)
             torch.testing.assert_close(looked_up, output)
             torch.testing.assert_close(gradient, whole.grad)
-    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        for cut in ((Shard(0), WHOLE), (WHOLE, Shard(0))):
-            with pytest.raises(
-                pd.PipelineError, match=rf"an embedding with {next(iter(option))} .* the layout shards its words"
-            ):
-                on_mesh(words, weight, cut, **option)
+    options, cuts = (
+        {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True},
+        ((Shard(0), WHOLE), (WHOLE, Shard(0))),
+    )
+    for (name, option), cut in product(options.items(), cuts):
+        with pytest.raises(pd.PipelineError, match=rf"an embedding with {name} .* the layout shards its words"):
+            on_mesh(words, weight, cut, **{name: option})
     for outside in (-1, 8):
         with pytest.raises(IndexError):
             on_mesh(torch.full_like(words, outside), weight, (WHOLE, Shard(0)))

@@ -101,11 +101,9 @@ def _compare_layers() -> list[str]:
                 output = output.full_tensor()
             (output * weight).sum().backward()
             outputs.append(output)
-        back = [
-            (inputs[1].grad, inputs[0].grad),
-            *((a.grad, b.grad) for a, b in zip(copied.parameters(), layer.parameters(), strict=True)),
-        ]
-        for part, expected in [(copied.last_balance_loss, layer.last_balance_loss), tuple(outputs[::-1]), *back]:
+        back = [(a.grad, b.grad) for a, b in zip(copied.parameters(), layer.parameters(), strict=True)]
+        back += [(inputs[1].grad, inputs[0].grad), (copied.last_balance_loss, layer.last_balance_loss)]
+        for part, expected in [tuple(outputs[::-1]), *back]:
             part = part.full_tensor() if isinstance(part, DTensor) else part
             torch.testing.assert_close(part, expected, rtol=0, atol=1e-12)
     return placed

@@ -40,8 +40,7 @@ class Fresh:
     """Minibatches that only the pipeline holds."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(3):
-            yield torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
+        return ((torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))) for _ in range(len(self)))
 
     def __len__(self) -> int:
         return 3
@@ -79,15 +78,13 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
         with pd.Pipeline(
             _make_model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
         ) as pipeline:
-            for _ in pipeline.train(Fresh(), epochs=1):
-                pass
+            list(pipeline.train(Fresh(), epochs=1))
             (stage, stage_state), *_ = pipeline._session.workers_here.lead.stage_states.items()
             gc.collect()
             libc.malloc_trim(0)
             base = tensor_bytes(stage_state) - _read_status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
-            for _ in pipeline.train(Fresh(), epochs=2):
-                pass
+            list(pipeline.train(Fresh(), epochs=2))
             measured = base + _read_status("VmHWM")
             peaks.append((plan.stages[stage].peak_bytes, measured, pipeline.timeline().peak_bytes[stage]))
         del pipeline, stage_state

@@ -45,7 +45,7 @@ def loop(
         total = 0.0
         for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
             with forward_context():
-                share = loss(model(x), y) / parts
+                share = loss(model(x.clone()), y) / parts  # which may write into it
             share.backward()
             total += float(share.detach())
         after_backward(model)
