@@ -161,7 +161,7 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
     """Two messages of a channel change places, at one of its ends."""
     messages = (Move.SEND, Move.RECEIVE)
     program = make_program(name, which)
-    refuse_swap(program, data, lambda one, two: one.kind in messages and one[:2] == two[:2] and one != two)
+    refuse_swap(program, data, lambda item, two: item.kind in messages and item[:2] == two[:2] and item != two)
 
 
 def receives(program: pd.Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
