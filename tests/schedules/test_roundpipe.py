@@ -93,13 +93,14 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
             assert schedule.placement.rank_of(s, (i + 1) * m - 1) == row[count - 1 - s]
     seconds = slots_of([float(len(slot)) for slot in slots], stages, 1.0, 2.0)
     program = lower(schedule)
-    assert set(verify(program).staleness) == {1}
+    proof = verify(program)
+    assert set(proof.staleness) == {1}
     if p > 1 and m >= p:
         timeline = simulate(program, costs(schedule.plan), n * m)
         assert timeline.makespan_s == pytest.approx(dispatched_on(workers, seconds, m))
     assert program.from_json(program.to_json()) == program
     long = simulate(program, costs(schedule.plan), 3 * len(schedule.placement.forwards[0]) * m)
-    assert long.peak_versions == verify(program).peak_versions
+    assert long.peak_versions == proof.peak_versions
     verify(lower(evaluation(schedule.plan, schedule.placement)))
 
 
