@@ -143,6 +143,7 @@ def test_a_trainer_resumes_under_a_method_without_a_flush(tmp_path: Path) -> Non
     check_equal(second, first)
 
 
+@pytest.mark.slow
 def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
     import transformers
 

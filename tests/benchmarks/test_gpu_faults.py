@@ -234,6 +234,7 @@ def test_a_fault_of_nccl_fails_its_finding(fault: str, monkeypatch: pytest.Monke
     assert sum(bool(item.sign) for item in findings) == 4
 
 
+@pytest.mark.slow
 def test_a_store_that_saves_no_memory_of_the_card_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "need_card", lambda device: None)
     monkeypatch.setattr(speed, "_measure_peak", lambda device: 1)

@@ -94,7 +94,10 @@ def test_bubbles_of_1f1b_are_those_of_the_paper_of_roundpipe(model: Any) -> None
         assert 100 * score(bubble.make_plan(model, method)).bubble == pytest.approx(published, abs=0.06)
 
 
-@pytest.mark.parametrize("model", bubble.MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, id=model.name, marks=[pytest.mark.slow] * (i > 2)) for i, model in enumerate(bubble.MODELS)],
+)
 def test_roundpipe_idles_about_as_little_as_in_its_paper(model: Any) -> None:
     predicted = [100 * score(bubble.make_plan(model, method)).bubble for method in bubble.METHODS[2:]]
     assert predicted[0] < model.published[2] + 6.5, "the paper recomputes before gradients arrive, in rounds"
