@@ -107,41 +107,42 @@ def test_a_slower_dtype_is_slower() -> None:
     assert double.forward_s > 5 * single.forward_s
 
 
-def _flops_s(layer: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> float:
-    """Returns the seconds of a forward on a card that only multiplies."""
-    card = replace(DEVICES["H200"], bytes_per_s=1e30, launch_s=0.0, flop_share=1.0)
-    return estimated(nn.Sequential(layer), x, device=card, autocast=dtype).forward_s
+CONVOLUTION = nn.Conv2d(64, 64, 3, bias=False), torch.randn(2, 64, 10, 10), 2 * 2 * 64 * 64 * 9 * 8 * 8
+DENSE = {
+    width: (nn.Linear(64, width, bias=False), torch.randn(128, 64), 2 * 128 * 64 * width) for width in (57, 64, 72)
+}
 
 
-def test_a_gpu_convolves_in_tf32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks, layer, x = DEVICES["H200"].flops_per_s, nn.Conv2d(64, 64, 3, bias=False), torch.randn(2, 64, 10, 10)
-    flops = 2 * 2 * 64 * 64 * 9 * 8 * 8
-    assert _flops_s(layer, x) == pytest.approx(flops / peaks["tf32"] / 0.5)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert _flops_s(layer, x) == pytest.approx(flops / peaks["float32"])
-    dense = nn.Linear(64, 64, bias=False)
-    assert _flops_s(dense, torch.randn(128, 64)) == pytest.approx(2 * 128 * 64 * 64 / peaks["float32"])
-
-
-@pytest.mark.parametrize(("width", "share"), [(64, 1.0), (72, 1.0), (57, 0.15)])
-def test_products_of_rows_that_are_not_aligned_are_slow_on_a_gpu(width: int, share: float) -> None:
-    seconds = _flops_s(nn.Linear(64, width, bias=False), torch.randn(128, 64), torch.bfloat16)
-    assert seconds == pytest.approx(2 * 128 * 64 * width / DEVICES["H200"].flops_per_s["bfloat16"] / share)
+@pytest.mark.parametrize(
+    ("case", "autocast", "peak", "share"),
+    [
+        (CONVOLUTION, None, "tf32", 0.5),  # unless told otherwise
+        (DENSE[64], None, "float32", 1.0),
+        (DENSE[64], torch.bfloat16, "bfloat16", 1.0),
+        (DENSE[72], torch.bfloat16, "bfloat16", 1.0),
+        (DENSE[57], torch.bfloat16, "bfloat16", 0.15),  # whose rows are not aligned
+    ],
+)
+def test_products_on_a_gpu_take_the_kernels_rate(case: Any, autocast: Any, peak: str, share: float) -> None:
+    layer, x, flops = case
+    card = replace(DEVICES["H200"], bytes_per_s=1e30, launch_s=0.0, flop_share=1.0)  # only multiplies
+    profile = estimated(nn.Sequential(layer), x, device=card, autocast=autocast)
+    assert profile.forward_s == pytest.approx(flops / card.flops_per_s[peak] / share)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        slower = estimated(nn.Sequential(layer), x, device=card, autocast=autocast).forward_s
+    assert slower == (pytest.approx(flops / card.flops_per_s["float32"]) if peak == "tf32" else profile.forward_s)
 
 
 def test_recurrent_kernels_are_told_and_counted_by_rule() -> None:
-    def model() -> nn.Module:
-        lstm, first = nn.LSTM(32, 64, 2, batch_first=True), Built(lambda _, value: value[0])
-        return nn.Sequential(nn.Embedding(50, 32), lstm, first, nn.Linear(64, 50))
-
-    tokens = torch.zeros(4, 16, dtype=torch.long)
-    profile = estimated(model(), tokens)
-    steps = 4 * 16
+    lstm, first = nn.LSTM(32, 64, 2, batch_first=True), Built(lambda _, value: value[0])
+    model = nn.Sequential(nn.Embedding(50, 32), lstm, first, nn.Linear(64, 50))
+    tokens, steps = torch.zeros(4, 16, dtype=torch.long), 4 * 16
+    profile = estimated(model, tokens)
     weights = 4 * 64 * (32 + 64) + 4 * 64 * (64 + 64)
     assert profile.layers[1].forward_flops == 2 * steps * weights
     assert profile.layers[1].backward_flops == 2 * profile.layers[1].forward_flops
     assert any("mkldnn_rnn_layer" in note and " 1:" in note for note in profile.notes)
-    run = measured(model(), tokens).layers[1].activation_bytes
+    run = measured(model, tokens).layers[1].activation_bytes
     assert 0.8 < profile.layers[1].activation_bytes / run < 1.2, "near to what is kept, and not a tenth of it"
     assert not any("mkldnn" in note for note in estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)).notes)
 

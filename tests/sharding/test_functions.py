@@ -88,8 +88,8 @@ def _move_all() -> int:
             (result * _cut(weight, beside)).sum().full_tensor().backward()
             torch.testing.assert_close(leaf.grad.full_tensor(), weight)
             assert result.stride() == strides
-            for made in (result, *gradients):
-                assert made.to_local().permute(memory_order(made.shape, made.stride())).is_contiguous()
+            for moved in (result, *gradients):
+                assert moved.to_local().permute(memory_order(moved.shape, moved.stride())).is_contiguous()
             count += 1
     return count
 
