@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import pipedream as pd
+from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import PlanSearch
@@ -79,6 +80,26 @@ def random_profile(draw: random.Random, layers: int, width: int = 1) -> pd.Profi
     }
     rest |= {"optimizer_bytes": choose([0, 7, 20]), "loss_s": choose([0.0, 1.0]), "tied": tied, "runtime": runtime}
     return pd.Profile("random", graph, tuple(rows), batch=4, input_shapes=((choose([0, 1, 4]),),), **rest)
+
+
+SHAPES: tuple[Any, ...] = (
+    ((4, ()),), ((5, ()),), ((2, ()), (2, ())), ((3, ()), (2, ())), ((2, ()), (1, ()), (2, ())),
+    ((2, ()), (2, (1, 2)), (2, ())), ((3, (3, 1)), (2, ())), ((2, (1, 2, 2)), (3, ())),
+)  # fmt: skip
+RATES = ([0.25, 0.5, 1.0, 4.0, 1e9], [0.0, 0.0, 0.25], [None, None, 0.5], [None, None, 2.0])
+
+
+def random_tree(draw: random.Random) -> pd.Cluster:
+    """One to three levels, slower outward and sometimes not, at times uneven machines, unlike workers, or both."""
+    levels = tuple(pd.Level(width, *map(draw.choice, RATES), sizes) for width, sizes in draw.choice(SHAPES))
+    limit = draw.choice([None, None, 20, 40, 60, 90])
+    bare = pd.Cluster(levels, limit, all_reduce=draw.choice(["ring", "ring", "tree"]))
+    if draw.random() < 0.5:
+        return bare
+    first, speeds = draw.randint(1, bare.workers - 1), (draw.choice([1.0, 0.5]), draw.choice([1.0, 2.0]))
+    slow = Workers(first, "slow", speeds[0], limit)
+    fast = Workers(bare.workers - first, "fast", speeds[1], limit and 2 * limit)
+    return pd.Cluster(levels, kinds=(slow, fast), all_reduce=bare.all_reduce)
 
 
 def every_downset(graph: pd.LayerGraph) -> list[tuple[bool, ...]]:

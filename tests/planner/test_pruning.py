@@ -8,47 +8,23 @@ from drawn import inner_site
 from marks import seeds
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, states_of_counts, straight_states
 from pipedream.planner.workers import WorkerLine, list_orders
-from tests.planner.planned import replicated_states
-
-
-def random_profile(draw: random.Random) -> pd.Profile:
-    count = draw.randint(8, 16)
-    layers = tuple(
-        pd.LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
-        for _ in range(count)
-    )
-    rest = {"loss_s": [0.0, 0.5], "update_s": [0.5, 1.0], "update_fixed_s": [0.0, 0.5]}
-    chain = pd.Profile.of_chain(layers, **{name: draw.choice(values) for name, values in rest.items()})
-    if draw.random() < 0.3:
-        return chain
-    edges = {(max(0, j - draw.randint(1, 3)), j) for j in range(1, count) for _ in range(2)}
-    return replace(chain, graph=pd.LayerGraph(chain.graph.layers, tuple(sorted(edges))))
-
-
-def random_cluster(draw: random.Random) -> pd.Cluster:
-    memory, latency_s = draw.choice([None, None, 60, 100]), draw.choice([0.0, 0.1])
-    if draw.random() < 0.5:
-        return pd.Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), latency_s, memory)
-    levels = pd.Level(2, draw.choice([5.0, 1e9]), latency_s), pd.Level(2, draw.choice([1.0, 5.0]), latency_s)
-    kinds = (Workers(2, speed=draw.choice([0.5, 2.0])), Workers(2, memory_bytes=memory)) if draw.random() < 0.5 else ()
-    return pd.Cluster(levels, None if kinds else memory, kinds=kinds)
+from tests.planner.planned import random_profile, random_tree, replicated_states
 
 
 @pytest.mark.parametrize("seed", seeds(3, 5, 10))
 def test_the_best_plan_stays(seed: int) -> None:
-    """Of 200 graphs and chains, the plan and not only its period, at any family of plans, any memory, one or two levels
-    and workers that may differ."""
+    """Of 400 graphs and chains, the plan and not only its period, at any family of plans, any memory, one to three
+    levels and workers that may differ."""
     draw = random.Random(seed)
     fewer = 0
-    for _ in range(20):
-        cluster = random_cluster(draw)
-        space = SearchSpace.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
+    for _ in range(40):
+        cluster, profile = random_tree(draw), random_profile(draw, draw.randint(8, 16), draw.choice([1, 3, 3]))
+        space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
         counts = states_of_counts((2, 1)[: workers - 1])
         states = draw.choice([replicated_states(workers), straight_states(workers), counts])

@@ -16,40 +16,7 @@ from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.cost import Site
 from pipedream.planner import SearchSpace
 from pipedream.planner.workers import WorkerLine, list_orders
-from tests.planner.planned import random_profile, search_plan
-
-SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
-    ((4, ()),),
-    ((5, ()),),
-    ((2, ()), (2, ())),
-    ((3, ()), (2, ())),
-    ((2, ()), (1, ()), (2, ())),
-    ((2, ()), (2, (1, 2)), (2, ())),
-    ((3, (3, 1)), (2, ())),
-    ((2, (1, 2, 2)), (3, ())),
-]
-
-
-RATES = ([0.25, 0.5, 1.0, 4.0, 1e9], [0.0, 0.0, 0.25], [None, None, 0.5], [None, None, 2.0])
-
-
-def random_tree(draw: random.Random) -> pd.Cluster:
-    """One to three levels, slower outward and sometimes not, at times uneven machines, unlike workers, or both."""
-    shape = draw.choice(SHAPES)
-    levels = tuple(
-        pd.Level(width, *map(draw.choice, RATES), sizes)
-        for width, sizes in shape  # type: ignore[misc]
-    )
-    limit = draw.choice([None, None, 20, 40, 60, 90])
-    bare = pd.Cluster(levels, limit, all_reduce=draw.choice(["ring", "ring", "tree"]))
-    if draw.random() < 0.5:
-        return bare
-    first = draw.randint(1, bare.workers - 1)
-    kinds = (
-        Workers(first, "slow", draw.choice([1.0, 0.5]), limit),
-        Workers(bare.workers - first, "fast", draw.choice([1.0, 2.0]), limit and 2 * limit),
-    )
-    return pd.Cluster(levels, kinds=kinds, all_reduce=bare.all_reduce)
+from tests.planner.planned import random_profile, random_tree, search_plan
 
 
 def through_the_tree(cluster: pd.Cluster) -> list[tuple[int, ...]]:
