@@ -15,11 +15,10 @@ from unittest.mock import Mock
 
 import processes
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from built import Built
-from cases import Fresh, assert_near, stage_states
+from cases import Fresh, stage_states
 from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
@@ -34,12 +33,13 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.optimizer import Gradients
 from pipedream.runtime.update.overlapped import UpdateThread
+from pipedream.testing import Training, assert_equal
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DELAYED = "roundpipe[delay=1]"
 RUNS = [("roundpipe", 3), (DELAYED, 3), (DELAYED, 4)]
 """In the last one workers take turns."""
-NAMES = [str(i) for i in range(8)]
+CUTS = (1, 3, 4, 6)
 CPU = torch.device("cpu")
 
 
@@ -81,14 +81,14 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(draw(n, 4), torch.randint(3, (n,), generator=generator)) for n in (9, 9, 6, 9)]
 
 
-def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = (1, 3, 4, 6), sample: Any = None) -> pd.Plan:
+def plan(workers: int, model: nn.Module, cuts: tuple[int, ...] = CUTS, sample: Any = None) -> pd.Plan:
     """Returns a plan of stages whose homes are these workers."""
     planned = plan_of(model, batches()[0][0] if sample is None else sample, cuts)
     return replace(planned, cluster=pd.Cluster.flat(workers), worker_order=homes(workers, len(cuts) + 1))
 
 
 def pipeline(
-    workers: int, schedule: str = "roundpipe", model: Any = None, cuts: tuple[int, ...] = (1, 3, 4, 6), **options: Any
+    workers: int, schedule: str = "roundpipe", model: Any = None, cuts: tuple[int, ...] = CUTS, **options: Any
 ) -> pd.Pipeline:
     model = make() if model is None else model
     planned = options.pop("plan", None) or plan(workers, model, cuts, options.pop("sample", None))
@@ -96,79 +96,47 @@ def pipeline(
     return pd.Pipeline(model, planned, schedule=schedule, **options)
 
 
-def train(
-    workers: int,
-    epochs: int = 3,
-    save: Path | None = None,
-    resume: Path | None = None,
-    evaluate_after: int = 5,
-    **options: Any,
-) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
-    """Returns losses, the state, and what an evaluation in the middle found."""
-    means: dict[str, float] = {}
-    with pipeline(workers, seed=3, **options) as trained:
-        if resume is not None:
-            trained.load(resume)
-        losses = []
-        for done in trained.train(Fresh(batches()), epochs=epochs - trained.position[0]):
-            losses.append(done.loss)
-            if done.number == evaluate_after:
-                means = trained.evaluate(Fresh(batches()))
-                assert trained.evaluate(Fresh(batches())) == means
-                outputs = list(trained.predict(Fresh(batches())))
-                assert [len(output) for output in outputs] == ([9, 9, 6, 9] if trained.rank == 0 else [])
-            if save is not None and done.number == 7:
-                trained.save(save)
-        return losses, trained.state_dict(), means
+def training(
+    workers: int, schedule: str = "roundpipe", model: Any = make, cuts: tuple[int, ...] = CUTS, **options: Any
+) -> Training:
+    how = {"epochs": 3, "evaluate_at": (5,), "seed": 3, "microbatches": 3, "options": {"check": True}} | options
+    how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZER, "schedule": schedule}
+    return Training(model=model, data=batches(), plan=plan(workers, model(), cuts), **how)
 
 
-def check_equal(actual: Any, expected: Any) -> None:
-    """Checks that two runs gave the same bits: losses, weights and buffers, and what else they return."""
-    assert (actual[0], actual[2:]) == (expected[0], expected[2:])
-    assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())
-
-
-def total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return F.cross_entropy(output, targets, reduction="sum"), float(len(targets))
+def read_again(run: pd.Pipeline) -> tuple[float, list[int]]:
+    """Returns the loss of another evaluation, and the sizes of what is predicted."""
+    return run.evaluate(Fresh(batches()))["loss"], [len(output) for output in run.predict(Fresh(batches()))]
 
 
 @pytest.mark.parametrize("workers", [3, slow(4), slow(5)])
 def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int) -> None:
-    losses, state, evaluated = train(workers)
-    expected = reference.plain(make(), NAMES, batches() * 3, total, OPTIMIZER, microbatches=3, seed=3, drains=(6,))
-    assert losses == pytest.approx(expected.losses, rel=1e-10)
-    assert_near(state, {name: expected.state[name] for name in state}, 1e-10)
-    assert state["1.count"] == state["1.also"] == 36.0, "each microbatch is seen once"
-    assert evaluated["loss"] == pytest.approx(reference.mean_loss(expected.at_drains[6], batches(), total), rel=1e-10)
+    trained = training(workers).pipeline(watch=read_again)
+    training(workers).assert_serial(trained)
+    assert trained.state["1.count"] == trained.state["1.also"] == 36.0, "each microbatch is seen once"
+    assert trained.watched[0] == (trained.evaluated[6], [9, 9, 6, 9])
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_that_take_turns_give_to_the_bit_what_one_gives(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.
     monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
-    expected = train(1, schedule=DELAYED, evaluate_after=11)
-    trained = train(workers, schedule=DELAYED, evaluate_after=11)
-    check_equal(trained, expected)
-    assert trained[1]["1.count"] == 36.0, "each microbatch is seen once"
+    expected, trained = (training(count, DELAYED, evaluate_at=(11,)).pipeline() for count in (1, workers))
+    assert_equal(trained, expected)
+    assert trained.state["1.count"] == 36.0, "each microbatch is seen once"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "workers"), [("roundpipe", 3), (DELAYED, 4)])
 def test_a_checkpoint_goes_on_to_the_bit(schedule: str, workers: int, tmp_path: Path) -> None:
-    whole = train(workers, save=tmp_path, schedule=schedule)
-    rest = train(workers, resume=tmp_path, schedule=schedule)
-    assert rest[0] == whole[0][8:]
-    assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
+    training(workers, schedule).resumed(tmp_path, (8, 11))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("schedule", "workers"), RUNS)
 def test_processes_give_to_the_bit_what_one_gives(schedule: str, workers: int) -> None:
-    alone = train(workers, schedule=schedule)
-    of_ranks = processes.team(workers).results(partial(train, schedule=schedule), workers)
-    check_equal(of_ranks[0], alone)
-    assert all((losses, evaluated) == (alone[0], alone[2]) for losses, _, evaluated in of_ranks)
+    assert_equal(training(workers, schedule).pipeline(workers), training(workers, schedule).pipeline())
 
 
 def measure_peaks() -> tuple[int, ...]:
@@ -229,7 +197,7 @@ class Apart(TorchDispatchMode):
 def test_weights_in_the_store_never_meet_their_copies(
     schedule: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = train(workers, schedule=schedule)
+    expected = training(workers, schedule).pipeline()
     apart, addresses = Apart(), list[int]()
 
     def bring(copies: DeviceCopies, part: Tensor) -> Tensor:
@@ -262,9 +230,9 @@ def test_weights_in_the_store_never_meet_their_copies(
 
     monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
-        trained = train(workers, schedule=schedule)
+        trained = training(workers, schedule).pipeline()
     assert bool(addresses) == (workers == 3), "gradients that others take are left in places of their own"
-    check_equal(trained, expected)
+    assert_equal(trained, expected)
 
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,38 +240,38 @@ def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 3 * (weights - 3 * 48) + 3 * 48 - 1)
     words = "of 5 stages were to be kept in the memory of one machine and need .*free; one version"
     with pytest.raises(pd.PipelineError, match=words):
-        train(3, schedule=DELAYED)
-    train(3, epochs=1)
+        training(3, DELAYED).pipeline()
+    training(3, epochs=1).pipeline()
 
 
 # -- updates beside the passes --------------------------------------------------------------------------
 
 
-def train_tied(workers: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains a model whose first and last stages have a weight in common, whose gradients meet before its updates."""
+def tied() -> nn.Module:
+    """Returns a model whose first and last stages have a weight in common, whose gradients meet before its updates."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
     model[4].weight = model[0].weight
-    with pipeline(workers, DELAYED, model, (1, 2, 3, 4)) as trained:
-        return [done.loss for done in trained.train(Fresh(batches()), epochs=2)], trained.state_dict()
+    return model
 
 
-DELAYED_RUN = partial(train, 3, schedule=DELAYED)
+TIED = {"model": tied, "cuts": (1, 2, 3, 4), "epochs": 2}
 
 
-@pytest.mark.parametrize(
-    "run", [DELAYED_RUN, partial(DELAYED_RUN, clip_grad_norm=0.1, clip="local", ema=0.9), train_tied]
-)
-def test_a_thread_gives_to_the_bit_what_the_loop_gives(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    overlapped = run()
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}, TIED])
+def test_a_thread_gives_to_the_bit_what_the_loop_gives(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped = training(3, DELAYED, **options).pipeline()
     monkeypatch.setattr("pipedream.core.schedule.rules.Rules.overlaps_updates", False)
-    check_equal(overlapped, run())
+    assert_equal(overlapped, training(3, DELAYED, **options).pipeline())
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_that_take_turns_sum_the_gradients_of_tied_weights(workers: int) -> None:
-    check_equal(train_tied(workers), train_tied(1))
+    one, several = (training(count, DELAYED, **TIED, evaluate_at=()).pipeline() for count in (1, workers))
+    assert_equal(several, one)
 
 
 def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
