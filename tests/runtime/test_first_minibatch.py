@@ -24,8 +24,7 @@ from torch import Tensor, nn
 import pipedream as pd
 from pipedream.capture.compare import fingerprint
 from pipedream.runtime.data.splitter import FirstMinibatch
-from pipedream.runtime.session.comparison import LayersCheck
-from pipedream.runtime.session.reference_run import ReferenceRun
+from pipedream.runtime.session import comparison, reference_run
 from pipedream.runtime.stage.stage_module import StageModule
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
@@ -266,15 +265,15 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(f"reset {device}"))
-    monkeypatch.setattr(ReferenceRun, "_make_reference", lambda self, first: SimpleNamespace())
+    monkeypatch.setattr(reference_run.ReferenceRun, "_make_reference", lambda self, first: SimpleNamespace())
     plain_model: Any = SimpleNamespace(fingerprint=fingerprint, model=nn.Module())
     with pipeline(net()) as trained:
         local = trained._session.workers_here
         local.blueprint = replace(local.blueprint, device=torch.device("cuda", 0))
-        run = ReferenceRun(plain_model, local)
+        run = reference_run.ReferenceRun(plain_model, local)
     run.read(FirstMinibatch([], [], [], []))
     module = StageModule([], {}, torch.device("cpu"), 0)
-    LayersCheck(run, 0, [], module=module).before_update({})
+    comparison.LayersCheck(run, 0, [], module=module).before_update({})
     assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"
 
 

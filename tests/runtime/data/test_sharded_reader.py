@@ -31,9 +31,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
+from pipedream.runtime.data import rng, sharded_reader
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
-from pipedream.runtime.data.rng import DataOrder
-from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 
 OTHERS_AHEAD = ("own batches, loaded ahead", "a generator, loaded ahead", "iterable, loaded ahead")
 """Loaders whose kind and whose processes the default run has apart."""
@@ -42,10 +41,12 @@ SLOW = {0: LOADERS, 3: (*WITH_PROCESSES, "iterable, loaded ahead"), "epoch": LOA
 
 
 def reader_of(
-    loader: Any, order: DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
-) -> ShardedReader | IterableReader:
-    if can_be_sharded(loader):
-        return ShardedReader(ShardedLoader(loader, replica, replicas), order, extent, state)
+    loader: Any, order: rng.DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
+) -> sharded_reader.ShardedReader | IterableReader:
+    if sharded_reader.can_be_sharded(loader):
+        return sharded_reader.ShardedReader(
+            sharded_reader.ShardedLoader(loader, replica, replicas), order, extent, state
+        )
     return IterableReader(loader, order, extent, state)
 
 
@@ -73,22 +74,22 @@ def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int]]]:
 def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
     seed_all(5)
-    loader, order = LOADERS[name](), DataOrder()
+    loader, order = LOADERS[name](), rng.DataOrder()
     before = torch.get_rng_state(), random.getstate()
     reader = reader_of(loader, order, EpochRange(end=2))
-    assert isinstance(reader, ShardedReader) == (name in SHARDED)
+    assert isinstance(reader, sharded_reader.ShardedReader) == (name in SHARDED)
     numbers = list(reader)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1], "the process's own generators have not moved"
     reader.close()
     noise()
     # A second stream of the same loader goes on where the first one ended.
-    again = ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in SHARDED else None
+    again = sharded_reader.ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in SHARDED else None
     rest = batches_of(again or IterableReader(loader, order, EpochRange(2, 3), None))
     actual = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
     expected = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
     assert actual + [part[1:] for part in rest] == expected
-    if isinstance(reader, ShardedReader):
+    if isinstance(reader, sharded_reader.ShardedReader):
         reader._sharded.close()
 
 
@@ -109,13 +110,13 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
     assert isinstance(count, int)
     seed_all(5)
-    reader = reader_of(LOADERS[name](), DataOrder(), EpochRange(end=3))
+    reader = reader_of(LOADERS[name](), rng.DataOrder(), EpochRange(end=3))
     before = batches_of(reader, count)
     position = (count // size, count % size) if count <= size else (1, count - size)
     state = saved_at(reader, *position)
     reader.close()
     seed_all(99)
-    loader, order = LOADERS[name](), DataOrder()
+    loader, order = LOADERS[name](), rng.DataOrder()
     on = reader_of(loader, order, EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
     rest = batches_of(on)
@@ -127,24 +128,24 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
         assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"
     if name == "stateful":
         assert loader.read == len(expected) - count, "its own state brought it there"
-    if isinstance(reader, ShardedReader) and isinstance(on, ShardedReader):
+    if isinstance(reader, sharded_reader.ShardedReader) and isinstance(on, sharded_reader.ShardedReader):
         reader._sharded.close(), on._sharded.close()
 
 
 def test_lists_are_passed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler of the user's may draw from any generator, and to exchange the states of all takes 200 us."""
-    entered, drawing = [0], DataOrder.drawing
+    entered, drawing = [0], rng.DataOrder.drawing
 
-    def count(order: DataOrder, only_torch: bool = False) -> Any:
+    def count(order: rng.DataOrder, only_torch: bool = False) -> Any:
         entered[0] += 1
         return drawing(order, only_torch)
 
-    monkeypatch.setattr(DataOrder, "drawing", count)
+    monkeypatch.setattr(rng.DataOrder, "drawing", count)
     counts = []
     for skip in (1, 90):
         entered[0] = 0
         loader = DataLoader(range(100), batch_sampler=Lists([100]))
-        reader = reader_of(loader, DataOrder(), EpochRange(0, 1, skip))
+        reader = reader_of(loader, rng.DataOrder(), EpochRange(0, 1, skip))
         next(reader)
         counts.append(entered[0])
     assert counts[0] == counts[1]
@@ -222,7 +223,11 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             seed_all(3)  # of rank 0; a session sends its state to the others
             loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
             extent = EpochRange(epoch, len(lengths), skip)
-            readers.append(ShardedReader(ShardedLoader(loader, replica, replicas), DataOrder(), extent, state))
+            readers.append(
+                sharded_reader.ShardedReader(
+                    sharded_reader.ShardedLoader(loader, replica, replicas), rng.DataOrder(), extent, state
+                )
+            )
         for reader in readers:
             reader.begin(replicas * cycles)
         leg_indices: list[int] = []
@@ -266,24 +271,24 @@ PARTLY = "gives each of 2 processes only a part of the samples"
 )
 def test_a_loader_without_minibatches_or_with_a_part_of_them_is_refused(make: Any, words: str) -> None:
     with pytest.raises(pd.PipelineError, match=words):
-        next(reader_of(make(), DataOrder(), EpochRange()))
+        next(reader_of(make(), rng.DataOrder(), EpochRange()))
 
 
 def test_a_sampler_for_one_process_is_read() -> None:
     sampler = torch.utils.data.DistributedSampler(range(12), 1, 0)
-    reader_of(DataLoader(Noise(), sampler=sampler), DataOrder(), EpochRange())
+    reader_of(DataLoader(Noise(), sampler=sampler), rng.DataOrder(), EpochRange())
 
 
 def test_a_state_that_json_cannot_hold_is_refused() -> None:
     loader = Stateful()
     loader.state_dict = lambda: {"at": [1, {2}]}
-    reader = IterableReader(loader, DataOrder(), EpochRange(), None)
+    reader = IterableReader(loader, rng.DataOrder(), EpochRange(), None)
     next(reader)
     with pytest.raises(pd.PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
         reader.state(0, 1)
     assert reader.state(0, 0)["epoch"] == 0
     with pytest.raises(pd.PipelineError, match="ask for the position at a drain"):
-        IterableReader(loader, DataOrder(), EpochRange(2, 3), None).state(1, 0)
+        IterableReader(loader, rng.DataOrder(), EpochRange(2, 3), None).state(1, 0)
 
 
 def test_replicas_seed_their_workers_apart() -> None:
@@ -294,7 +299,7 @@ def test_replicas_seed_their_workers_apart() -> None:
     def seeds(replica: int, replicas: int) -> set[int]:
         seed_all(2)
         loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
-        reader = reader_of(loader, DataOrder(), EpochRange(), None, replica, replicas)
+        reader = reader_of(loader, rng.DataOrder(), EpochRange(), None, replica, replicas)
         return {seed for part in batches_of(reader) for seed in part[2]}
 
     seed_all(2)
@@ -307,16 +312,16 @@ def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
     plain = plain_loop(DataLoader(Numbers(), 4, shuffle=True, num_workers=2), 1)[0]
     seed_all(5)
     loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=2, in_order=False)
-    assert [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))] == plain
+    assert [part[2] for part in batches_of(reader_of(loader, rng.DataOrder(), EpochRange()))] == plain
 
 
 def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
-    batches = [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))]
+    batches = [part[2] for part in batches_of(reader_of(loader, rng.DataOrder(), EpochRange()))]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(pd.PipelineError, match="give an IterableDataset"):
-        next(reader_of(loader, DataOrder(), EpochRange()))
+        next(reader_of(loader, rng.DataOrder(), EpochRange()))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
@@ -331,14 +336,14 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
 
     for has_generator, count in product([False, True], [0, 3, 6, 7, 12]):
         expected = in_order(plain_loop(make_loader(has_generator), 3))
-        reader = IterableReader(make_loader(has_generator), DataOrder(), EpochRange(end=3), None)
+        reader = IterableReader(make_loader(has_generator), rng.DataOrder(), EpochRange(end=3), None)
         before = batches_of(reader, count)
         position = divmod(count, 6)
         state = saved_at(reader, *position)
         reader.close()
         loader = make_loader(has_generator)
         seed_all(99)
-        rest = batches_of(IterableReader(loader, DataOrder(), EpochRange(position[0], 3, position[1]), state))
+        rest = batches_of(IterableReader(loader, rng.DataOrder(), EpochRange(position[0], 3, position[1]), state))
         assert [part[1:3] for part in before + rest] == expected, f"generator {has_generator}, after {count}"
 
 
@@ -357,12 +362,12 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *drawn], dtype=torch.float64)
 
 
-def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> ShardedReader:
+def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> sharded_reader.ShardedReader:
     """Returns the reader of a process that has this seed."""
     seed_all(seed)
-    sharded = ShardedLoader(loader)
+    sharded = sharded_reader.ShardedLoader(loader)
     sharded.alike = True
-    return ShardedReader(sharded, DataOrder(), extent, state)
+    return sharded_reader.ShardedReader(sharded, rng.DataOrder(), extent, state)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +427,7 @@ def rows_of(reader: LoaderReader, most: int | None = None) -> list[list[float]]:
 def test_replicas_draw_different_numbers_in_their_own_processes_and_the_same_after_a_resume() -> None:
     def rows(replica: int, extent: EpochRange, state: Any = None) -> list[list[float]]:
         seed_all(3)
-        reader = reader_of(DataLoader(Noise(), batch_size=2), DataOrder(), extent, state, replica, 2)
+        reader = reader_of(DataLoader(Noise(), batch_size=2), rng.DataOrder(), extent, state, replica, 2)
         state_at_start.append(reader.state(extent.first, extent.skip))
         return rows_of(reader)
 
@@ -446,8 +451,8 @@ class Streamed(torch.utils.data.IterableDataset[torch.Tensor]):
 def test_a_data_set_draws_on_from_generators_of_its_own_after_a_resume(kind: Any) -> None:
     loader = DataLoader(kind(), 2)
     expected = [row[4:] for _ in range(2) for batch in loader for row in batch.tolist()]
-    reader = reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(end=2))
+    reader = reader_of(DataLoader(kind(), 2), rng.DataOrder(), EpochRange(end=2))
     before = rows_of(reader, 8)
     state = saved_at(reader, 1, 2)
-    resumed = rows_of(reader_of(DataLoader(kind(), 2), DataOrder(), EpochRange(1, 2, 2), state))
+    resumed = rows_of(reader_of(DataLoader(kind(), 2), rng.DataOrder(), EpochRange(1, 2, 2), state))
     assert [row[4:] for row in before + resumed] == expected

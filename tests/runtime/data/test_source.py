@@ -20,11 +20,9 @@ from torch.utils.data import DataLoader
 import pipedream as pd
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Message, StopReason
+from pipedream.runtime.data import rng, sharded_reader, splitter
 from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
-from pipedream.runtime.data.rng import DataOrder
-from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
-from pipedream.runtime.data.splitter import Splitter
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits
 
@@ -40,13 +38,13 @@ def adapt(batch: Any) -> tuple[Any, Any]:
 
 
 def reader_of(count: int) -> LoaderReader:
-    reader = IterableReader(batches(count), DataOrder(), EpochRange(), None)
+    reader = IterableReader(batches(count), rng.DataOrder(), EpochRange(), None)
     reader.adapt = adapt
     return reader
 
 
 def reading(count: int, senders: Mapping[int, LocalChannel] | None = None) -> ReadingSource:
-    return ReadingSource(reader_of(count), Splitter(), senders, replicas=1 + len(senders or {}))
+    return ReadingSource(reader_of(count), splitter.Splitter(), senders, replicas=1 + len(senders or {}))
 
 
 def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[LocalChannel]]:
@@ -63,7 +61,7 @@ def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[Lo
             reader = FollowingReader(reader, channels[0, replica], replica)
         senders = {b: channels[replica, b] for b in replicas if readers[b] == replica != b}
         followers = [] if replica else [channels[0, b] for b in replicas if readers[b] == b != 0]
-        sources.append(ReadingSource(reader, Splitter(), senders, followers, len(readers)))
+        sources.append(ReadingSource(reader, splitter.Splitter(), senders, followers, len(readers)))
     return sources, list(channels.values())
 
 
@@ -137,13 +135,13 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
     """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
 
     def source_of(order: list[list[int]], **rest: Any) -> ReadingSource:
-        sharded = ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
+        sharded = sharded_reader.ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
         sharded.alike = True
-        reader: Any = ShardedReader(sharded, DataOrder(), EpochRange(), None)
+        reader: Any = sharded_reader.ShardedReader(sharded, rng.DataOrder(), EpochRange(), None)
         reader.adapt = lambda batch: (batch, None)
         if not rest:
             reader = FollowingReader(reader, channel, 7)
-        source = ReadingSource(reader, Splitter(), replicas=2, **rest)
+        source = ReadingSource(reader, splitter.Splitter(), replicas=2, **rest)
         source.begin(2, 0 if rest else 1, 0)
         return source
 
@@ -362,9 +360,9 @@ def test_a_circle_would_be_found() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_error_of_the_data_reaches_the_one_who_asks(parts: int) -> None:
-    reader = IterableReader([{"x": 1}], DataOrder(), EpochRange(), None)
+    reader = IterableReader([{"x": 1}], rng.DataOrder(), EpochRange(), None)
     reader.adapt = lambda batch: (batch["y"], None)
-    source = ReadingSource(reader, Splitter(), {1: LocalChannel()})
+    source = ReadingSource(reader, splitter.Splitter(), {1: LocalChannel()})
     source.begin(parts, 0, 0)
     with pytest.raises(KeyError, match="y"):
         source.take(0)

@@ -18,9 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import pipedream as pd
 from pipedream.runtime.data.splitter import known_samples, split_batch
-from pipedream.runtime.results.loss_calls import LossCalls
-from pipedream.runtime.results.loss_probe import probe_weight
-from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.results import loss_calls, loss_probe, losses
 
 N, L, C = 7, 5, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
@@ -85,7 +83,7 @@ RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
 }
 
 
-def _scored(loss: Loss, model: Callable[[Batch], Tensor], batch: Batch, minibatch: int | None) -> Any:
+def _scored(loss: losses.Loss, model: Callable[[Batch], Tensor], batch: Batch, minibatch: int | None) -> Any:
     samples = len(batch["x"])
     with loss.watching(batch, samples):
         output = SimpleNamespace(loss=model(batch))
@@ -100,7 +98,7 @@ def _parts(batch: Batch, sizes: tuple[int, ...]) -> list[Batch]:
 @pytest.mark.parametrize("name", RECOGNISED)
 @pytest.mark.parametrize("sizes", [(N,), (1, 4, 2), (1,) * N])
 def test_the_parts_of_a_recognised_loss_give_the_whole(name: str, sizes: tuple[int, ...]) -> None:
-    loss = Loss(of_model="recognised")
+    loss = losses.Loss(of_model="recognised")
     for seed in range(4):
         batch = _batch(seed)
         total = weights = 0.0
@@ -114,7 +112,7 @@ def test_the_parts_of_a_recognised_loss_give_the_whole(name: str, sizes: tuple[i
 
 
 def _probe(evaluate: Callable[[Any], Any], batch: Any, samples: int | None = None) -> str:
-    return probe_weight(evaluate, batch, samples=samples or known_samples(batch), split=split_batch)
+    return loss_probe.probe_weight(evaluate, batch, samples=samples or known_samples(batch), split=split_batch)
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
@@ -191,19 +189,19 @@ def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
 
 def test_what_the_probe_refuses_is_refused_for_parts_only() -> None:
     with pytest.raises(pd.PipelineError, match=r"not a mean over samples.*contrastive.*weight=\.\.\."):
-        Loss(of_model="other").check_split()
-    Loss(of_model="other", weight=len).check_split()
-    Loss(F.cross_entropy, of_model="other").check_split()
+        losses.Loss(of_model="other").check_split()
+    losses.Loss(of_model="other", weight=len).check_split()
+    losses.Loss(F.cross_entropy, of_model="other").check_split()
     batch = _batch()
-    assert _scored(Loss(of_model="other"), _contrastive, batch, None)[1:] == (N, False)
-    assert _scored(Loss(of_model="samples"), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
-    assert _scored(Loss(of_model="sum"), PROBED["a sum by hand"][0], batch, 0)[1:] == (1.0, True)
-    assert _scored(Loss(), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
+    assert _scored(losses.Loss(of_model="other"), _contrastive, batch, None)[1:] == (N, False)
+    assert _scored(losses.Loss(of_model="samples"), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
+    assert _scored(losses.Loss(of_model="sum"), PROBED["a sum by hand"][0], batch, 0)[1:] == (1.0, True)
+    assert _scored(losses.Loss(), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
 
 
 def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_changes() -> None:
     model = PROBED["tokens and samples"][0]
-    batch, loss = _batch(), Loss()
+    batch, loss = _batch(), losses.Loss()
     parts = _parts(batch, (4, 3))
     for part in parts:
         assert _scored(loss, model, part, None)[1] == len(part["x"])  # as in an evaluation
@@ -217,7 +215,7 @@ def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_chan
 
 
 def test_a_term_that_is_not_of_torch_is_taken_for_a_mean_over_samples() -> None:
-    loss, (first, second) = Loss(), _parts(_batch(), (4, 3))
+    loss, (first, second) = losses.Loss(), _parts(_batch(), (4, 3))
     model = lambda b: F.cross_entropy(*_flat(b)) + (b["x"] ** 2).mean()  # noqa: E731
     _scored(loss, model, first, 0)
     with pytest.raises(ValueError, match=r"different amounts \(here [0-9]+ for 3 samples\)"):
@@ -225,7 +223,7 @@ def test_a_term_that_is_not_of_torch_is_taken_for_a_mean_over_samples() -> None:
 
 
 def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:
-    for loss in (Loss(), Loss(of_model="recognised")):
+    for loss in (losses.Loss(), losses.Loss(of_model="recognised")):
         _scored(loss, RECOGNISED["padding"], _batch(), 0)
         assert _scored(loss, PROBED["squares by hand"][0], _batch(), None)[1] == N  # in an evaluation
         with pytest.raises(ValueError, match="in another way than before"):
@@ -233,7 +231,7 @@ def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:
 
 
 def test_an_error_in_a_forward_leaves_torch_as_it_was() -> None:
-    loss = Loss()
+    loss = losses.Loss()
     for _ in range(2):
         with pytest.raises(IndexError):
             _scored(loss, lambda b: F.cross_entropy(*_flat(b)).view(1)[1], _batch(), 0)
@@ -276,7 +274,7 @@ USERS: dict[str, tuple[Callable[[Tensor, Batch], Any], bool]] = {
 @pytest.mark.parametrize("name", USERS)
 def test_targets_are_counted_where_they_came_from(name: str) -> None:
     function, may_wait = USERS[name]
-    loss, on_cpu = Loss(function), Loss(function)
+    loss, on_cpu = losses.Loss(function), losses.Loss(function)
     for minibatch in range(12):
         batch = _batch(minibatch % 3)
         received = {key: item.clone() for key, item in batch.items()}
@@ -289,10 +287,10 @@ def test_targets_are_counted_where_they_came_from(name: str) -> None:
 
 
 def test_a_loss_that_gives_pairs_is_not_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, batch = Loss(USERS["a pair"][0]), _batch()
-    entered: list[LossCalls] = []
-    enter = LossCalls.__enter__
-    monkeypatch.setattr(LossCalls, "__enter__", lambda calls: entered.append(calls) or enter(calls))
+    loss, batch = losses.Loss(USERS["a pair"][0]), _batch()
+    entered: list[loss_calls.LossCalls] = []
+    enter = loss_calls.LossCalls.__enter__
+    monkeypatch.setattr(loss_calls.LossCalls, "__enter__", lambda calls: entered.append(calls) or enter(calls))
     for minibatch in range(3):
         assert loss(batch["x"], batch, N, 1.0, minibatch)[1:] == (batch["x"].numel(), True)
     assert len(entered) == 1
@@ -309,7 +307,7 @@ def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     else:
         model.inner = torch.compile(model.inner, backend="aot_eager", fullgraph=True)
-    loss = Loss()
+    loss = losses.Loss()
     for _ in range(3):
         value, weight, _ = _scored(loss, model, _batch(), 0)
         assert float(value.detach()) == pytest.approx(expected)

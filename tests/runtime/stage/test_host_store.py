@@ -28,12 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 import pipedream as pd
 from pipedream.experimental.roundpipe import homes
-from pipedream.runtime.stage.host_store import DeviceCopies, HostStore, HostVersions, StoreFormat
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage import host_store, stage_module
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.optimizer import Gradients
 from pipedream.runtime.update.overlapped import UpdateThread
-from pipedream.testing import Training, assert_equal
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DELAYED = "roundpipe[delay=1]"
@@ -98,10 +96,10 @@ def pipeline(
 
 def training(
     workers: int, schedule: str = "roundpipe", model: Any = make, cuts: tuple[int, ...] = CUTS, **options: Any
-) -> Training:
+) -> pd.testing.Training:
     how = {"epochs": 3, "evaluate_at": (5,), "seed": 3, "microbatches": 3, "options": {"check": True}} | options
     how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZER, "schedule": schedule}
-    return Training(model=model, data=batches(), plan=plan(workers, model(), cuts), **how)
+    return pd.testing.Training(model=model, data=batches(), plan=plan(workers, model(), cuts), **how)
 
 
 def read_again(run: pd.Pipeline) -> tuple[float, list[int]]:
@@ -122,7 +120,7 @@ def test_workers_that_take_turns_give_to_the_bit_what_one_gives(workers: int, mo
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.
     monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
     expected, trained = (training(count, DELAYED, evaluate_at=(11,)).pipeline() for count in (1, workers))
-    assert_equal(trained, expected)
+    pd.testing.assert_equal(trained, expected)
     assert trained.state["1.count"] == 36.0, "each microbatch is seen once"
 
 
@@ -136,7 +134,7 @@ def test_a_checkpoint_goes_on_to_the_bit(schedule: str, workers: int, tmp_path: 
 @pytest.mark.processes
 @pytest.mark.parametrize(("schedule", "workers"), RUNS)
 def test_processes_give_to_the_bit_what_one_gives(schedule: str, workers: int) -> None:
-    assert_equal(training(workers, schedule).pipeline(workers), training(workers, schedule).pipeline())
+    pd.testing.assert_equal(training(workers, schedule).pipeline(workers), training(workers, schedule).pipeline())
 
 
 def measure_peaks() -> tuple[int, ...]:
@@ -200,25 +198,25 @@ def test_weights_in_the_store_never_meet_their_copies(
     expected = training(workers, schedule).pipeline()
     apart, addresses = Apart(), list[int]()
 
-    def bring(copies: DeviceCopies, part: Tensor) -> Tensor:
+    def bring(copies: host_store.DeviceCopies, part: Tensor) -> Tensor:
         copy = part.clone()
         apart.note_copied(copy)
         return copy
 
-    def copy_to_store(copies: DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
+    def copy_to_store(copies: host_store.DeviceCopies, tensors: list[Tensor | None], places: list[Tensor]) -> Any:
         pairs = [(tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor is not None]
         addresses.extend(id(place.copy_(tensor)) for tensor, place in pairs)
         return [None if tensor is None else place for tensor, place in zip(tensors, places, strict=True)], None
 
-    def make(store: HostStore, stage: int, size: int, make: Any = HostStore._make) -> Tensor:
+    def make(store: host_store.HostStore, stage: int, size: int, make: Any = host_store.HostStore._make) -> Tensor:
         memory: Tensor = make(store, stage, size)
         apart.stored.append((memory.data_ptr(), memory.data_ptr() + size))
         return memory
 
-    monkeypatch.setattr(HostStore, "_make", make)
-    monkeypatch.setattr(DeviceCopies, "copy_to_device", bring)
-    monkeypatch.setattr(DeviceCopies, "copy_to_store", copy_to_store)
-    format_ = lambda *a, gradients, **named: StoreFormat(*a, gradients=True, **named)  # noqa: E731
+    monkeypatch.setattr(host_store.HostStore, "_make", make)
+    monkeypatch.setattr(host_store.DeviceCopies, "copy_to_device", bring)
+    monkeypatch.setattr(host_store.DeviceCopies, "copy_to_store", copy_to_store)
+    format_ = lambda *a, gradients, **named: host_store.StoreFormat(*a, gradients=True, **named)  # noqa: E731
     monkeypatch.setattr("pipedream.runtime.assemble.StoreFormat", format_)
 
     def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
@@ -232,7 +230,7 @@ def test_weights_in_the_store_never_meet_their_copies(
     with apart:
         trained = training(workers, schedule).pipeline()
     assert bool(addresses) == (workers == 3), "gradients that others take are left in places of their own"
-    assert_equal(trained, expected)
+    pd.testing.assert_equal(trained, expected)
 
 
 def test_a_machine_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +263,13 @@ def test_a_thread_gives_to_the_bit_what_the_loop_gives(
 ) -> None:
     overlapped = training(3, DELAYED, **options).pipeline()
     monkeypatch.setattr("pipedream.core.schedule.rules.Rules.overlaps_updates", False)
-    assert_equal(overlapped, training(3, DELAYED, **options).pipeline())
+    pd.testing.assert_equal(overlapped, training(3, DELAYED, **options).pipeline())
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_that_take_turns_sum_the_gradients_of_tied_weights(workers: int) -> None:
-    one, several = (training(count, DELAYED, **TIED, evaluate_at=()).pipeline() for count in (1, workers))
-    assert_equal(several, one)
+    expected, actual = (training(count, DELAYED, **TIED, evaluate_at=()).pipeline() for count in (1, workers))
+    pd.testing.assert_equal(actual, expected)
 
 
 def test_a_sparse_gradient_in_a_turn_is_refused() -> None:
@@ -410,18 +408,18 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest
 # -- the parts ------------------------------------------------------------------------------------------
 
 
-def stage_of(layers: list[nn.Module]) -> StageModule:
+def stage_of(layers: list[nn.Module]) -> stage_module.StageModule:
     named = [(str(i), layer) for i, layer in enumerate(layers)]
     handles = {f"{i}.{name}": p for i, layer in named for name, p in layer.named_parameters() if p.requires_grad}
-    return StageModule(named, handles, CPU, 0)
+    return stage_module.StageModule(named, handles, CPU, 0)
 
 
-def tensors(module: StageModule) -> list[Tensor]:
+def tensors(module: stage_module.StageModule) -> list[Tensor]:
     return [tensor for _, layer in module.layers for tensor in (*layer.parameters(), *layer.buffers())]
 
 
-def lay_out(module: StageModule) -> StoreFormat:
-    return StoreFormat(module, 2, ema=False)
+def lay_out(module: stage_module.StageModule) -> host_store.StoreFormat:
+    return host_store.StoreFormat(module, 2, ema=False)
 
 
 def gather_two_machines(mine: Any, group: Any) -> list[Any]:
@@ -445,15 +443,15 @@ def test_what_has_no_memory_in_common_is_refused(
     monkeypatch.setattr(name, replacement)
     group = Mock()  # of which the store holds no reference
     with pytest.raises(pd.PipelineError, match=words):
-        HostStore(group, CPU).exchange()
+        host_store.HostStore(group, CPU).exchange()
 
 
 def test_a_copy_brings_all_that_the_layers_read() -> None:
     in_columns = torch.channels_last
     home, there = (stage_of([Counted(6), nn.Conv2d(2, 3, 3).to(memory_format=in_columns)]) for _ in range(2))
     home.layers[0][1].count += 4
-    store = HostStore(None, CPU)
-    versions = HostVersions(home.handles, store.open(0, lay_out(home)))
+    store = host_store.HostStore(None, CPU)
+    versions = host_store.HostVersions(home.handles, store.open(0, lay_out(home)))
     versions.publish()
     before = [tensor.detach().clone() for tensor in tensors(there)]
     layout = lay_out(there)
@@ -467,7 +465,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
         assert torch.equal(leaf, handle)
         assert leaf.data_ptr() != versions.peek().leaves[name].data_ptr()
     layer = there.layers[0][1]
-    with stateless.forward_context(SavedForward(None, (), (), (), 0)):
+    with stateless.forward_context(stage_module.SavedForward(None, (), (), (), 0)):
         assert layer.count is layer.also
         assert layer.count == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)
@@ -475,7 +473,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
         layer.mask = ~layer.mask
     assert layer.count is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
-    with stateless.forward_context(SavedForward(None, (), (), (), 0)):
+    with stateless.forward_context(stage_module.SavedForward(None, (), (), (), 0)):
         assert layer.count == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)
     assert home.layers[0][1].count == 4.0
@@ -483,7 +481,7 @@ def test_a_copy_brings_all_that_the_layers_read() -> None:
 
 def test_passes_at_home_read_copies_and_leave_buffers() -> None:
     home = stage_of([Counted(6), nn.Linear(6, 6)])
-    versions = HostVersions(home.handles, HostStore(None, CPU).open(0, lay_out(home)))
+    versions = host_store.HostVersions(home.handles, host_store.HostStore(None, CPU).open(0, lay_out(home)))
     versions.publish()
     layer, mask = home.layers[0][1], home.layers[0][1].mask
     read = versions.acquire(0)
@@ -503,8 +501,8 @@ def test_passes_at_home_read_copies_and_leave_buffers() -> None:
 def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
     """Two sets take turns; another rank sees a version once it is made."""
     home = stage_of([Counted(6), nn.Linear(6, 6)])
-    stored = HostStore(None, CPU).open(0, lay_out(home))
-    versions = HostVersions(home.handles, stored)
+    stored = host_store.HostStore(None, CPU).open(0, lay_out(home))
+    versions = host_store.HostVersions(home.handles, stored)
     versions.publish()
     expected = {0: home.handles["1.bias"].detach().clone()}
     for version in range(1, 5):
@@ -534,7 +532,7 @@ def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    copies = DeviceCopies(torch.device("cuda"), ahead)
+    copies = host_store.DeviceCopies(torch.device("cuda"), ahead)
     for _ in range(9):
         part = mock.Mock()
         copies.copy_to_device(part).record_stream.assert_called_once_with(current)
@@ -546,8 +544,8 @@ def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch
 
 def test_a_stage_without_anything_is_stored_too() -> None:
     empty, before = stage_of([nn.Tanh()]), os.listdir("/proc/self/fd")
-    stored = HostStore(None, CPU).open(0, lay_out(empty))
-    HostVersions(empty.handles, stored).publish()
+    stored = host_store.HostStore(None, CPU).open(0, lay_out(empty))
+    host_store.HostVersions(empty.handles, stored).publish()
     assert stored.copy(0) == ({}, [])
     assert os.listdir("/proc/self/fd") == before, "the memory needs no descriptor"
 

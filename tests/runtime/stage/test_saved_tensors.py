@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
-from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage import saved_tensors, stage_module
 from pipedream.runtime.stage.versions import Versions
 
 
@@ -100,8 +99,8 @@ def run_graph_rule(
     """
     named = [("layer", layer)]
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
-    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, single=not led)
-    weights, saved = versions.peek(), SavedTensorHooks(autocast is not None)
+    stage, versions = stage_module.StageModule(named, handles, x.device, 0, autocast), Versions(handles, single=not led)
+    weights, saved = versions.peek(), saved_tensors.SavedTensorHooks(autocast is not None)
     saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
@@ -116,7 +115,7 @@ def run_graph_rule(
         versions.after_step()
     with saved.redirected_to(versions.peek()):
         gradients, back = stage.backward(
-            SavedForward(weights, boxes, (output,), (wants,), 0), [slope], [None] * len(handles)
+            stage_module.SavedForward(weights, boxes, (output,), (wants,), 0), [slope], [None] * len(handles)
         )
     assert versions.storages == 1 + led
     return back[0] if back else None, dict(zip(handles, gradients, strict=True)), slope
@@ -315,7 +314,7 @@ def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
 def test_the_first_forward_alone_is_watched() -> None:
     layer = computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
-    saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
+    saved, x = saved_tensors.SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
     for expectation in (pytest.raises(pd.errors.ScheduleError), nullcontext()):
         with expectation, saved.watching(x, versions.peek()):
             x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipedream.runtime.stage import stage_module, versions
 from pipedream.runtime.stage.split_backward import split_backward
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.versions import Versions
 
 WIDTH = 4
 
@@ -284,10 +283,10 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     handles = {"tied.weight": tied.weight, "tied.bias": tied.bias} | {
         f"b.{name}": parameter for name, parameter in layers[1][1].named_parameters()
     }
-    stage = StageModule(layers, handles, torch.device("cpu"), seed=0)
+    stage = stage_module.StageModule(layers, handles, torch.device("cpu"), seed=0)
 
-    def passed() -> tuple[SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
-        weights = Versions(handles, watched=True).acquire(0)
+    def passed() -> tuple[stage_module.SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
+        weights = versions.Versions(handles, watched=True).acquire(0)
         torch.manual_seed(0)
         value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
         output = stage.forward(value, weights.leaves, 0, is_first=False)
@@ -297,7 +296,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
             assert number not in ready_gradients
             ready_gradients[number] = gradient
 
-        return SavedForward(weights, graph_inputs, (output,), (True,), 0), ready_gradients, ready
+        return stage_module.SavedForward(weights, graph_inputs, (output,), (True,), 0), ready_gradients, ready
 
     ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
     saved, expected, ready = passed()
@@ -318,11 +317,13 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
 def test_sums_grow_in_place() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     handles = dict(layer.named_parameters())
-    stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
-    weights = Versions(handles).acquire(0)
+    stage = stage_module.StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
+    weights = versions.Versions(handles).acquire(0)
     accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
     value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    saved = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, is_first=False),), (True,), 0)
+    saved = stage_module.SavedForward(
+        weights, graph_inputs, (stage.forward(value, weights.leaves, 0, is_first=False),), (True,), 0
+    )
     stage.backward_inputs(saved, [torch.ones(2, WIDTH)])
     gradients = stage.backward_weights(saved, accumulators)
     assert gradients[0] is accumulators[0]

@@ -11,15 +11,16 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.stage import generators
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage import generators, stage_module
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients
 
 
-def stage_of(layer: nn.Module, seed: int = 0, device: str = "cpu") -> tuple[StageModule, dict[str, nn.Parameter]]:
+def stage_of(
+    layer: nn.Module, seed: int = 0, device: str = "cpu"
+) -> tuple[stage_module.StageModule, dict[str, nn.Parameter]]:
     handles = dict(layer.named_parameters())
-    return StageModule([("layer", layer)], handles, torch.device(device), seed=seed), handles
+    return stage_module.StageModule([("layer", layer)], handles, torch.device(device), seed=seed), handles
 
 
 def twice() -> nn.Module:
@@ -40,7 +41,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
         output = stage.forward(value, weights.leaves, k, is_first=False)
         scale = torch.randn(2, 3)
         accumulators = gradients.accumulators
-        saved = SavedForward(weights, boxes, (output,), (True,), k)
+        saved = stage_module.SavedForward(weights, boxes, (output,), (True,), k)
         weight_gradients, back = stage.backward(saved, [scale], accumulators)
         assert k == 0 or all(new is old for new, old in zip(weight_gradients, accumulators, strict=True))
         gradients.add(weight_gradients, 1.0)
@@ -62,7 +63,7 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     stage, handles = stage_of(layer)
     weights = Versions(handles).acquire(0)
     output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
-    saved = SavedForward(weights, (), (output,), (), 0)
+    saved = stage_module.SavedForward(weights, (), (output,), (), 0)
     stage.backward(saved, [torch.ones(2, 3)], [None, None])
     with pytest.raises(RuntimeError):  # its graph is gone
         stage.backward(saved, [torch.ones(2, 3)], [torch.zeros(3), None])
@@ -128,7 +129,7 @@ def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
     for layers in (("late",), ("plain", "late", "plain again")):
         late = Built(draw_from_call, call=2, calls=0, drawn=[])
         named = [(name, late if name == "late" else nn.Linear(3, 3)) for name in layers]
-        stage = StageModule(named, {}, torch.device("cpu"), seed=5)
+        stage = stage_module.StageModule(named, {}, torch.device("cpu"), seed=5)
         before = torch.default_generator.get_state()
         for k in range(4):
             stage.forward(torch.ones(2, 3), {}, k, is_first=True)
@@ -179,7 +180,7 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
     handles = dict(layer.named_parameters())
     for handle in handles.values():
         handle.data = handle.data.clone()  # as a move to a GPU does, one by one
-    stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
+    stage = stage_module.StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
     versions, optimizer = Versions(handles), torch.optim.SGD(handles.values(), lr=0.1)
     serial = torch.optim.SGD(plain.parameters(), lr=0.1)
     inputs, waiting = torch.randn(6, 4, 2, 2), []
@@ -194,7 +195,9 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
             continue
         weights, output = waiting.pop(0)
         scale = torch.ones_like(output)
-        gradients, _ = stage.backward(SavedForward(weights, (), (output,), (), 0), [scale], [None] * len(handles))
+        gradients, _ = stage.backward(
+            stage_module.SavedForward(weights, (), (output,), (), 0), [scale], [None] * len(handles)
+        )
         versions.release(weights)
         for handle, twin, gradient in zip(handles.values(), plain.parameters(), gradients, strict=True):
             handle.grad, twin.grad = gradient, gradient.clone()

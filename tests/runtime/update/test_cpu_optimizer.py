@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
-from pipedream.workflows.check import check_plan
-from pipedream.workflows.methods import score
-from pipedream.workflows.prepare import follow_moves
+from pipedream.workflows import check, methods, prepare
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -169,9 +167,9 @@ def test_a_plan_counts_device_and_host() -> None:
         plan = ask(profile, cluster, schedule=schedule, optimizer_state=state)
         assert plan.choices.optimizer_state == (state or "device")
         assert set(plan.worker_bytes.values()) == {expected}, "weights, gradients, state"
-        checked = check_plan(plan, profile=profile).plan
+        checked = check.check_plan(plan, profile=profile).plan
         assert checked.stages == plan.stages
-        assert check_plan(plan).plan.worker_bytes == plan.worker_bytes
+        assert check.check_plan(plan).plan.worker_bytes == plan.worker_bytes
         assert max(pd.simulate(plan, minibatches=2).peak_bytes) == expected
         is_apart = profile is gpu and state == "host"
         assert {stage.memory.host_bytes for stage in plan.stages} == {16_000 * is_apart}
@@ -198,24 +196,24 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, gp
     ]
     phases = (pd.Phase(schedule, microbatches=4),)
     for planned, target in (plans, plans[::-1]):
-        moved = follow_moves(planned.choosing(optimizer_state=target.choices.optimizer_state), planned, phases)
+        moved = prepare.follow_moves(planned.choosing(optimizer_state=target.choices.optimizer_state), planned, phases)
         assert moved.stages == target.stages
-    assert follow_moves(plans[0], plans[0], phases) is plans[0]
+    assert prepare.follow_moves(plans[0], plans[0], phases) is plans[0]
     moved = plans[0].choosing(optimizer_state="host")
     least, most = sorted(max(plan.worker_bytes.values()) for plan in plans)
     full = replace(moved, cluster=replace(cluster, memory_bytes=least))
     if gpus:
-        assert follow_moves(full, plans[0], phases).stages == plans[1].stages
+        assert prepare.follow_moves(full, plans[0], phases).stages == plans[1].stages
     else:
         with pytest.raises(pd.PipelineError, match=f"stage 0 of the plan .* needs {most / 1e3:.1f} kB, a worker has"):
-            follow_moves(full, plans[0], phases)
+            prepare.follow_moves(full, plans[0], phases)
 
 
 def test_activations_moved_later_count_elsewhere() -> None:
     layers = (pd.LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=8000, parameter_bytes=1000),) * 4
     profile = pd.Profile.of_chain(layers, batch=16)
     planned = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight")
-    moved = follow_moves(planned.choosing(activations="host"), planned, (pd.Phase("1f1b", microbatches=4),))
+    moved = prepare.follow_moves(planned.choosing(activations="host"), planned, (pd.Phase("1f1b", microbatches=4),))
     for before, stage in zip(planned.stages, moved.stages, strict=True):
         assert stage.memory.moved_bytes > 0
         # A quarter of a microbatch's is in memory.
@@ -248,7 +246,7 @@ def test_copies_of_a_hosted_optimizer_take_time() -> None:
         copies_s = 2 * 2000 / expected  # gradients, and then weights, of 2 kB
         for before, stage in zip(on_device.stages, weights_on_host.stages, strict=True):
             assert stage.update_s == pytest.approx(before.update_s + copies_s)
-        assert score(weights_on_host).period_s == pytest.approx(score(on_device).period_s + copies_s)
+        assert methods.score(weights_on_host).period_s == pytest.approx(methods.score(on_device).period_s + copies_s)
     cpu = pd.Profile.of_chain(layers, batch=16, device="cpu")
     plan = ask(cpu, replace(pd.Cluster.flat(2), host_bytes_per_s=1.0), optimizer_state="host")
     assert {stage.update_s for stage in plan.stages} == {0.0}

@@ -14,8 +14,7 @@ from cases import make_pipeline
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import ErrorFeedback
-from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule import compensation, coupling
 from pipedream.runtime.comm.channel import LocalGroup
 from pipedream.runtime.stage.predictions import add_velocity
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -67,7 +66,7 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
-        rule = pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),))
+        rule = pd.schedules.UpdateRule((1,), compensation=(compensation.ErrorFeedback(strength),))
         optimizer.switch_to(rule, 0, 1, input_updates=min(number, 1))
         rounds.append(optimizer.rounds)
         handles["a"].grad = torch.full((1,), gradient)
@@ -84,7 +83,7 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     optimizer, gradients = Optimizer(handles, partial(torch.optim.AdamW, lr=0.1)), Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
-    barrier = UpdateBarrier(Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
+    barrier = UpdateBarrier(coupling.Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
     with pytest.raises(StopIteration):
         next(barrier.prepare(0, 0.0))
     assert all(handle.grad is not None for handle in handles.values())
