@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.mesh import Box, Piece, slice_of, slice_within
-from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
+from pipedream.layouts import GroupRanks, PartitionedStep
 
+Parts = dict[int, torch.Tensor]
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import pipedream as pd
+from pipedream.layouts import trace
 from pipedream.layouts.tracing.registry import REGISTRY, find_contradiction
-from pipedream.layouts.tracing.trace import trace
 from tests.layouts.simulated_ranks import SimulatedRanks, check_step
 
 

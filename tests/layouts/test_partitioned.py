@@ -17,11 +17,9 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.layouts.search.exchanges import Exchanges
-from pipedream.layouts.search.partition import Halving, Partition
+from pipedream.layouts import Exchanges, GroupRanks, Partition, PartitionedStep, trace
+from pipedream.layouts.search.partition import Halving
 from pipedream.layouts.search.search import Search, State
-from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts
-from pipedream.layouts.tracing.trace import trace
 from tests.layouts.simulated_ranks import Loss, SimulatedRanks, check_step, find_whole
 
 
@@ -203,7 +201,7 @@ class _Recording(SimulatedRanks):
         super().__init__(count)
         self.busiest: list[int] = []
 
-    def exchange(self, pieces: Any, parts: Parts, boxes: Any) -> Any:
+    def exchange(self, pieces: Any, parts: Any, boxes: Any) -> Any:
         between = [piece for piece in pieces if piece.sender != piece.receiver]
         if between:
             sent, received = Counter[int](), Counter[int]()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import processes
@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.plan.mesh import meshes_of
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
@@ -237,7 +236,8 @@ class Case:
     @property
     def ranks(self) -> int:
         workers = (1, 1) if self.is_chunked else (self.replicas, *[1] * len(self.stages))
-        return sum(mesh.size * count for mesh, count in zip(meshes_of(self.mesh, len(workers)), workers, strict=True))
+        sizes = [pd.Mesh(mesh).size for mesh in self.mesh.split("/")]
+        return sum(size * count for size, count in zip(cycle(sizes), workers, strict=False))
 
 
 def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
@@ -266,7 +266,7 @@ def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
         } | names
     layout = pd.Layout(case.rules, shard_weights=case.shard_weights, names=names)
     if "cut1" in mesh:
-        layout = _search_layout(model, *batches[0], meshes_of(mesh)[0].size)
+        layout = _search_layout(model, *batches[0], pd.Mesh(mesh).size)
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     options |= {"schedule": case.method, "microbatches": case.microbatches, "sample": batches[0][0], "seed": 7}
     plan = replace(plan, stages=tuple(stages)).with_mesh(mesh)

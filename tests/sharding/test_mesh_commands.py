@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import commands
@@ -10,8 +11,7 @@ import processes
 import pytest
 import torch
 
-import pipedream
-from pipedream.recipe import load_recipe
+import pipedream as pd
 
 RECIPE = """
 import pipedream, torch
@@ -67,8 +67,7 @@ def test_meshes_that_do_not_fit(tmp_path: Path, refused: Callable[..., str], com
 
 
 def _train(recipe: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    make_recipe = lambda seed: load_recipe(str(recipe), seed=seed)  # noqa: E731
-    return pipedream.run(make_recipe, schedule="1f1b", out=folder, quiet=True, **options)
+    return pd.run(run_path(str(recipe))["recipe"], schedule="1f1b", out=folder, quiet=True, **options)
 
 
 @pytest.mark.processes
