@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import schedules
-from pipedream.core import units
-from pipedream.core.seeds import layer_seed
+from pipedream.core import seeds, units
 
 SIZES = {"16e9": 16 * 10**9, "512MB": 512 * 10**6, "2 GiB": 2 * 2**30, "1k": 1000, " 7 B ": 7, 12: 12}
 RATES = {"1e9": 1e9, "1.25GB/s": 1.25e9, "10 Gbit/s": 1.25e9, "100mbit/s": 12.5e6, "8bit/s": 1.0, "3kBps": 3e3}
@@ -165,6 +164,6 @@ def test_prints_what_replicas_share() -> None:
 
 
 def test_runs_layers_and_microbatches_draw_other_numbers() -> None:
-    seeds = [layer_seed(*arguments) for arguments in product((0, 1), range(5), ("", "a", "a@2", "b"))]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    drawn = [seeds.layer_seed(*arguments) for arguments in product((0, 1), range(5), ("", "a", "a@2", "b"))]
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 <= seed < 1 << 63 for seed in drawn)

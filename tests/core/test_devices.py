@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware import devices, presets
-from pipedream.core.hardware.devices import DEVICES, Device, device_named, workers_of
+
+DEVICES, Device = devices.DEVICES, devices.Device
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "bfloat16": 4e12}, 1e11, launch_s=1e-5, flop_share=0.5, byte_share=0.8)
 SMALL = ((1000, 4e11), (10**6, 2e11))
@@ -81,11 +82,11 @@ SPELLINGS |= {"cuda: NVIDIA GeForce RTX 4090": "RTX-4090"}
 
 @pytest.mark.parametrize(("text", "name"), SPELLINGS.items())
 def test_names_are_read_kindly(text: str, name: str) -> None:
-    assert device_named(text) is DEVICES[name]
+    assert devices.device_named(text) is DEVICES[name]
 
 
 def test_workers_of_several_kinds() -> None:
-    kinds = workers_of("4xV100, 2 x RTX-4090", V100, "float16")
+    kinds = devices.workers_of("4xV100, 2 x RTX-4090", V100, "float16")
     assert [(kind.count, kind.device, kind.memory_bytes) for kind in kinds] == [
         (4, "V100-16GB", 16 * 10**9),
         (2, "RTX-4090", 24 * 10**9),
@@ -101,7 +102,7 @@ def read(**changes: Any) -> Device:
 KINDS = ("", "V100", "0xV100", "4xP100", "4xV100,,2xV100", "1xcuda: NVIDIA H100 PCIe")
 COUNTS = "machines of cluster 'pipedream-a' were asked for; give a number"
 REFUSED = [
-    *((partial(workers_of, text, V100), "not known") for text in KINDS),
+    *((partial(devices.workers_of, text, V100), "not known") for text in KINDS),
     (partial(read, flops_per_s={"float32": -1.0}), "peaks, bandwidth and memory"),
     (partial(read, bytes_per_s=-1.0), "peaks, bandwidth and memory"),
     (partial(read, flop_share=-1.0), "shares must lie in"),

@@ -15,8 +15,7 @@ from marks import slow
 import pipedream as pd
 from pipedream.cli.options import make_cluster
 from pipedream.plan_request import PlanRequest
-from pipedream.workflows import plan as planning
-from pipedream.workflows.methods import score, select_methods
+from pipedream.workflows import methods, plan as planning
 
 FLUSHING = ("1f1b", "gpipe", "naive")
 
@@ -55,7 +54,7 @@ def periods(profile: pd.Profile, cluster: pd.Cluster, names: tuple[str, ...]) ->
             continue
         how = {"schedule": name, "microbatches": m, "shape": shape, "in_flight": depth, "update_delay": delay}
         with suppress(pd.PipelineError):
-            seconds.append(score(pd.plan(profile, cluster, **how)).period_s)
+            seconds.append(methods.score(pd.plan(profile, cluster, **how)).period_s)
     return seconds
 
 
@@ -68,7 +67,7 @@ def test_no_way_is_faster(
 ) -> None:
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
     request = PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
-    names = tuple(select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
+    names = tuple(methods.select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
     seconds = periods(profile, cluster, names)
     if not seconds:
         with pytest.raises(pd.PipelineError, match="no method works"):
@@ -77,7 +76,7 @@ def test_no_way_is_faster(
     comparison = planning.plan_and_compare(profile, request)
     best = comparison.candidates[0]
     assert best.period_s == pytest.approx(min(seconds))
-    assert score(comparison.plan).period_s == best.period_s
+    assert methods.score(comparison.plan).period_s == best.period_s
     assert (comparison.plan.schedule, comparison.plan.microbatches) == (best.schedule, best.microbatches)
     assert memory is None or max(stage.peak_bytes for stage in comparison.plan.stages) <= memory
     simulated = [candidate.period_s for candidate in comparison.candidates if candidate.period_s is not None]
@@ -88,8 +87,8 @@ def test_no_way_is_faster(
 
 def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
-    assert list(select_methods()) == list(FLUSHING)
-    assert not set(select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
+    assert list(methods.select_methods()) == list(FLUSHING)
+    assert not set(methods.select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(pd.PipelineError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
         planning.plan_and_compare(CHAIN, PlanRequest(pd.Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
 
@@ -136,7 +135,7 @@ def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
 def test_never_slower_than_one_worker(rate: float) -> None:
     """Minibatches of one sample cannot be split, and a flush leaves all workers but one idle."""
     plan = pd.plan(replace(CHAIN, batch=1), pd.Cluster.flat(3, rate), schedule="auto")
-    assert score(plan).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
+    assert methods.score(plan).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
     assert plan.workers == 1
     assert "a minibatch of one sample cannot be split" in plan.note
     assert "cannot be split" not in pd.plan(CHAIN, pd.Cluster.flat(2, rate), schedule="auto").note

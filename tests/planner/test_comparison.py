@@ -19,8 +19,7 @@ from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison, list_finalists
-from pipedream.workflows import plan as planning, stage_search
-from pipedream.workflows.methods import score
+from pipedream.workflows import methods, plan as planning, stage_search
 
 US = 1e-6
 ROWS = (
@@ -93,7 +92,7 @@ def test_never_slower_than_what_every_request_for_a_shape_gives(
 ) -> None:
     def planned_s(**options: Any) -> float | None:
         try:
-            return score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
+            return methods.score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
         except pd.PipelineError:
             return None
 
@@ -135,7 +134,7 @@ def test_no_plan_beats_its_bound(profile: pd.Profile, cluster: pd.Cluster, sched
         plan = pd.plan(profile, cluster, schedule=schedule, shape=tuple(counts), in_flight=depth, update_delay=delay)
         again = tuple(replace(stage, recompute=data.draw(st.booleans())) for stage in plan.stages)
         plan = replace(plan, stages=again)
-        period_s = score(plan).period_s
+        period_s = methods.score(plan).period_s
     except pd.PipelineError:
         assume(False)
     assert stage_search.make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
@@ -158,9 +157,9 @@ def test_searches_that_are_left_out_find_nothing_faster(
         with suppress(pd.PipelineError):
             plan = search.plan_best(*finalist)
             if profile.batch == 1 or plan.microbatches <= profile.batch:
-                seconds.append(score(plan).period_s)
+                seconds.append(methods.score(plan).period_s)
     assume(seconds)
-    chosen = stage_search.StageSearch(profile, request).compare(score, link_factor * min(seconds)).candidates[0]
+    chosen = stage_search.StageSearch(profile, request).compare(methods.score, link_factor * min(seconds)).candidates[0]
     assert chosen.period_s is not None
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
@@ -196,7 +195,7 @@ def test_plans_that_cannot_win_need_no_bytes(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage_search, "MEASURED_SHARE", measured_share)
             try:
-                return replace(stage_search.StageSearch(profile, request).compare(score).plan, note="")
+                return replace(stage_search.StageSearch(profile, request).compare(methods.score).plan, note="")
             except pd.PipelineError as error:
                 return str(error)
 
@@ -209,7 +208,7 @@ def test_the_bound_knows_what_messages_take() -> None:
     for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
         plan = pd.plan(profile, pd.Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
         assert 0.98 * seconds * (1 - 1e-9) <= stage_search.make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
-        assert score(plan).period_s == pytest.approx(seconds)
+        assert methods.score(plan).period_s == pytest.approx(seconds)
 
 
 def test_the_bound_knows_that_unequal_replicas_take_turns() -> None:
@@ -218,14 +217,14 @@ def test_the_bound_knows_that_unequal_replicas_take_turns() -> None:
     cluster = pd.Cluster((pd.Level(2, 1e9),), kinds=(Workers(1, speed=2.0), Workers(1)))
     plan = pd.plan(profile, cluster, schedule="1f1b", shape=(2,), microbatches=3)
     assert stage_search.make_candidate(plan, "").least_s == pytest.approx(3.0)
-    assert score(plan).period_s == pytest.approx(3.0)
+    assert methods.score(plan).period_s == pytest.approx(3.0)
 
 
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
     searched = pd.plan(DIGITS, EIGHT, strategy="search")
     plan = pd.plan(DIGITS, EIGHT)
     assert searched.slowest_stage_s < plan.slowest_stage_s
-    assert score(searched).period_s > 2 * score(plan).period_s
+    assert methods.score(searched).period_s > 2 * methods.score(plan).period_s
     assert plan.config == "8"
     assert plan.bound_s == searched.bound_s
     assert plan.note.startswith("the fastest of ")

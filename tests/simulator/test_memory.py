@@ -15,7 +15,6 @@ from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.stage_memory import DEFERRED_SHARE
-from pipedream.core.schedule.timeline import WORK
 from pipedream.simulator import Costs, costs, simulate
 
 ROWS = tuple(
@@ -133,7 +132,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)
             alive = alive_after(rule, stage, newest, read, waiting, coming)
-        begins = [0.0, *(span.start_s for span in timeline.of_rank(rank) if span.kind in WORK)]
+        begins = [0.0, *(span.start_s for span in timeline.of_rank(rank) if span.kind not in ("send", "wait"))]
         assert [*zip(begins, timeline.memory[rank], strict=True)] == expected
         assert timeline.peak_versions[rank] == most
         assert timeline.peak_bytes[rank] == max(size for _, size in expected)
