@@ -49,42 +49,24 @@ def generator_of(kind: str) -> Any:
     return {"python": random.Random, "numpy": np.random.default_rng}.get(kind, np.random.RandomState)(1)
 
 
-class Noise(nn.Module):
-    """Draws from a generator of its own, which it holds in a container."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.generators = [generator_of(kind)]
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        (generator,) = self.generators
-        if self.kind == "torch":
-            return x * (1 + torch.rand((), generator=generator))
-        return x * (1 + float(generator.random() if self.kind != "numpy's older" else generator.rand()))
+def draw(generator: Any) -> float:
+    return float(torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random())
 
 
 def make_model(kind: str = "torch") -> nn.Module:
-    """Returns a model whose unused head is in its state dict only."""
-    layers = {"first": nn.Linear(3, 4), "noise": Noise(kind), "scale": Scale(), "last": nn.Linear(4, 1)}
+    """Returns a model that draws from a generator in a container; its unused head is in its state dict only."""
+    noise = Built(lambda self, x: x * (1 + draw(self.generators[0])), generators=[generator_of(kind)])
+    layers = {"first": nn.Linear(3, 4), "noise": noise, "scale": Scale(), "last": nn.Linear(4, 1)}
     forward = lambda self, x: self.last(self.scale(self.noise(self.first(x))))  # noqa: E731
     return Built(forward, **layers, unused=nn.Linear(4, 2))
 
 
-class RunningLoss(nn.Module):
+def relative_loss(self: Any, output: Tensor, batch: Any) -> Tensor:
     """Divides by a running size of the loss."""
-
-    size: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("size", torch.ones(()))
-
-    def forward(self, output: Tensor, batch: Any) -> Tensor:
-        loss = (output - batch[1]).square().mean()
-        if torch.is_grad_enabled():
-            self.size.mul_(0.5).add_(loss.detach(), alpha=0.5)
-        return loss / self.size
+    loss = (output - batch[1]).square().mean()
+    if torch.is_grad_enabled():
+        self.size.mul_(0.5).add_(loss.detach(), alpha=0.5)
+    return loss / self.size
 
 
 class Counting(torch.optim.SGD):
@@ -100,18 +82,14 @@ class Counting(torch.optim.SGD):
 class Shuffled(Sampler[int]):
     """Draws from a generator of its own, of one of the kinds."""
 
-    def __init__(self, kind: str, length: int = 20) -> None:
-        self.length, self.drawing = length, generator_of(kind)
+    def __init__(self, kind: str) -> None:
+        self.drawing = generator_of(kind)
 
     def __iter__(self) -> Iterator[int]:
-        if isinstance(self.drawing, random.Random):
-            return iter(self.drawing.sample(range(self.length), self.length))
-        if isinstance(self.drawing, torch.Generator):
-            return iter(torch.randperm(self.length, generator=self.drawing).tolist())
-        return map(int, self.drawing.permutation(self.length))
+        return iter(sorted(range(20), key=lambda _: draw(self.drawing)))
 
     def __len__(self) -> int:
-        return self.length
+        return 20
 
 
 def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
@@ -127,7 +105,7 @@ def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[floa
         model,
         plan_of(model, inputs[:5], (3,)),
         schedule="1f1b",
-        loss=RunningLoss(),
+        loss=Built(relative_loss, size=nn.Buffer(torch.ones(()))),
         optimizer=partial(Counting, lr=0.1),
         weight=lambda batch: len(batch[0]),
         check=False,
@@ -272,10 +250,8 @@ def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp
     numbers: list[int] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(4)]
-    profile = pd.profile(model, data[0][0], warmup=0, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", shape="straight")
-    options: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
-    with pd.Pipeline(model, plan, loss=nn.functional.mse_loss, check=False, **options) as trained:
+    options = {"schedule": "pipedream", "optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
+    with pipeline_of(model, data, (1,), **options) as trained:
         next(iter(trained.train(data)))
         path = trained.save(tmp_path, extra={"numbers": numbers})
         manifest = folders.read_manifest(path)
