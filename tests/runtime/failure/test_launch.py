@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,43 +87,27 @@ def test_attempts(
     assert os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
 
 
-def prefix(process: processes.RankProcess) -> str:
-    """Returns how the names of a launcher's folders begin."""
-    return launching._make_folder_prefix(process)
-
-
-def test_the_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launcher_removes_the_folders_of_killed_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
+    prefix, during = launching._make_folder_prefix, list[str]()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    others = [
-        replace(THIS, started=THIS.started - 1),  # its id is this process's now
-        replace(THIS, pid=ended.pid),
-    ]
-    names = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
-    names += [f"{prefix(THIS)}a", f"{prefix(processes.RankProcess.of(1))}b"]
-    for name in [*names, *(f"{prefix(other)}c" for other in others)]:
+    gone = replace(THIS, started=THIS.started - 1), replace(THIS, pid=ended.pid)  # the first one's id is ours now
+    kept = ["pipedream-notes", f"pipedream-00000000-{ended.pid}-1-x"]  # another container's launcher
+    kept += [f"{prefix(THIS)}a", f"{prefix(processes.RankProcess.of(1))}b"]
+    for name in [*kept, *(f"{prefix(process)}c" for process in gone)]:
         (tmp_path / name / "attempt").mkdir(parents=True)
-    launching._remove_abandoned_folders()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-
-
-def test_a_launcher_names_its_folder_and_removes_those_of_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{prefix(replace(THIS, started=1))}x").mkdir()
-    names: list[str] = []
 
     def run(*_: Any) -> list[agent.Worker]:
-        names.extend(path.name for path in tmp_path.iterdir())
+        during.extend(path.name for path in tmp_path.iterdir())
         return []
 
     monkeypatch.setattr(agent.Agent, "run", run)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launching.launch(1, ["x.py"]) == 0
-    (name,) = names
-    assert name.startswith(prefix(THIS))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    (own,) = {*during}.difference(kept)
+    assert own.startswith(prefix(THIS))
 
 
 @pytest.mark.parametrize(
@@ -260,25 +245,21 @@ def test_workers_and_their_replacements_are_forks_and_differ_in_nothing_else(tmp
     ended = commands.run("-c", LAUNCHER, how, folder=tmp_path)
     launcher, status = map(int, ended.out.split())
     assert (status, ended.orphans) == (0, [])
-    first, second = ended.err.splitlines()[::2][:2]
-    assert first.startswith("pipedream: restart 1 of 1 after: rank 1 was ended by SIGKILL; it had not built")
-    assert second.startswith("pipedream: continuing with one worker fewer, 1, after: rank 1 ended with exit status 3")
-    facts = {
-        path.stem[5:]: json.loads(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.glob("facts*.json"))
-    }
+    first = "pipedream: restart 1 of 1 after: rank 1 was ended by SIGKILL; it had not built"
+    second = "pipedream: continuing with one worker fewer, 1, after: rank 1 ended with exit status 3"
+    assert re.match(f"(?s){first}.*\n{second}", ended.err)
+    facts = {path.stem[5:]: json.loads(path.read_text()) for path in sorted(tmp_path.glob("facts*.json"))}
     assert list(facts) == ["00", "01", "10", "11", "20"]
     for name, of_worker in facts.items():
-        assert of_worker["imported"] == (how == "forks")
-        assert of_worker["started_by"] == launcher
-        assert of_worker["leads"]
-        assert of_worker["store"]
-        assert of_worker["arguments"] == ["a", "b", *(["--workers", "1"] if name == "20" else [])]
-        assert of_worker["module"] == "worker"
-        threads = (os.cpu_count() or 1) // (1 if name == "20" else 2)
-        assert of_worker["threads"] == [threads, str(threads)]
-        variables = of_worker["variables"]
-        assert variables["RANK"] == variables["LOCAL_RANK"] == variables["ROLE_RANK"] == name[1]
-        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == ("1" if name == "20" else "2")
+        arguments, workers = (["a", "b", "--workers", "1"], 1) if name == "20" else (["a", "b"], 2)
+        threads, variables = (os.cpu_count() or 1) // workers, of_worker["variables"]
+        assert of_worker == {
+            **{"imported": how == "forks", "started_by": launcher, "leads": True, "store": True},
+            **{"arguments": arguments, "module": "worker", "threads": [threads, str(threads)]},
+            **{"drawn": of_worker["drawn"], "variables": variables},
+        }
+        assert {variables[rank] for rank in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == {name[1]}
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == str(workers)
         assert variables["PIPEDREAM_LAUNCHER"].split()[0] == str(launcher)
         assert variables.keys() == facts["00"]["variables"].keys()
     for drawn in zip(*(of_worker["drawn"] for of_worker in facts.values()), strict=True):
