@@ -117,10 +117,8 @@ def test_values_that_are_there_stay() -> None:
 def test_what_the_names_leave_out_stays_without_storage() -> None:
     model = on_meta(mixed)
     initial.materialise(model, ["0.second", "1.running_mean"], CPU, 0)
-    assert [name for name, tensor in initial.named_state(model).items() if not tensor.is_meta] == [
-        "0.second",
-        "1.running_mean",
-    ]
+    filled = [name for name, tensor in initial.named_state(model).items() if not tensor.is_meta]
+    assert filled == ["0.second", "1.running_mean"]
 
 
 class Partly(nn.Module):
@@ -252,7 +250,7 @@ def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
         places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
         for file in set(places.values()):
             torch_files.save_file({name: state[name] for name in names if places[name] == file}, folder / file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
         return folder
     torch_files.save_file(state, folder / "model.safetensors")
     return folder / "model.safetensors" if form == "file" else folder
@@ -301,9 +299,8 @@ def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> 
     check_equal(dict(files.fit_names(outer(), bodies, state, {}, "here")), state)
     bare = {name: tensor for name, tensor in bodies.items() if not name.startswith("head")}
     check_equal(dict(files.fit_names(inner(), state, bare, {}, "here")), bare)
-    with pytest.raises(
-        pd.errors.CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"
-    ):
+    words = r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"
+    with pytest.raises(pd.errors.CaptureError, match=words):
         files.fit_names(outer(), bare, state, {}, "here")
 
 
@@ -320,43 +317,46 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     check_equal(initial.named_state(model), initial.named_state(saved))
 
 
-def holding(text: str, name: str = "model.safetensors.index.json") -> Callable[[Path], Path]:
-    """Returns a way to make a folder with this text in a file."""
-
-    def prepare(folder: Path) -> Path:
-        (folder / name).write_text(text)
-        return folder
-
-    return prepare
-
-
-def without_last(folder: Path) -> Path:
-    return write(folder, {n: tensor for n, tensor in state_of(untied).items() if not n.startswith("3.")}, "file")
-
-
-def wrong_shape(folder: Path) -> Path:
-    return write(folder, state_of(untied) | {"0.weight": torch.zeros(2, 2)}, "file")
-
-
-NO_INDICES = (
-    *("{}", "[]", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"0.weight": 3}}'),
-    *(f'{{"weight_map": {{"0.weight": "{file}"}}}}' for file in ("../../x", "/etc/passwd", "..")),
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda state: {name: state[name] for name in state if name[0] != "3"},
+            r"lack '3.weight', '3.bias', and have names such as '0.bias'",
+        ),
+        (
+            lambda state: state | {"0.weight": torch.zeros(2, 2)},
+            r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in",
+        ),
+    ],
 )
+def test_states_that_do_not_fit_are_refused(change: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(pd.errors.CaptureError, match=words):
+        start(untied, (2,), write(tmp_path, change(state_of(untied)), "file"))
+
+
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    ("prepare", "words"),
+    ("file", "text", "words"),
     [
-        (without_last, r"lack '3.weight', '3.bias', and have names such as '0.bias'"),
-        (wrong_shape, r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in"),
-        (lambda folder: folder, r"neither model\.safetensors nor"),
-        (holding("no", "model.safetensors"), r"cannot read weights from .*model\.safetensors"),
-        *((holding(index), "give an index of safetensors files") for index in NO_INDICES),
+        ("README.md", "", r"neither model\.safetensors nor"),
+        ("model.safetensors", "no", r"cannot read weights from .*model\.safetensors"),
+        *(
+            (INDEX, index, "give an index of safetensors files")
+            for index in ("{}", "[]", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"0.weight": 3}}')
+        ),
+        *(
+            (INDEX, json.dumps({"weight_map": {"0.weight": file}}), "give an index of safetensors files")
+            for file in ("../../x", "/etc/passwd", "..")
+        ),
     ],
 )
-def test_files_that_do_not_fit_are_refused(prepare: Callable[[Path], Path], words: str, tmp_path: Path) -> None:
-    with pytest.raises(pd.PipelineError, match=words):
-        start(untied, (2,), prepare(tmp_path))
+def test_folders_without_weights_are_refused(file: str, text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(pd.errors.ArtifactError, match=words):
+        files.open_weights(tmp_path)
 
 
 def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:
@@ -467,13 +467,9 @@ def test_trained_weights_are_saved_in_the_models_own_format(tmp_path: Path) -> N
     state = save_trained(tmp_path)
     check_saved(tmp_path, state)
     assert not torch.equal(state["words.weight"], state["ema.words.weight"])
-    check_equal(start_tiny(tmp_path / "trained"), {n: t for n, t in state.items() if not n.startswith("ema.")})
-
-
-def start_tiny(folder: Path) -> dict[str, Tensor]:
     plan = plan_of(pretrained(), torch.zeros(2, 3).long(), (2,))
-    with pd.Pipeline(on_meta(pretrained), plan, weights=folder, **OPTIONS) as pipeline:
-        return pipeline.state_dict()
+    with pd.Pipeline(on_meta(pretrained), plan, weights=tmp_path / "trained", **OPTIONS) as pipeline:
+        check_equal(pipeline.state_dict(), {n: t for n, t in state.items() if not n.startswith("ema.")})
 
 
 @pytest.mark.processes
