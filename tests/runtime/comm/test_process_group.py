@@ -1,6 +1,7 @@
 """Joining the others: which GPU a process has, what all must have in common, and over what they exchange texts."""
 
 import gc
+import itertools
 import os
 import re
 import socket
@@ -200,27 +201,34 @@ def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.Monkey
         process_group.join_group("cpu")
 
 
-@given(st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=3))
-def test_an_attempt_meets_under_a_name_of_its_own(attempts: list[set[int]]) -> None:
+def test_an_attempt_meets_under_a_name_of_its_own() -> None:
     """Whatever ranks of earlier ones have left in the store: of each the others did not come, or in time."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    clients = [store.clone() for _ in range(3)]  # once: some machines take seconds for some connections
+    runs = map(str, itertools.count())
 
-    def open_attempt(ranks: set[int], limit_s: float) -> list[tuple[dist.Store, list[int]]]:
-        clients = [store.clone() for _ in ranks]
-        for client in clients:
-            client.set_timeout(timedelta(seconds=limit_s))
+    def open_attempt(run: str, ranks: set[int], limit_s: float) -> list[tuple[dist.Store, list[int]]]:
+        def open_one(rank: int) -> tuple[dist.Store, list[int]]:
+            clients[rank].set_timeout(timedelta(seconds=limit_s))
+            return process_group._open_attempt(dist.PrefixStore(run, clients[rank]), rank, 3)
+
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(ranks)) as threads:
             patch.setattr(process_group, "JOIN_TIMEOUT_S", limit_s)
-            return list(threads.map(lambda client, rank: process_group._open_attempt(client, rank, 3), clients, ranks))
+            return list(threads.map(open_one, ranks))
 
-    for ranks in attempts:
-        for earlier, _ in open_attempt(ranks, 0.02):
-            earlier.set("earlier", "1")
-    stores, absent = zip(*open_attempt({0, 1, 2}, 20.0), strict=True)
-    assert absent == ([], [], [])
-    stores[0].set("now", "1")
-    assert all(store.check(["now", "address/0", "address/1", "address/2"]) for store in stores)
-    assert not any(store.check(["earlier"]) for store in stores)
+    @given(st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=3))
+    def check(attempts: list[set[int]]) -> None:
+        run = next(runs)
+        for ranks in attempts:
+            for earlier, _ in open_attempt(run, ranks, 0.02):
+                earlier.set("earlier", "1")
+        stores, absent = zip(*open_attempt(run, {0, 1, 2}, 20.0), strict=True)
+        assert absent == ([], [], [])
+        stores[0].set("now", "1")
+        assert all(store.check(["now", "address/0", "address/1", "address/2"]) for store in stores)
+        assert not any(store.check(["earlier"]) for store in stores)
+
+    check()
 
 
 def _one_ends(how: str) -> str:
