@@ -106,8 +106,8 @@ def test_a_launcher_removes_the_folders_of_killed_ones(monkeypatch: pytest.Monke
     monkeypatch.setattr(agent.Agent, "run", run)
     assert launching.launch(1, ["x.py"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-    (own,) = {*during}.difference(kept)
-    assert own.startswith(prefix(THIS))
+    (name,) = {*during}.difference(kept)
+    assert name.startswith(prefix(THIS))
 
 
 @pytest.mark.parametrize(
