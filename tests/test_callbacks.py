@@ -1,5 +1,6 @@
 """Callbacks: which events they get, and that a stop ends all ranks at the same minibatch."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -121,15 +122,15 @@ def test_the_loop_may_stop_and_train_on() -> None:
     assert losses == whole
 
 
-class Worsens(Callback):
-    """Gives early stopping other losses than those of the model."""
+class Scripted(EarlyStopping):
+    """Is given these losses."""
 
-    def __init__(self, stopping: EarlyStopping, losses: list[float]) -> None:
-        self.stopping = stopping
+    def __init__(self, losses: list[float], **options: Any) -> None:
+        super().__init__(**options)
         self.losses = iter(losses)
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.stopping.on_evaluation(pipeline, {"loss": next(self.losses)})
+        super().on_evaluation(pipeline, {"loss": next(self.losses)})
 
 
 @pytest.mark.parametrize(
@@ -141,13 +142,39 @@ class Worsens(Callback):
         ([3.0, float("nan"), 1.0], {}, 2),
         ([3.0, float("inf"), 1.0], {}, 2),
         ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], {"patience": 1}, 8),
+        ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], {"patience": 0}, 8),
+        ([3.0, 2.0, 2.0, 0.0], {"patience": 0}, 3),
+        ([3.0, 3.0, 1.0, 0.0], {"patience": 1}, 2),
+        ([3.0, 3.0, 3.0, 0.0], {"patience": 2}, 3),
     ],
 )
 def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:
     heard = Events()
-    *_, stopped = trained((1, 1), [Worsens(EarlyStopping(**options), losses), heard], evaluate=True)
+    *_, stopped = trained((1, 1), [Scripted(losses, **options), heard], evaluate=True)
     assert len([event for event in heard.calls if event[0] == "evaluation"]) == evaluations
     assert stopped == (evaluations < 8)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_stop_between_two_calls_is_seen_or_warned_of(inside: bool, obeys: bool) -> None:
+    animal, count = zoo.make("mlp"), 0
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        pipeline_of(animal, schedule="1f1b", callbacks=[Scripted([3.0] * 4, patience=2)]) as pipeline,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(4):
+            if obeys and pipeline.should_stop:
+                break
+            for done in pipeline.train(animal.batches):
+                count += 1
+                if inside and done.ends_epoch:
+                    pipeline.evaluate(animal.batches)
+            if not inside:
+                pipeline.evaluate(animal.batches)
+    told = ["if pipeline.should_stop: break" in str(warning.message) for warning in caught]
+    assert (count, any(told)) == (len(animal.batches) * (3 if obeys else 4), not obeys)
 
 
 def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:

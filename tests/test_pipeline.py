@@ -201,10 +201,19 @@ def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
         assert all(torch.equal(value, warm[name]) for name, value in pipeline.state_dict(ema=True).items())
         list(pipeline.train(animal.batches))
         assert not torch.equal(pipeline.state_dict()["0.weight"], warm["0.weight"])
-        with pytest.raises(pd.PipelineError, match=r"lacks '0\.weight'"):
-            pipeline.load_state_dict({})
-        with pytest.raises(pd.PipelineError, match=r"'8\.bias' has shape"):
-            pipeline.load_state_dict({**warm, "8.bias": torch.zeros(7)})
+        for wrong, words in (
+            ({}, r"lacks '0\.weight'"),
+            ({**warm, "8.bias": torch.zeros(7)}, r"'8\.bias' has shape"),
+            *(
+                (
+                    {prefix + name: value for name, value in warm.items()},
+                    f"lacks '0.weight', but has '{prefix}0.weight'",
+                )
+                for prefix in ("module.", "_orig_mod.")
+            ),
+        ):
+            with pytest.raises(pd.PipelineError, match=words):
+                pipeline.load_state_dict(wrong)
 
 
 def test_a_state_dict_that_hooks_rename_goes_in_and_comes_out() -> None:

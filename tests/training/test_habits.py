@@ -1,7 +1,6 @@
-"""Habits of training loops: epochs from 1, losses that count, metrics that write, hooks, stops between calls."""
+"""Habits of training loops: epochs from 1, losses that count, metrics that write, hooks."""
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -409,66 +408,3 @@ def test_a_hook_on_a_parameter_is_refused_before_it_is_called(add_hooks: Any, sc
     with pytest.raises(pd.PipelineError, match="has a hook, which a pipeline would not call"):
         pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD)
     torch.testing.assert_close(model.state_dict(), net().state_dict(), rtol=0, atol=0)
-
-
-# -- stops ----------------------------------------------------------------------------------------------------
-
-
-class Scripted(pd.callbacks.EarlyStopping):
-    """Is given these losses."""
-
-    def __init__(self, losses: list[float], **options: Any) -> None:
-        super().__init__(**options)
-        self.losses = losses
-
-    def on_evaluation(self, pipeline: Any, metrics: Any) -> None:
-        super().on_evaluation(pipeline, {"loss": self.losses.pop(0)})
-
-
-@pytest.mark.parametrize(
-    ("patience", "losses", "epochs"),
-    [(0, [3, 2, 1, 0], 4), (0, [3, 2, 2, 0], 3), (1, [3, 2, 1, 0], 4), (1, [3, 3, 1, 0], 2), (2, [3, 3, 3, 0], 3)],
-)
-def test_no_patience_still_lets_improvements_pass(patience: int, losses: list[float], epochs: int) -> None:
-    with pipeline_of(net(), callbacks=[Scripted(losses, patience=patience)]) as pipeline:
-        count = 0
-        for done in pipeline.train(batches(), epochs=4):
-            count += 1
-            if done.ends_epoch:
-                pipeline.evaluate(batches())
-    assert count == 3 * epochs
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("obeys", [True, False])
-def test_a_stop_between_two_calls_is_seen_or_warned_of(inside: bool, obeys: bool) -> None:
-    count = 0
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        pipeline_of(net(), callbacks=[Scripted([3, 3, 3, 3], patience=2)]) as pipeline,
-    ):
-        warnings.simplefilter("always")
-        for _ in range(4):
-            if obeys and pipeline.should_stop:
-                break
-            for done in pipeline.train(batches()):
-                count += 1
-                if inside and done.ends_epoch:
-                    pipeline.evaluate(batches())
-            if not inside:
-                pipeline.evaluate(batches())
-    told = ["if pipeline.should_stop: break" in str(warning.message) for warning in caught]
-    assert (count, any(told)) == (9 if obeys else 12, not obeys)
-
-
-# -- names ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_names_with_a_prefix_are_shown(prefix: str) -> None:
-    state = {prefix + name: value for name, value in net().state_dict().items()}
-    with (
-        pipeline_of(net()) as pipeline,
-        pytest.raises(pd.PipelineError, match=f"lacks '0.weight', but has '{prefix}0.bias'"),
-    ):
-        pipeline.load_state_dict(state)
