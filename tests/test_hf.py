@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,13 @@ pytestmark = [
 ]
 
 
-def make_model() -> nn.Module:
-    import transformers  # here: it takes seconds, and most runners need it not
+def libraries() -> tuple[Any, Any]:
+    """Returns transformers, whose import takes seconds that most runners need not spend, and what is for it."""
+    return import_module("transformers"), import_module("pipedream.hf")
 
+
+def make_model() -> nn.Module:
+    transformers, _ = libraries()
     torch.manual_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
@@ -69,9 +74,7 @@ KWARGS, BEST = "gradient_accumulation_kwargs", {"load_best_model_at_end": True, 
 
 def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
     """Returns a Trainer: "plain", that of a "pipeline", or one with an "own loss"."""
-    import transformers
-
-    from pipedream import hf
+    transformers, hf = libraries()
 
     class OwnLoss(hf.Trainer):
         def compute_loss(self, *positional: Any, **options: Any) -> Any:
@@ -114,8 +117,7 @@ def check_equal(trainer: Any, plain: Any) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
-    import transformers
-
+    transformers, _ = libraries()
     plain, trainer = make_trainer("plain", tmp_path / "plain"), make_trainer("pipeline", tmp_path / "pipeline")
     expected, output = plain.train(), trainer.train()
     assert output.global_step == expected.global_step == 10
@@ -145,9 +147,9 @@ def test_a_trainer_resumes_under_a_method_without_a_flush(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
-    import transformers
+    transformers, _ = libraries()
 
-    class StopAtThree(transformers.TrainerCallback):  # type: ignore[misc]
+    class StopAtThree(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == 3
 
@@ -227,7 +229,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def run_words(
-    base: Any,
+    kind: str,
     folder: Path,
     samples: Any = 9,
     callbacks: Any = (),
@@ -236,17 +238,17 @@ def run_words(
     rest: Any = None,
     **changes: Any,
 ) -> Any:
-    """Returns a Trainer of `Words` after its training: a `base` with `methods`, functions of the base."""
-    import transformers
-
+    """Returns a Trainer of `Words` after its training: "plain" or of a "pipeline", with `methods` of that base."""
+    transformers, hf = libraries()
+    base = hf.Trainer if kind == "pipeline" else transformers.Trainer
     settings = SETTINGS | {"gradient_accumulation_steps": 4, "save_strategy": "no"}
     args = transformers.TrainingArguments(str(folder / base.__module__), **settings | changes)
-    kind = type("Own", (base,), {name: method(base) for name, method in (methods or {}).items()})
+    trainer_class = type("Own", (base,), {name: method(base) for name, method in (methods or {}).items()})
     rest = dict(rest or {})
-    if base is not transformers.Trainer:
+    if kind == "pipeline":
         steps = args.gradient_accumulation_steps
         rest["plan"] = plan_words(steps if steps > 1 else None)
-    trainer = kind(
+    trainer = trainer_class(
         Words().double().eval(),  # as from_pretrained leaves it
         args,
         train_dataset=make_data(samples) if isinstance(samples, int) else samples,
@@ -263,11 +265,7 @@ UNTIMED = ("runtime", "_per_second", "grad_norm", "total_flos")
 
 def assert_same(folder: Path, **options: Any) -> Any:
     """Logs, state and weights are those of the plain Trainer; returns this one."""
-    import transformers
-
-    from pipedream import hf
-
-    plain, trainer = (run_words(base, folder, **options) for base in (transformers.Trainer, hf.Trainer))
+    plain, trainer = (run_words(kind, folder, **options) for kind in ("plain", "pipeline"))
     histories = [
         [{k: v for k, v in entry.items() if not k.endswith(UNTIMED)} for entry in each.state.log_history]
         for each in (trainer, plain)
@@ -285,7 +283,7 @@ def assert_same(folder: Path, **options: Any) -> Any:
 
 def acting(event: str, step: int, act: Callable[..., Any]) -> Callable[[], Any]:
     """Returns a class of callbacks that `act` on (control, optimizer, scheduler, args) at a step's event."""
-    import transformers
+    transformers, _ = libraries()
 
     def at_event(self: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
         if state.global_step == step:
@@ -366,11 +364,9 @@ UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", UNFOLLOWED)
 def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) -> None:
-    from pipedream import hf
-
     event, act, message = UNFOLLOWED[name]
     with pytest.raises(pd.PipelineError, match=message):
-        run_words(hf.Trainer, tmp_path, callbacks=[acting(event, 1, act)])
+        run_words("pipeline", tmp_path, callbacks=[acting(event, 1, act)])
 
 
 def with_own_loader(base: Any) -> Any:
@@ -423,17 +419,13 @@ def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, 
     ],
 )
 def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str) -> None:
-    from pipedream import hf
-
     method = "get_batch_samples" if " " in name else name
     with pytest.raises(pd.PipelineError, match=f"{name} of your own"):
-        run_words(hf.Trainer, tmp_path, methods={method: calling(method)})
+        run_words("pipeline", tmp_path, methods={method: calling(method)})
 
 
 def test_a_second_training_is_refused(tmp_path: Path) -> None:
-    from pipedream import hf
-
-    trainer = run_words(hf.Trainer, tmp_path, num_train_epochs=1)
+    trainer = run_words("pipeline", tmp_path, num_train_epochs=1)
     with pytest.raises(pd.PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
         trainer.train()
     trainer.compute_loss = lambda *_: None
@@ -442,10 +434,8 @@ def test_a_second_training_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None:
-    from pipedream import hf
-
     with pytest.raises(pd.PipelineError, match="ended after 1 of an update's 4 batches"):
-        run_words(hf.Trainer, tmp_path, samples=Stream(10), max_steps=5)
+        run_words("pipeline", tmp_path, samples=Stream(10), max_steps=5)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -499,10 +489,7 @@ EVENTS = {
 
 def test_every_argument_and_event_of_transformers_is_followed_or_refused() -> None:
     """A new one of a later transformers makes this fail: follow it, or add it to those that are refused."""
-    import transformers
-
-    from pipedream import hf
-
+    transformers, hf = libraries()
     names = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
     names += [name for name in inspect.signature(transformers.Trainer.__init__).parameters if name != "self"]
     followed = [name for group in FOLLOWED.values() for name in group.split()]
@@ -521,10 +508,7 @@ REFUSALS: dict[str, Any] = {
 
 
 def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
-    import transformers
-
-    from pipedream import hf
-
+    transformers, hf = libraries()
     assert sorted(REFUSALS) == sorted(hf.REFUSED_ARGUMENTS.split())
     for name, value in REFUSALS.items():
         args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
