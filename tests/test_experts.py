@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -67,16 +67,8 @@ def loops(
     return combine, experts**2 * sum(products) / len(products)
 
 
-class Drawn(NamedTuple):
-    logits: Tensor
-    capacity: int
-    how: dict[str, Any]
-    uniform: Tensor
-    importance: Tensor
-
-
 @st.composite
-def gates(draw: st.DrawFn) -> Drawn:
+def gates(draw: st.DrawFn) -> tuple[Tensor, int, dict[str, Any], Tensor, Tensor]:
     """Draws logits, often with ties, and all that a gate is asked for."""
     groups, size, experts = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(2, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
@@ -91,22 +83,18 @@ def gates(draw: st.DrawFn) -> Drawn:
         "normalise": draw(st.sampled_from(["before", "after"])),
     }
     uniform = torch.rand(groups, size, generator=generator, dtype=torch.float64)
-    return Drawn(logits, draw(st.integers(1, 6)), how, uniform, importance)
+    return logits, draw(st.integers(1, 6)), how, uniform, importance
 
 
 @given(gates(), st.booleans())
-def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
-    importance = drawn.importance if pads else None
-    masks = pd.experts.gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
-    everywhere = torch.ones_like(drawn.importance)
-    expected, loss = loops(
-        drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=drawn.importance if pads else everywhere,
-        **drawn.how,
-    )  # fmt: skip
+def test_the_gate_follows_its_rules(drawn: Any, pads: bool) -> None:
+    logits, capacity, how, uniform, importance = drawn
+    masks = pd.experts.gate(logits, capacity, uniform=uniform, importance=importance if pads else None, **how)
+    importance = importance if pads else torch.ones_like(importance)
+    expected, loss = loops(logits, capacity, uniform=uniform, importance=importance, **how)
     torch.testing.assert_close(masks.combine, expected, rtol=1e-10, atol=1e-12)
     assert torch.equal(masks.dispatch, (expected > 0).double())
     assert float(masks.loss) == pytest.approx(loss, abs=1e-12)
-    # Token 1's second choice, expert 2, has its two places taken; token 4 is sent nowhere.
 
 
 def test_the_softmax_is_taken_in_full_precision() -> None:
@@ -237,16 +225,12 @@ def test_it_names_its_weights() -> None:
         ({"normalise": "never"}, "normalise='never'"),
         ({"form": "sparse"}, "form='sparse' was asked for; give 'sorted' or 'dense'"),
         ({"groups": 0}, "groups=0.*give positive numbers"),
+        ({"groups": 5}, r"5 groups were asked for, but \(4, 8, 6\) has 32 tokens.*last one's too"),
     ],
 )
 def test_what_is_asked_for_is_checked(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
-        experts_of(**wrong)
-
-
-def test_groups_must_divide_the_tokens() -> None:
-    with pytest.raises(pd.PipelineError, match=r"5 groups were asked for, but \(4, 8, 6\) has 32 tokens.*last one's"):
-        experts_of(groups=5)(torch.randn(4, 8, 6, dtype=torch.float64))
+        experts_of(**wrong)(torch.randn(4, 8, 6, dtype=torch.float64))
 
 
 # -- in a pipeline ----------------------------------------------------------------------------------

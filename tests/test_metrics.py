@@ -1,32 +1,25 @@
 """Numbers of timelines, simulated and measured."""
 
+import re
+
 import pytest
 
 import pipedream as pd
 from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.simulator import costs, simulate
 
+RANK_0 = """
+F 0 10 11    send 0 11 11.5    F 1 11.2 12    send 1 11.3 12.5    wait 0 12 14
+B 0 14.1 16    U 1 16 16.1    F 2 16.2 17.2    B 1 17.5 19    B 2 19 20
+"""
+RANK_1 = "F 0 11.5 12.5    B 0 12.5 14    F 1 14.5 15    B 1 15 16.5    F 2 17.3 17.8    B 2 17.8 18.5"
+ROWS = [[span.split() for span in re.split(r" {4}|\n", row.strip())] for row in (RANK_0, RANK_1)]
 MEASURED = pd.Timeline(
     name="pipedream",
     source="measured",
     workers=2,
-    spans=(
-        Span(0, "F", 0, 0, 10.0, 11.0),
-        Span(0, "send", 0, 0, 11.0, 11.5),
-        Span(0, "F", 0, 1, 11.2, 12.0),
-        Span(0, "send", 0, 1, 11.3, 12.5),
-        Span(0, "wait", 0, 0, 12.0, 14.0),
-        Span(0, "B", 0, 0, 14.1, 16.0),
-        Span(0, "U", 0, 1, 16.0, 16.1),
-        Span(0, "F", 0, 2, 16.2, 17.2),
-        Span(0, "B", 0, 1, 17.5, 19.0),
-        Span(0, "B", 0, 2, 19.0, 20.0),
-        Span(1, "F", 1, 0, 11.5, 12.5),
-        Span(1, "B", 1, 0, 12.5, 14.0),
-        Span(1, "F", 1, 1, 14.5, 15.0),
-        Span(1, "B", 1, 1, 15.0, 16.5),
-        Span(1, "F", 1, 2, 17.3, 17.8),
-        Span(1, "B", 1, 2, 17.8, 18.5),
+    spans=tuple(
+        Span(rank, kind, rank, int(k), float(a), float(b)) for rank, row in enumerate(ROWS) for kind, k, a, b in row
     ),
     microbatches=3,
     batch=32,

@@ -17,7 +17,6 @@ import pytest
 from commands import load_script
 
 import pipedream as pd
-from pipedream.core import errors
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -47,12 +46,12 @@ def test_each_extra_is_advised() -> None:
     """An import that fails names the extra that installs it, if one does."""
     extras = SETTINGS["optional-dependencies"]
     distributions = {"sklearn": "scikit-learn"}
-    for package, extra in errors._EXTRAS.items():
+    for package, extra in pd.errors._EXTRAS.items():
         assert any(requirement.startswith(distributions.get(package, package)) for requirement in extras[extra])
         missing = ModuleNotFoundError(f"No module named {package!r}", name=f"{package}.inside")
-        assert errors.install_advice(missing) == f"; pip install 'torch-pipedream[{extra}]'"
-    assert errors.install_advice(ModuleNotFoundError("No module named 'mine'", name="mine")) == ""
-    assert {*errors._EXTRAS.values()} == {*extras} - {"dev", "docs"}
+        assert pd.errors.install_advice(missing) == f"; pip install 'torch-pipedream[{extra}]'"
+    assert pd.errors.install_advice(ModuleNotFoundError("No module named 'mine'", name="mine")) == ""
+    assert {*pd.errors._EXTRAS.values()} == {*extras} - {"dev", "docs"}
 
 
 def test_the_citation_has_the_version() -> None:
@@ -64,11 +63,7 @@ def test_the_citation_has_the_version() -> None:
 def test_the_readme_names_the_versions_that_are_tested() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tried = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    (oldest,) = (
-        requirement.removeprefix("torch>=")
-        for requirement in SETTINGS["dependencies"]
-        if requirement.startswith("torch>=")
-    )
+    (oldest,) = (text.removeprefix("torch>=") for text in SETTINGS["dependencies"] if text.startswith("torch>="))
     newest = re.findall(r'^NEWEST = "([\d.]+)"$', tried, re.MULTILINE)[0]
     pythons = [classifier.rpartition(" ")[2] for classifier in SETTINGS["classifiers"] if "Python :: 3." in classifier]
     assert f"Python {pythons[0]} to {pythons[-1]}" in readme

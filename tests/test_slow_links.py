@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
@@ -202,18 +203,19 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "sudo sysctl -w kernel.overflowuid=7" in reason
 
 
-def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("widths", "rates", "words"),
+    [
+        *(
+            (*levels, "give a width and a rate for each level")
+            for levels in (((2, 2), (1e6,)), ((0,), (1e6,)), ((), ()))
+        ),
+        ((2,), (1e6,), "no ip and no tc on the path; install iproute2"),
+    ],
+)
+def test_what_cannot_be_made(widths: Any, rates: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_links.shutil, "which", lambda tool: None if tool in ("ip", "tc") else tool)
-    with (
-        pytest.raises(pd.PipelineError, match=r"no ip and no tc on the path; install iproute2"),
-        slow_network((2,), (1e6,)),
-    ):
-        pass
-
-
-@pytest.mark.parametrize(("widths", "rates"), [((2, 2), (1e6,)), ((0,), (1e6,)), ((), ())])
-def test_levels_that_do_not_fit(widths: tuple[int, ...], rates: tuple[float, ...]) -> None:
-    with pytest.raises(pd.PipelineError, match="give a width and a rate for each level"), slow_network(widths, rates):
+    with pytest.raises(pd.PipelineError, match=words), slow_network(widths, rates):
         pass
 
 

@@ -204,13 +204,6 @@ def test_published_answers(
     assert expected in (None, answer.plan.config)
 
 
-def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:
-    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    assert classic(profile, pd.Cluster.flat(2), straight=True).plan.config == "1-1"
-    with pytest.raises(pd.PipelineError, match="straight pipeline of 3 stages, but this graph cannot be cut into as"):
-        classic(profile, pd.Cluster.flat(3), straight=True)
-
-
 def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = pd.LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
@@ -246,24 +239,27 @@ IDLE = GraphNode("n1", "Add")
 WORK = GraphNode("n2", "Conv2d", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "cluster", "says"),
-    [
-        ((LOADER,), pd.Cluster.flat(2), "no layer besides its inputs"),
-        ((IDLE,), pd.Cluster.flat(2), "layers take no time"),
-        ((WORK,), pd.Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
-        ((WORK,), pd.Cluster.flat(50_000), "its tables would not fit the memory"),
-        ((WORK,), pd.Cluster((pd.Level(2, 2e9, sizes=(2, 1)), pd.Level(2, 1e9))), "machines of unequal sizes"),
-    ],
-)
-def test_refusals(nodes: tuple[GraphNode, ...], cluster: pd.Cluster, says: str) -> None:
-    with pytest.raises(pd.PipelineError, match=says):
-        classic(GraphText(nodes, ()), cluster)
+def straight(workers: int) -> str:
+    pair = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1),) * 2)
+    return classic(pair, pd.Cluster.flat(workers), straight=True).plan.config
 
 
-def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classic_states, "MAX_STATES", 20)
-    nodes = tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8))
-    star = tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7))
-    with pytest.raises(pd.PipelineError, match="the 8 nodes of this graph can be cut in more than 20 ways"):
-        classic(GraphText(nodes, star), pd.Cluster.flat(2))
+    assert straight(2) == "1-1"
+    uneven = pd.Cluster((pd.Level(2, 2e9, sizes=(2, 1)), pd.Level(2, 1e9)))
+    star = GraphText(
+        tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8)),
+        tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7)),
+    )
+    for ask, says in (
+        (lambda: straight(3), "straight pipeline of 3 stages, but this graph cannot be cut into as many"),
+        (lambda: classic(GraphText((LOADER,), ()), pd.Cluster.flat(2)), "no layer besides its inputs"),
+        (lambda: classic(GraphText((IDLE,), ()), pd.Cluster.flat(2)), "layers take no time"),
+        (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(2, memory_bytes=10**9)), "leave the limit out"),
+        (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(50_000)), "its tables would not fit the memory"),
+        (lambda: classic(GraphText((WORK,), ()), uneven), "machines of unequal sizes"),
+        (lambda: classic(star, pd.Cluster.flat(2)), "the 8 nodes of this graph can be cut in more than 20 ways"),
+    ):
+        with pytest.raises(pd.PipelineError, match=says):
+            ask()

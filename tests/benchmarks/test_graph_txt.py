@@ -130,6 +130,9 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         GraphText.load(tmp_path / "bytes.txt")
 
 
+DESCRIPTION = "line break, surrounding blanks or a separator"
+
+
 @pytest.mark.parametrize(
     ("nodes", "edges", "says"),
     [
@@ -137,17 +140,13 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         (("a", "a"), (), "found a twice"),
         (("a", "b"), ((0, 2),), "not among the 2"),
         (("a", "b"), ((0, 1), (1, 0)), "form a cycle"),
+        # As a description that would not come back.
+        *(((kind,), (), DESCRIPTION) for kind in ("a -- b", "a --", " a", "a\nb")),
     ],
 )
 def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int, int], ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        GraphText(tuple(GraphNode(name, "Add") for name in nodes), edges)
-
-
-@pytest.mark.parametrize("kind", ["a -- b", "a --", " a", "a\nb"])
-def test_a_description_that_would_not_come_back(kind: str) -> None:
-    with pytest.raises(ValueError, match="line break, surrounding blanks or a separator"):
-        GraphNode("a", kind)
+        GraphText(tuple(GraphNode(name, name if says == DESCRIPTION else "Add") for name in nodes), edges)
 
 
 @pytest.mark.parametrize(

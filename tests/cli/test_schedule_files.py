@@ -9,6 +9,7 @@ from zoo import alike_layers
 import pipedream as pd
 from pipedream import schedules
 from pipedream.workflows.simulate import share_model
+from tests.cli import test_data_runs_no_code
 
 
 @pytest.fixture
@@ -97,18 +98,9 @@ def test_plans_of_files(looped: str, tmp_path: Path) -> None:
     assert (cuts_of(straight), straight.worker_order) == ([(0, 3), (3, 7)], ())
 
 
-RECIPE = """
-import torch
-from torch import nn
-import pipedream
-
-def recipe():
-    torch.manual_seed(0)
-    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(5)]
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    step = lambda named: torch.optim.SGD(named, lr=0.1)
-    return pipedream.Recipe(model=model, loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
-"""
+RECIPE = test_data_runs_no_code.RECIPE.replace(
+    "nn.Linear(3, 2)", "nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)), nn.Linear(3, 2))"
+)
 
 
 def test_train(looped: str, tmp_path: Path, answer: Answer, started: list[int]) -> None:

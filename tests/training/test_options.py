@@ -31,10 +31,8 @@ def test_a_pipeline_shows_its_options() -> None:
     names = list(inspect.signature(pd.Pipeline).parameters)
     assert names[:2] == ["model", "plan"]
     assert set(names[2:]) == {field.name for field in dataclasses.fields(PipelineOptions)}
-    assert set(inspect.signature(pd.run).parameters) == {
-        "recipe",
-        *(f.name for f in dataclasses.fields(TrainingOptions)),
-    }
+    of_run = [field.name for field in dataclasses.fields(TrainingOptions)]
+    assert set(inspect.signature(pd.run).parameters) == {"recipe", *of_run}
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -6,9 +6,6 @@ from typing import Any
 import pytest
 
 import pipedream as pd
-from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule.program import Channel
 from pipedream.plan_request import PlanRequest
 from pipedream.simulator.costs import costs
 from pipedream.workflows.plan import plan_and_compare
@@ -16,9 +13,8 @@ from pipedream.workflows.plan import plan_and_compare
 PROFILE = pd.Profile.of_chain((pd.LayerProfile(0.1, 0.2, 1_000_000, 40_000_000),) * 8, batch=8)
 SLOW, FAST = pd.Cluster.flat(2, 1e6), pd.Cluster.flat(2, 1e9)
 HOW = {"schedule": "1f1b", "microbatches": 8, "shape": "straight"}
-ACTIVATION = Channel(0, 1, Carries.ACTIVATION, 0, 1)
-GRADIENT = Channel(1, 0, Carries.GRADIENT, 1, 0)
-TARGETS = Channel(0, 1, Carries.INPUT, 0, 1)
+PROGRAM = pd.lower(pd.schedules.build("1f1b", pd.Plan.uniform(2), 8))
+CHANNELS = {channel.carries.name: channel for channel in PROGRAM.channels}
 
 
 @pytest.mark.parametrize(
@@ -29,8 +25,8 @@ def test_a_plan_counts_the_bytes_of_each_direction(messages: str, shares: tuple[
     plan = pd.plan(PROFILE, SLOW, messages=messages, **HOW)
     assert str(plan.choices.messages) == messages
     seconds = costs(plan, split=8)
-    assert [seconds.channel_bytes(c) for c in (ACTIVATION, GRADIENT)] == [125_000 * share for share in shares]
-    assert seconds.channel_bytes(TARGETS) == 0
+    sent = {name: seconds.channel_bytes(channel) for name, channel in CHANNELS.items()}
+    assert sent == {"ACTIVATION": 125_000 * shares[0], "GRADIENT": 125_000 * shares[1], "INPUT": 0}
     assert plan.costs.transfers_s == pytest.approx([sum(shares) / 2])
     loaded = pd.Plan.from_json(plan.to_json())
     assert (loaded, loaded.costs) == (plan, plan.costs)
@@ -42,11 +38,11 @@ def test_numbers_of_two_bytes_have_less_to_lose() -> None:
 
 
 def test_encoding_costs_time_at_both_ends() -> None:
-    runtime = RuntimeCosts(message_s_per_byte=2e-9, encodings_s_per_byte={"int8": 5e-9})
+    runtime = replace(PROFILE.runtime, message_s_per_byte=2e-9, encodings_s_per_byte={"int8": 5e-9})
     profile = replace(PROFILE, runtime=runtime)
     plain, coded = (costs(pd.plan(profile, FAST, messages=m, **HOW), split=8) for m in ("full", "int8"))
-    assert plain.end_s(ACTIVATION) == pytest.approx(125_000 * 2e-9)
-    assert coded.end_s(ACTIVATION) == pytest.approx(125_000 * (2e-9 * 8.5 / 32 + 5e-9))
+    assert plain.end_s(CHANNELS["ACTIVATION"]) == pytest.approx(125_000 * 2e-9)
+    assert coded.end_s(CHANNELS["ACTIVATION"]) == pytest.approx(125_000 * (2e-9 * 8.5 / 32 + 5e-9))
     plan = pd.plan(profile, FAST, messages="int8", **HOW)
     assert plan.runtime == runtime, "the costs of the encoding are added where they are read"
 
@@ -62,7 +58,8 @@ def test_an_approximation_is_offered_with_an_exact_answer() -> None:
 
 
 def test_no_approximation_where_the_link_is_fast() -> None:
-    profile = replace(PROFILE, runtime=RuntimeCosts(encodings_s_per_byte=dict.fromkeys(("bfloat16", "int8"), 1e-9)))
+    encodings = dict.fromkeys(("bfloat16", "int8"), 1e-9)
+    profile = replace(PROFILE, runtime=replace(PROFILE.runtime, encodings_s_per_byte=encodings))
     compared = plan_and_compare(profile, PlanRequest(FAST, allow_approximate=True, **HOW))
     assert compared.exact is None
     assert not compared.plan.choices.messages
