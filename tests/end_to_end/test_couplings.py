@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from copy import deepcopy
 from dataclasses import astuple, replace
 from functools import partial
@@ -12,12 +11,11 @@ from typing import Any
 import cases
 import processes
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 import zoo
 from built import Built
-from cases import OPTIMIZERS, Case, Fresh, Outcome, assert_near, check, make_pipeline, phased, run, stage_states
+from cases import OPTIMIZERS, Case, Fresh, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
 from torch import Tensor, nn
 
@@ -33,6 +31,7 @@ from pipedream.planner import manual_plan
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
+from pipedream.testing import Reads, Trained, Training, assert_equal, assert_near
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
@@ -195,7 +194,7 @@ TIED = [
 ]
 
 
-def check_tied(case: Case, outcome: Outcome) -> None:
+def check_tied(case: Case, outcome: Trained) -> None:
     """Checks a run of the tied model against one process, where the shared weight is one parameter."""
     rule = BasisRotation(lambda s: 2, sides=lambda m, n: "L" if m < n else "R") if case.compensation else None
     check(case, outcome, 1e-8 if case.compensation else 1e-10, rule)
@@ -214,11 +213,8 @@ def test_the_two_gradients_of_a_tied_weight_matter() -> None:
         check_tied(replace(case, clip_grad_norm=None), outcome)
     animal = zoo.make("tied")
     animal.model[3].head.weight = nn.Parameter(animal.model[0].table.weight.detach().clone())
-    untied = reference.plain(
-        animal.model, ["0", "1", "2", "3"], animal.batches * 2, animal.total, case.optimize, microbatches=4, seed=3,
-        clip=case.clip_grad_norm,
-    )  # fmt: skip
-    assert abs(untied.losses[-1] - outcome.dones[-1].loss) > 1e-4
+    untied = replace(case.training(), model=animal.model).loop()
+    assert abs(untied.losses[7] - outcome.losses[7]) > 1e-4
 
 
 IN_PROCESSES = {2: [TIED[2], LATE_TIED[1], *TIED[8:13], *TIED[14:]], 3: [TIED[3]], 5: [LATE_TIED[2]]}
@@ -265,17 +261,13 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
 @pytest.mark.parametrize("case", [tied("1f1b", epochs=1), tied("chimera", None, stages=2, epochs=1)], ids=str)
 def test_a_state_dict_reaches_every_holder(case: Case) -> None:
     """Under Chimera the first rank has the second replica of the last stage."""
-    animal = zoo.make("tied")
-    start = {name: value + 0.01 for name, value in animal.model.state_dict().items()}
-    with cases.pipeline_of(case) as pipeline:
-        pipeline.load_state_dict(start)
-        list(pipeline.train(animal.batches))
-        state = pipeline.state_dict()
-    animal.model.load_state_dict(start)
-    expected = reference.plain(
-        animal.model, ["0", "1", "2", "3"], animal.batches, animal.total, case.optimize, microbatches=4, seed=3
-    )
-    assert_near(state, expected.state, 1e-10)
+    training = replace(case.training(), evaluate_at=())
+    model = training.make_model()
+    model.load_state_dict({name: value + 0.01 for name, value in model.state_dict().items()})
+    with training.make_pipeline() as pipeline:
+        pipeline.load_state_dict(model.state_dict())
+        list(pipeline.train(training.data))
+        assert_near(pipeline.state_dict(), training.loop(model=model).state, 1e-10)
 
 
 SHARE = r"share '0.table.weight' \(stages 0, 3\), and was asked to train by "
@@ -395,30 +387,13 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
     torch.manual_seed(5)
     parts = {"words": nn.Embedding(9, 8), "middle": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}
     model, batches = Built(skip, **parts).double(), zoo.make("tied").batches
-    serial = deepcopy(model)
     profile = pd.profile(model, (batches[0][0],), runs=1, warmup=0)
     plan = pd.plan(profile, pd.Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
     assert [(tied.names, tied.stages) for tied in plan.tied_weights] == [(("words.weight",), (0, 1))]
+    reads = Reads(lambda s, k: max(0, k // 2 - (schedule == "2bw")))
     sgd = partial(torch.optim.SGD, lr=0.5)
-    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
-        losses = [done.loss for done in pipeline.train(Fresh(batches), epochs=3)]
-        state = pipeline.state_dict()
-    stepper, expected = sgd(serial.parameters()), []
-    before = now = [p.detach().clone() for p in serial.parameters()]
-    for x, y in batches * 3:
-        read = now if schedule == "1f1b" else before
-        for p, value in zip(serial.parameters(), read, strict=True):
-            p.data.copy_(value)
-        stepper.zero_grad()
-        loss = F.cross_entropy(serial(x), y)
-        loss.backward()
-        for p, value in zip(serial.parameters(), now, strict=True):
-            p.data.copy_(value)
-        stepper.step()
-        before, now = now, [p.detach().clone() for p in serial.parameters()]
-        expected.append(loss.item())
-    assert losses == pytest.approx(expected, rel=1e-10)
-    assert_near(state, serial.state_dict(), 1e-10)
+    training = Training(model=model, data=batches, loss=F.cross_entropy, optimizer=sgd, plan=plan, epochs=3)
+    training.check(reads=reads)
 
 
 def normed(running_mean: Tensor | None = None) -> nn.Module:
@@ -503,49 +478,28 @@ def trap_plan(schedule: str) -> pd.Plan:
     return replace(cut(trapped(), marked(())[0][0], cuts, replicas), worker_order=order)
 
 
-def train_marked(
-    schedule: str, batches: list[tuple[Tensor, Tensor]], **options: Any
-) -> tuple[dict[str, Tensor], tuple[int, ...], list[float]]:
-    """Returns the state, the updates that each stage skipped, and the losses."""
-    how = {"schedule": None if "phases" in options else schedule, "on_nan": "skip", "check": False} | options
-    with pd.Pipeline(trapped(), trap_plan(schedule), **BY_SGD | how) as pipeline:
-        losses = [done.loss for done in pipeline.train(Fresh(batches))]
-        return pipeline.state_dict(), pipeline.skipped_updates(), losses
-
-
-def train_each_marked(schedules: tuple[str, ...]) -> list[Any]:
-    """Trains by one method after the other."""
-    return [train_marked(schedule, marked((3, 7, 11))) for schedule in schedules]
-
-
-def plain_skipping(
-    batches: list[tuple[Tensor, Tensor]], late: tuple[int, ...], skips: str, rounds: int = 1, scheduler: Any = None
-) -> reference.Answer:
-    """Trains in rounds, stage s by gradients at the weights late[s] updates ago; of two, the last has the rest."""
-    names = [name for name, _ in trapped().named_parameters()]
-    prefixes = [("0.",), ("2.",), ("4.",)] if len(late) == 3 else [("0.",), ("2.", "4.")]
-    stages = [[name for name in names if name.startswith(mine)] for mine in prefixes]
-    phase = reference.Phase(lambda s, k: max(0, k // rounds - late[s]), rounds=(rounds,) * len(late))
-    how = {"stages": stages, "phases": {0: phase}, "ema": 0.9, "skips": skips, "scheduler": scheduler}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")  # the first update is skipped
-        return reference.delayed(trapped(), [], batches, zoo.sum_of_classes, OPTIMIZERS["sgd"], **how)
+def trap(schedule: str, bad: tuple[int, ...] = (3, 7, 11), plan: pd.Plan | None = None, **options: Any) -> Training:
+    """Returns a training that skips updates whose gradients are not finite."""
+    data, plan = options.pop("data", None) or marked(bad), plan or trap_plan(schedule)
+    how = {"schedule": "" if "phases" in options else schedule, "on_nan": "skip"} | BY_SGD | options
+    return Training(model=trapped, data=data, plan=plan, **how)
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "pipedream", "pipedream_2bw"]
+    ("schedule", "late", "m"),
+    [
+        ("1f1b", (0, 0, 0), 3),
+        pytest.param("gpipe", (0, 0, 0), 3, marks=pytest.mark.slow),
+        ("pipedream", (2, 1, 0), 1),
+        ("pipedream_2bw", (1, 1, 1), 3),
+    ],
 )
-def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str) -> None:
-    batches = marked((3, 7, 11))
-    flushes = schedule in ("1f1b", "gpipe")
-    late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
-    options = {} if schedule == "pipedream" else {"microbatches": 3}
-    state, skipped, losses = train_marked(schedule, batches, **options)
-    expected = plain_skipping(batches, late, "together" if flushes else "each")
+def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str, late: Any, m: int) -> None:
+    training = trap(schedule, microbatches=m if m > 1 else None)
+    trained = training.check(reads=Reads(lambda s, k: max(0, k // m - late[s])))
     # The trap is in the middle stage; a loss that is not a number spoils all of them.
-    assert list(skipped) == expected.skipped == ([3, 3, 3] if flushes else [1, 3, 1])
-    assert [number for number, loss in enumerate(losses) if loss != loss] == [11]
-    assert_near(state, expected.state, 1e-10)
+    assert trained.skipped == ((3, 3, 3) if late == (0, 0, 0) else (1, 3, 1))
+    assert [number for number, loss in trained.losses.items() if loss != loss] == [11]
 
 
 @pytest.mark.parametrize(
@@ -556,20 +510,11 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     schedule: str, replicas: tuple[int, ...], late: tuple[int, ...]
 ) -> None:
     batches = marked((0, 5, 9, 13), count=19)  # the very first update is skipped, the last round of two is not full
-    plan = cut(trapped(), batches[1][0], (2, 3)[: len(replicas) - 1], replicas)
-    how = {"schedule": schedule, "microbatches": 3 if schedule == "1f1b" else None, "on_nan": "skip", "ema": 0.9}
+    plan, m = cut(trapped(), batches[1][0], (2, 3)[: len(replicas) - 1], replicas), 3 if schedule == "1f1b" else None
     scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7)
-    with pd.Pipeline(trapped(), plan, scheduler=scheduler, **BY_SGD | how) as pipeline:
-        list(pipeline.train(Fresh(batches)))
-        results = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
-    flushes = schedule == "1f1b"
-    expected = plain_skipping(
-        batches, late, "together" if flushes else "each", 1 if flushes else replicas[0], scheduler
-    )
-    assert results[2] == tuple(expected.skipped)
-    assert min(expected.skipped) > 0
-    assert_near(results[0], expected.state, 1e-10)
-    assert_near({name: results[1][name] for name in expected.ema}, expected.ema, 1e-10)
+    training = trap(schedule, data=batches, plan=plan, microbatches=m, ema=0.9, scheduler=scheduler)
+    trained = training.check(reads=Reads(lambda s, k: max(0, k // (m or replicas[0]) - late[s])))
+    assert min(trained.skipped) > 0
 
 
 @pytest.mark.parametrize(
@@ -577,36 +522,32 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     ["interleaved_1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zbv", "chimera")), "roundpipe"],
 )
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
-    batches = marked((3, 7, 11))
-    state, skipped, _ = train_marked(schedule, batches, microbatches=4)
-    expected = plain_skipping(batches, (0, 0, 0), "together")
-    assert skipped == (3,) * len(trap_plan(schedule).stages)
-    assert_near(state, expected.state, 1e-10)
-    alone, together = (
-        train_marked(name, batches, microbatches=4, clip_grad_norm=0.05)[0] for name in ("1f1b", schedule)
-    )
-    assert_near(together, alone, 1e-10)
-    assert not torch.allclose(together["0.weight"], state["0.weight"], rtol=1e-3)
+    training = trap(schedule, microbatches=4)
+    free = training.check(reads=Reads(lambda s, k: k // 4))
+    clipped = replace(training, clip_grad_norm=0.05).check(reads=Reads(lambda s, k: k // 4))
+    assert free.skipped == clipped.skipped == (3,) * len(trap_plan(schedule).stages)
+    assert not torch.allclose(clipped.state["0.weight"], free.state["0.weight"], rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_methods_of_several_stages_a_worker_take_turns() -> None:
-    batches = marked((3, 7, 11))
     phases = "interleaved_1f1b/4:9,breadth_first/4"
-    state, skipped, _ = train_marked("interleaved_1f1b", batches, phases=phases, clip_grad_norm=0.05)
-    assert skipped == (3, 3, 3, 3)
-    assert_near(state, train_marked("1f1b", batches, microbatches=4, clip_grad_norm=0.05)[0], 1e-10)
+    trained = trap("interleaved_1f1b", phases=phases, clip_grad_norm=0.05).check()
+    assert trained.skipped == (3, 3, 3, 3)
+
+
+def train_each_trap(schedules: tuple[str, ...]) -> list[Trained]:
+    """Trains by one method after the other."""
+    return [trap(schedule).pipeline() for schedule in schedules]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
     for schedules, workers in ((("1f1b", "pipedream"), 3), (("interleaved_1f1b", "chimera"), 2)):
-        trained = processes.team(workers).results(train_each_marked, schedules)[0]
-        for alone, (state, skipped, losses) in zip(train_each_marked(schedules), trained, strict=True):
-            assert skipped == alone[1]
-            assert str(losses) == str(alone[2])
-            assert all(torch.equal(state[name], value) for name, value in alone[0].items())
+        trained = processes.team(workers).results(train_each_trap, schedules)[0]
+        for alone, together in zip(train_each_trap(schedules), trained, strict=True):
+            assert_equal(together, alone)
 
 
 @pytest.mark.slow
@@ -643,7 +584,7 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
 
 def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:
     with pytest.raises(WorkerError, match="the loss of minibatch 11 is nan"):
-        train_marked("1f1b", marked((11,)), **{"on_nan": "error"})
+        trap("1f1b", (11,), on_nan="error").pipeline()
 
 
 def steeply(output: Tensor, targets: Tensor) -> Tensor:
@@ -731,11 +672,10 @@ def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
 
 
 def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
-    batches = marked(())
-    without, _, _ = train_marked("pipedream", batches)
-    with_scale, skipped, _ = train_marked("pipedream", batches, grad_scaler=1024.0)
-    assert skipped == (0, 0, 0)
-    assert_near(with_scale, without, 1e-13)
+    without, with_scale = (
+        trap("pipedream", (), options=options).pipeline() for options in ({}, {"grad_scaler": 1024.0})
+    )
+    assert_equal(with_scale, without, 1e-13)
 
 
 def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:

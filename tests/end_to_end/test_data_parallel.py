@@ -2,16 +2,16 @@
 
 import processes
 import pytest
-import reference
 import torch
 import torch.distributed as dist
 import zoo
-from cases import OPTIMIZERS, assert_near, make_pipeline
+from cases import OPTIMIZERS, make_pipeline
 from marks import slow
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipedream.capture import capture
+from pipedream.testing import Passes, assert_near
 
 EPOCHS, SEED = 5, 3
 FULL = 24  # minibatches: whole rounds of 2 and of 3
@@ -40,13 +40,14 @@ def library(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 
 def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
     """Trains with DistributedDataParallel: minibatch k on rank k mod r, masks seeded as the library does."""
-    animal, rank, number = zoo.make(name), dist.get_rank(), [0]
+    animal, rank = zoo.make(name), dist.get_rank()
     layers = [layer.name for layer in capture(animal.model, (animal.batches[0][0],)).graph.layers]
     whole = DistributedDataParallel(animal.model, broadcast_buffers=False)
     stepper = OPTIMIZERS[optimizer](list(animal.model.named_parameters()))
-    with reference.seeded(animal.model, layers, number, SEED):
+    passes = Passes(animal.model, [layers], animal.total, SEED)
+    with passes.hooks():
         for k in range(rank, FULL, replicas):
-            number[0] = k
+            passes.number = k
             x, y = batches_of(animal)[k]
             stepper.zero_grad()
             total, weight = animal.total(whole(x.clone()), y)

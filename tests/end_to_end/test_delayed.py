@@ -75,9 +75,9 @@ def _matrix() -> list[Any]:
 @pytest.mark.parametrize("case", _matrix())
 def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     outcome = run(case)
-    assert len(outcome.dones) >= case.minibatches - (case.leave_at >= 0) * case.stages * 2
+    assert len(outcome.losses) >= case.minibatches - (case.leave_at >= 0) * case.stages * 2
     check(case, outcome, BOUND)
-    p, m = case.stages, outcome.split
+    p, m = case.stages, case.training().make_schedules()[0].microbatches
     for stage in range(p):
         versions = VERSIONS.get(case.schedule, lambda p, s, m: 1)(p, stage, m)
         if case.options == _options(backward_rule="stash"):
@@ -86,10 +86,12 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
             versions = build(
                 case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m
             ).weights.versions(stage)
-        assert outcome.storages[stage] <= outcome.versions[stage] == versions  # a stage may have no weights
+        assert (
+            outcome.watched[-1][stage].storages <= outcome.watched[-1][stage].peak == versions
+        )  # a stage may have no weights
         if not case.replicas:
             late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))
-            assert max(outcome.late[stage]) == -(-late // m)
+            assert max(outcome.staleness[stage]) == -(-late // m)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,8 @@ def test_stashing_without_accumulation_is_pipedream() -> None:
     case = Case("cnn", "paci", 3, microbatches=1, epochs=2, evaluate_at=(), options=_options(backward_rule="stash"))
     stashing, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
     cases.assert_near(stashing.state, other.state, BOUND)
-    assert stashing.versions == other.versions == {0: 3, 1: 2, 2: 1}
-    assert stashing.late == other.late
+    assert [[kept.peak for _, kept in sorted(ran.watched[-1].items())] for ran in (stashing, other)] == [[3, 2, 1]] * 2
+    assert stashing.staleness == other.staleness
 
 
 @pytest.mark.parametrize("rule", ["graph", pytest.param("recompute", marks=pytest.mark.slow)])
@@ -144,10 +146,11 @@ def test_the_ends_of_an_interpolation(rule: str) -> None:
         )
     )
     assert all(torch.equal(none.state[name], newest.state[name]) for name in newest.state)
-    stash = _case("mlp", "timeprest_interpolated", epochs=2, evaluate_at=(), options=_options(backward_rule="stash"))
-    check(stash, whole, BOUND)
+    stash = replace(delayed.PAPERS["timeprest_interpolated"](3, 3), backward=None)
+    training = _case("mlp", "v_timeprest", epochs=2, evaluate_at=()).training()
+    training.assert_serial(whole, BOUND, reads=stash)
     with pytest.raises(AssertionError):
-        check(stash, none, BOUND)
+        training.assert_serial(none, BOUND, reads=stash)
 
 
 IN_PROCESSES = {
@@ -185,7 +188,7 @@ def test_the_static_table_is_the_papers(name: str) -> None:
     for s in range(3):
         for k in range(45):
             assert schedule.weights.forward_version(s, k) == paper.forward(s, k)
-            assert schedule.weights.backward_version(s, k) == paper.backward(s, k)
+            assert schedule.weights.backward_version(s, k) == (paper.backward or paper.forward)(s, k)
 
 
 def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +226,7 @@ def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> Non
     ):
         case = Case("mlp", name, p, microbatches=m, epochs=2, evaluate_at=())
         outcome = run(case)
-        assert [max(outcome.late[s]) for s in range(p)] == expected
+        assert [max(outcome.staleness[s]) for s in range(p)] == expected
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -295,22 +298,16 @@ def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("schedule", "kind"), [(pb_lwp, torch.optim.Muon), (spectrain_v2, torch.optim.RMSprop)])
 def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
-    animal = zoo.make("matrices")
-    plan = zoo.plan_of(animal, 3)
+    case = Case("matrices", schedule.__name__, 3, epochs=4, evaluate_at=())
 
     def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = kind([p for _, p in named], lr=0.02)  # Muon takes no names
         return optimizer
 
-    built = schedule(plan, by="difference")
-    with make_pipeline(animal, plan, schedule=built, optimizer=make_optimizer, seed=3) as pipeline:
-        losses = [done.loss for done in pipeline.train(animal.batches, epochs=4)]
-    paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
-    names = [stage.names for stage in plan.stages]
-    model, make = zoo.make("matrices").model, partial(delayed.OfTorch, make_optimizer)
-    expected = delayed.train(model, names, animal.batches * 4, animal.total, paper, make, seed=3)
-    assert losses == pytest.approx(expected.losses, rel=BOUND)
-    assert len(losses) == 20
+    schedule = schedule(case.plan(), by="difference")
+    reads = replace(delayed.PAPERS[case.schedule](3, 1), by="difference")
+    trained = replace(case.training(), schedule=schedule, optimizer=make_optimizer).check(BOUND, reads=reads)
+    assert len(trained.losses) == 20
 
 
 # -- drains and checkpoints ------------------------------------------------------------------------

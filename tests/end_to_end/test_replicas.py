@@ -81,7 +81,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
     total = case.minibatches
-    assert len(outcome.dones) == outcome.drains[-1] == total
+    assert len(outcome.losses) == outcome.drains[-1] == total
     plan, schedule = case.plan(), build(case.schedule, case.plan(), case.microbatches)
     (middle, _) = outcome.drains
     assert case.evaluate_at[0] < middle < total
@@ -90,9 +90,9 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
         parts = [part % count for part in (middle, total - middle) for count in plan.replicas]
         assert any(parts), f"drains {outcome.drains}"
     for stage in range(case.stages):
-        assert max(outcome.late[stage]) == schedule.weights.staleness(stage)
-        assert outcome.versions[stage] == schedule.weights.versions(stage)
-        assert outcome.storages[stage] <= schedule.weights.versions(stage)
+        assert max(outcome.staleness[stage]) == schedule.weights.staleness(stage)
+        assert outcome.watched[-1][stage].peak == schedule.weights.versions(stage)
+        assert outcome.watched[-1][stage].storages <= schedule.weights.versions(stage)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
         for stage in range(case.stages):
             ranks = [rank for rank in plan.placement.ranks[stage]]
             expected = max(simulated.peak_versions[rank] for rank in ranks)
-            assert outcome.versions[stage] == expected == schedule.weights.versions(stage)
-            assert outcome.storages[stage] <= expected
+            assert outcome.watched[-1][stage].peak == expected == schedule.weights.versions(stage)
+            assert outcome.watched[-1][stage].storages <= expected
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])

@@ -64,15 +64,15 @@ def _matrix() -> list[Any]:
 @pytest.mark.parametrize("case", _matrix())
 def test_every_method_trains_every_animal_as_plain_pytorch(case: Case) -> None:
     outcome = run(case)
-    assert len(outcome.dones) == case.minibatches
+    assert len(outcome.losses) == case.minibatches
     check(case, outcome)
     assert outcome.drains == [*outcome.evaluated, case.minibatches], "none at an epoch's border"
     # Staleness and memory are the paper's.
     p = case.stages
     for stage in range(p):
         late = {"pipedream": p - 1 - stage, "pipedream_vertical_sync": p - 1, "pipedream_2bw": 1}.get(case.schedule, 0)
-        assert max(outcome.late[stage]) == late
-        assert outcome.storages[stage] <= late + 1
+        assert max(outcome.staleness[stage]) == late
+        assert outcome.watched[-1][stage].storages <= late + 1
 
 
 ON_SHARED_WORKERS = [
@@ -159,8 +159,8 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
     if case.schedule == "pipedream":
         plan = case.plan()
         for stage, in_flight in enumerate(plan.in_flight):
-            assert max(outcome.late[stage]) == in_flight - 1
-            assert outcome.storages[stage] <= in_flight
+            assert max(outcome.staleness[stage]) == in_flight - 1
+            assert outcome.watched[-1][stage].storages <= in_flight
 
 
 @pytest.mark.parametrize(

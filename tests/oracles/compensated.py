@@ -1,4 +1,4 @@
-"""Compensations of delay as their papers write them, in plain PyTorch, for `reference.delayed`.
+"""Compensations of delay as their papers write them, in plain PyTorch.
 
 Where a method predicts weights it is written so here: the optimizer steps w, forwards read a prediction, the backward
 reads it too. The library stores the prediction alone. The weight decay of both is taken where forwards read.
@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from reference import Rule
 from torch import Tensor, nn
+
+from pipedream.testing import CompensationRule as Rule
 
 Weights = Mapping[str, nn.Parameter]
 
@@ -65,16 +66,15 @@ class Spike(_Predicting):
         super().__init__(decay)
         self._momentum = momentum
         self._delay = delay
-        self._v: dict[str, Tensor] = {}
 
     def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
         m, delay = self._momentum, self._delay(stage)
         a, b = m**delay, (1 - m**delay) / (1 - m)
         with torch.no_grad():
-            for name, p in w.items():
-                self._v[name] = m * self._v.get(name, torch.zeros_like(p)) + p.grad
-                p -= stepper.param_groups[0]["lr"] * (a * self._v[name] + b * p.grad)
-                p.grad = None
+            for p in w.values():
+                v = m * stepper.state[p].get("momentum_buffer", torch.zeros_like(p)) + p.grad
+                p -= stepper.param_groups[0]["lr"] * (a * v + b * p.grad)
+                stepper.state[p]["momentum_buffer"], p.grad = v, None
         stepper.step()  # of nothing, so that a scheduler sees one
 
 

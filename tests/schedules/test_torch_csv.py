@@ -1,15 +1,12 @@
 """PyTorch's notation: its own schedules are read, proved and run; ours are written, and its loader takes them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import cases
 import processes
 import pytest
-import reference
 import torch
 import torch_schedules
 import zoo
@@ -23,6 +20,7 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, evaluation, from_torch_csv, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped
+from pipedream.testing import Reads, Training, assert_near
 from pipedream.verifier import verify
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
@@ -310,30 +308,19 @@ def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> No
 # -- run ------------------------------------------------------------------------------------------------
 
 
-def trained(schedule: Schedule | str, plan: Plan, batches: int = 3) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Returns the weights and losses of a short run in this process."""
-    animal = zoo.make("mlp", torch.float64)
-    with pd.Pipeline(
-        animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.05), seed=3
-    ) as pipeline:
-        losses = [done.loss for done in pipeline.train(animal.batches[:batches])]
-        return pipeline.state_dict(), losses
+def training(schedule: Schedule | str, plan: Plan, batches: int = 3) -> Training:
+    """Returns a short run of the mlp."""
+    animal, sgd = zoo.make("mlp"), partial(torch.optim.SGD, lr=0.05)
+    data = animal.batches[:batches]
+    return Training(
+        model=animal.model, data=data, loss=animal.loss, optimizer=sgd, plan=plan, schedule=schedule, seed=3
+    )
 
 
 def plan_on(schedule: Schedule) -> Plan:
     """Returns the plan of the mlp with the schedule's stages, on its ranks."""
-    animal = zoo.make("mlp", torch.float64)
-    plan = zoo.plan_of(animal, schedule.placement.stages)
+    plan = zoo.plan_of(zoo.make("mlp"), schedule.placement.stages)
     return replace(plan, worker_order=schedule.plan.worker_order)
-
-
-def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
-    animal = zoo.make("mlp", torch.float64)
-    names = [name for stage in plan.stages for name in stage.names]
-    step: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.05)
-    return reference.plain(
-        animal.model, names, animal.batches[:batches], animal.total, step, seed=3, microbatches=split
-    )
 
 
 OF_TWO_RANKS = {"Interleaved1F1B": 4, "LoopedBFS": 5, "InterleavedZeroBubble": 4, "ZBVZeroBubble": 4, "DualPipeV": 5}
@@ -346,10 +333,7 @@ def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> Non
     schedule = read(name, p, m, v)
     plan = plan_on(schedule)
     text = torch_schedules.text_of(torch_schedules.orders(name, p, m, v))
-    state, losses = trained(from_torch_csv(text, plan=plan), plan)
-    expected = serial(m, plan)
-    cases.assert_near(state, expected.state, 1e-10)
-    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    training(from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // m))
 
 
 @pytest.mark.parametrize(
@@ -363,16 +347,14 @@ def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> Non
 )
 def test_any_map_of_stages_trains_as_plain_pytorch(text: str) -> None:
     plan = plan_on(from_torch_csv(text))
-    state, _ = trained(from_torch_csv(text, plan=plan), plan)
-    cases.assert_near(state, serial(2, plan).state, 1e-10)
+    training(from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // 2))
 
 
 def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
     file = tmp_path / "Mine.CSV"
     file.write_text(PASSES)
     plan = zoo.plan_of(zoo.make("mlp", torch.float64), 2)
-    state, _ = trained(str(file), plan)
-    cases.assert_near(state, serial(2, plan).state, 1e-10)
+    training(str(file), plan).check(reads=Reads(lambda s, k: k // 2))
     with pytest.raises(ScheduleError, match=r"Mine.CSV' with 3 microbatches a minibatch: the file has 2"):
         build(str(file), plan, 3)
     with pytest.raises(ScheduleError, match=r"it has 2 stages on ranks 0, 1, the plan 1-1-1 on 0, 1, 2"):
@@ -404,4 +386,4 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
     ) as pipeline:
         assert len(list(pipeline.train([(x, y)]))) == 1
         after = pipeline.state_dict()
-    cases.assert_near({key: before[key] - after[key] for key in before}, summed, 1e-12)
+    assert_near({key: before[key] - after[key] for key in before}, summed, 1e-12)

@@ -29,6 +29,7 @@ class Passes:
         inputs: batch -> the model's input, as in a pipeline's options.
         messages: encodings of activations and gradients between stages, which `rounding` rounds.
         has_message: s -> whether what stage s sends travels to another worker.
+        number: of the microbatch since the start of training, for the masks.
         watches_cuts: what passes a cut matters: messages are rounded, or forwards repeated.
     """
 
@@ -42,8 +43,8 @@ class Passes:
     rounding: Rounding = lambda tensor, encoding: tensor
     has_message: Callable[[int], bool] = lambda s: True
     watches_cuts: bool = False
+    number: int = 0
     _arrived: list[Tensor] = field(default_factory=list)
-    _number: int = 0
     _repeats: bool = False
 
     def differentiate(
@@ -52,11 +53,10 @@ class Passes:
         """Returns the gradients of a microbatch, its loss and its weight; changes the buffers as the forward does.
 
         Args:
-            number: of the microbatch since the start of training, for the masks.
             old, new: weights that its forward and its backward read; without `new` both are the same.
             as_mean: the gradients are those of the mean of the losses, not of their sum.
         """
-        self._number, self._repeats, before = number, False, copy_values(buffers)
+        self.number, self._repeats, before = number, False, copy_values(buffers)
         self._arrived.clear()
         leaves = self._make_leaves(old)
         with reading(leaves, new) if new and rule == "graph" else nullcontext():
@@ -88,7 +88,7 @@ class Passes:
 
         def seed(name: str) -> Callable[..., None]:
             def before(module: nn.Module, arguments: Any) -> None:
-                torch.default_generator.manual_seed(layer_seed(self.seed, self._number, name))
+                torch.default_generator.manual_seed(layer_seed(self.seed, self.number, name))
 
             return before
 

@@ -172,6 +172,7 @@ class Loop:
             self._step(s, means[s], bounds.get(s, ()))
         for s in due:
             stage = self._stages[s]
+            stage.rate = next(iter(stage.copies[0].rates.at(self._clock_of(s))), None)
             stage.updates += 1
             stage.skipped += s not in steps
             for each in stage.copies:
@@ -200,7 +201,7 @@ class Loop:
         return {s: [max(late, norm)] for s, (norm,) in norms.items()}
 
     def _step(self, s: int, means: Sequence[Values], bounds: Sequence[float]) -> None:
-        stage, rule, clock = self._stages[s], self._turn.compensation, self._clock_of(s)
+        stage, rule = self._stages[s], self._turn.compensation
         present = stage.present if self._turn.rounds and not stage.reducer.averages else 1.0
         for number, (each, mean) in enumerate(zip(stage.copies, means, strict=True)):
             if each.optimizer is None:
@@ -213,7 +214,6 @@ class Loop:
                     p.grad = rule.gradient(s, name, g, y[name], stage.taken_at[name]).contiguous()
             for group, rate in zip(each.optimizer.param_groups, self._rates(s, each, present), strict=True):
                 group["lr"] = rate
-            stage.rate = each.rates.at(clock)[0]
             rule.step(s, each.optimizer, each.weights, y)
             each.newest = rule.predict(s, each.optimizer, each.weights)
             if self.ema is not None:
