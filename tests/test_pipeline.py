@@ -16,7 +16,6 @@ from typing import Any
 import mishaps
 import processes
 import pytest
-import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from built import Built
 from torch import Tensor, nn
 
 import pipedream as pd
+from pipedream import testing
 from pipedream.runtime.comm import shared_memory
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -63,7 +63,8 @@ def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
     for state, answer in zip(states, (means, averaged), strict=True):
         model = zoo.make("cnn").model
         model.load_state_dict(state)
-        assert answer["loss"] == pytest.approx(reference.mean_loss(model, batches, animal.total), rel=1e-12)
+        mean = testing.mean_loss(model, batches, lambda output, batch: animal.total(output, batch[1]))
+        assert answer["loss"] == pytest.approx(mean, rel=1e-12)
         model.eval()
         expected = float((model(x.clone()).argmax(1) == y).double().mean())
         assert answer["hits"] == pytest.approx(expected, rel=1e-12)

@@ -1,6 +1,6 @@
 """What is compared: methods as their papers write them, and arms.csv: methods with an optimizer, one or more in turn.
 
-Nothing of the library is used here: which weights the passes read is written in tests/oracles/delayed.py. What the
+No method of the library is used here: which weights the passes read is written in tests/oracles/delayed.py. What the
 library is asked for, to check an arm and to know its seconds, stands beside each method under the library's own names.
 
 Legend: p stages, s a stage from 0, k a microbatch and n an update of a stage since the last drain, m microbatches of a
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import delayed
-from delayed import Paper
+
+from pipedream.testing import Reads
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Method:
     """
 
     schedule: str
-    paper: Callable[[int, int], Paper]
+    paper: Callable[[int, int], Reads]
     accumulates: bool = False
     splits: bool = False
     at_once: Callable[[float, int], float] | None = None
@@ -107,7 +108,7 @@ class Arm:
         return self.name
 
 
-SYNCHRONOUS = Method("1f1b", lambda p, m: delayed.synchronous(m).paper, splits=True)
+SYNCHRONOUS = Method("1f1b", lambda p, m: Reads(lambda s, k: k // m), splits=True)
 NAIVE = Method("paci", delayed.paci)
 PIPEDREAM = Method("pipedream", delayed.stash(lambda p, s: p - 1 - s))
 TWO_BW = Method("pipedream_2bw", delayed.stash(lambda p, s: 1), splits=True)

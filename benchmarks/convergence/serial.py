@@ -1,8 +1,8 @@
 """Trains an arm as a running pipeline does, in one process, one microbatch after the other.
 
 Whatever a pipeline does at the same time, the weights that each pass of each microbatch reads are known numbers of
-updates old (`delayed.Paper`), so each gradient can be taken by itself. tests/oracles/delayed.py does so; here it gets
-torch's optimizers, and what the methods change of their updates. The result equals the running pipeline's
+updates old, so each gradient can be taken by itself, as `pipedream.testing.Loop` does; here it gets torch's optimizers,
+and what the methods change of their updates. The result equals the running pipeline's
 (tests/end_to_end/test_convergence_emulation.py).
 
 The step in a rotated basis is the library's own, which other tests compare with the published equations.
@@ -10,17 +10,19 @@ The step in a rotated basis is the library's own, which other tests compare with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-import delayed
 import torch
 from arms import Arm, Method
-from delayed import Values
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.runtime.update.rotation import RotatedStep
+from pipedream.testing import CompensationRule, Loop, Passes, Turn
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -28,43 +30,44 @@ Output = Callable[[Tensor], Tensor]
 """An input -> what the newest weights of all stages make of it."""
 
 
-class Stepper(delayed.OfTorch):
-    """The optimizer of stage s of p, with what a method changes of its updates."""
+class Changes(CompensationRule):
+    """What a method changes of the updates at p stages; `annealed` updates until T1 has ended, K."""
 
-    def __init__(self, make: Factory, method: Method, p: int, s: int) -> None:
-        super().__init__(make)
-        paper, self._method = method.paper(p, method.parts(p)), method
-        self._predicts = paper.by == "velocity" and bool(paper.ahead(s) or paper.back(s))
-        self._delays, self._s = [method.staleness(p, i) for i in range(p)], s
-        self._feedback = method.feedback(self._delays[s]) if method.feedback else 0.0
-        self._last_update: Values = {}
+    def __init__(self, method: Method, p: int, annealed: int) -> None:
+        self._method, self._annealed = method, annealed
+        self._delays = [method.staleness(p, s) for s in range(p)]
+        self._rotated: dict[int, RotatedStep] = {}
+        self._last_update: dict[str, Tensor] = {}
 
-    def begin(self, weights: Values) -> None:
-        super().begin(weights)
-        if self._method.rotation:
-            form = Compensation.of_text(self._method.rotation).at_stage(self._s, self._delays)
-            names = {id(handle): name for name, handle in self.handles.items()}
-            sides: dict[str, Values] = {name: {} for name in weights}
-            self.update = RotatedStep(form, self.optimizer, names, sides, lambda group: False).step
+    def rate(self, s: int, k: int) -> float:
+        late = max(self._delays[s], 1)
+        return late ** (min(k / self._annealed, 1.0) - 1.0) if self._method.rescheduled else 1.0
 
-    def step(self, weights: Values, gradients: Values, rate: float) -> Values:
-        new = super().step(weights, gradients, rate)
-        if self._method.at_once:  # adds what b g + (a - 1) v moves, a - 1 = -b (1 - m), to a step along v
-            (group,), v = self.optimizer.param_groups, super().direction()
-            momentum, b = group["momentum"], self._method.at_once(group["momentum"], self._delays[self._s])
-            for name, w in new.items():
-                g = gradients[name] + group["weight_decay"] * weights[name]
-                w.sub_(rate * b * (self.rates[0] * g - (1 - momentum) * v[name]))
-        if self._feedback:
-            update = {name: weights[name] - w for name, w in new.items()}
-            for name, w in new.items():
-                w.sub_(update[name] - self._last_update.get(name, 0.0), alpha=self._feedback)
-            self._last_update = update
-        return new
+    @torch.no_grad()
+    def step(self, s: int, optimizer: Any, w: Mapping[str, nn.Parameter], y: Mapping[str, Tensor]) -> None:
+        method, before = self._method, {name: p.detach().clone() for name, p in w.items()}
+        self._step(s, optimizer, w)
+        if method.at_once:  # adds what b g + (a - 1) v moves, a - 1 = -b (1 - m), to a step along v
+            (group,) = optimizer.param_groups
+            momentum, b = group["momentum"], method.at_once(group["momentum"], self._delays[s])
+            for name, p in w.items():
+                g, v = p.grad + group["weight_decay"] * before[name], optimizer.state[p]["momentum_buffer"]
+                p.sub_(group["lr"] * b * (g - (1 - momentum) * v))
+        if feedback := method.feedback(self._delays[s]) if method.feedback else 0.0:
+            for name, p in w.items():
+                update = before[name] - p
+                p.sub_(update - self._last_update.get(name, 0.0), alpha=feedback)
+                self._last_update[name] = update
 
-    def direction(self) -> Values:
-        """Is not needed where nothing is predicted by it."""
-        return super().direction() if self._predicts else {}
+    def _step(self, s: int, optimizer: Any, w: Mapping[str, nn.Parameter]) -> None:
+        if not self._method.rotation:
+            optimizer.step()
+            return
+        if s not in self._rotated:
+            form = Compensation.of_text(self._method.rotation).at_stage(s, self._delays)
+            names, sides = {id(p): name for name, p in w.items()}, {name: {} for name in w}
+            self._rotated[s] = RotatedStep(form, optimizer, names, sides, lambda group: False)
+        self._rotated[s].step()
 
 
 def train(
@@ -92,34 +95,25 @@ def train(
     size = len(units) // stages
     names = [[str(s * size + i) for i in range(size)] for s in range(stages)]
     ends = [round(turn.until * len(batches)) for turn in arm.turns]
-    begins = zip([0, *ends[:-1]], arm.turns, strict=True)
-    turns = {n: _make_turn(turn.method, stages, annealed) for n, turn in begins}
-    # Only an arm of one method changes its updates.
-    steppers = iter([Stepper(optimizer, arm.turns[-1].method, stages, s) for s in range(stages)])
-    answer = delayed.train(
-        nn.Sequential(*units),
-        names,
-        batches,
-        lambda output, y: (loss(output, y) * len(y), float(len(y))),
-        turns[0].paper,
-        partial(next, steppers),
-        rate_at=factor,
-        turns=turns,
-        watch=lambda n, value, parts: watch(n, value, partial(_compute_output, parts)),
-        versions_kept=2 * stages + 1,
+    methods = zip([0, *ends[:-1]], (turn.method for turn in arm.turns), strict=True)
+    turns = {
+        begin: Turn(method.paper(stages, m := method.parts(stages)), m, compensation=Changes(method, stages, annealed))
+        for begin, method in methods
+    }
+
+    def total(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+        return loss(output, batch[1]) * len(batch[1]), float(len(batch[1]))
+
+    return (
+        Loop(
+            Passes(copy.deepcopy(nn.Sequential(*units)), names, total),
+            batches,
+            optimizer,
+            turns,
+            scheduler=partial(LambdaLR, lr_lambda=factor),
+            watch=lambda n, value, loop: watch(n, value, loop.output),
+            kept=2 * stages + 1,
+        )
+        .run()
+        .state
     )
-    return answer.state
-
-
-def _make_turn(method: Method, p: int, annealed: int) -> delayed.Turn:
-    m, late = method.parts(p), [max(method.staleness(p, s), 1) for s in range(p)]
-    if not method.rescheduled:
-        return delayed.Turn(method.paper(p, m), m)
-    return delayed.Turn(method.paper(p, m), m, lambda s, update: late[s] ** (min(update / annealed, 1.0) - 1.0))
-
-
-@torch.no_grad()
-def _compute_output(parts: Sequence[delayed.Stage], x: Tensor) -> Tensor:
-    for stage in parts:
-        x = stage.run(x, stage.versions[-1].weights, 0)
-    return x

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import pipedream as pd
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.checkpoint import writer
+from pipedream.testing import Loop, Passes, Turn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))
 import delayed
@@ -77,9 +78,10 @@ def _answer_late(
 ) -> loops.Trained:
     """Trains by the method's rule, one minibatch after the other."""
     moved = [(x.to(device), y.to(device)) for x, y in batches]
-    paper, sgd = PAPERS[method](len(stages), parts), partial(delayed.Sgd, **loops.SGD)
-    answer = delayed.train(model, stages, moved, loops.summed_loss, paper, sgd, microbatches=parts, seed=loops.SEED)
-    return loops.Trained(answer.losses, {name: tensor.cpu() for name, tensor in answer.state.items()})
+    reads, rounds = PAPERS[method](len(stages), parts), parts == 1
+    passes = Passes(model, stages, loops.summed_loss, loops.SEED)
+    answer = Loop(passes, moved, partial(torch.optim.SGD, **loops.SGD), {0: Turn(reads, parts, rounds=rounds)}).run()
+    return loops.Trained(list(answer.losses.values()), {name: tensor.cpu() for name, tensor in answer.state.items()})
 
 
 class Recurrent(nn.Module):

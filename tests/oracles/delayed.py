@@ -6,8 +6,10 @@ from dataclasses import replace
 from math import exp, floor
 from typing import Any
 
+from compensated import Spike
+
 import pipedream as pd
-from pipedream.testing import Reads
+from pipedream.testing import Reads, Turn
 
 
 def pipelined_backprop(p: int, m: int) -> Reads:
@@ -148,3 +150,30 @@ def reads_of(name: str, plan: pd.Plan, m: int, replicas: tuple[int, ...] | None,
         backward=lambda s, k: k // per_update[s],
         ahead=lambda s: -(-late[s] // per_update[s]) if predicts else 0,
     )
+
+
+class _Rated(Spike):
+    """Spike compensation at a rate of its own."""
+
+    def __init__(self, rate: Callable[[int, int], float], *of_spike: Any) -> None:
+        super().__init__(*of_spike)
+        self.rate = rate  # type: ignore[method-assign]
+
+
+def turn(
+    reads: Reads,
+    m: int,
+    rate: Callable[[int, int], float] = lambda s, k: 1.0,
+    spike: Callable[[int], int] = lambda s: 0,
+    *,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    **settings: Any,
+) -> Turn:
+    """Returns a method with momentum SGD.
+
+    Args:
+        rate: (s, updates of the input stage since the start) -> factor on the learning rate.
+        spike: s -> delay that spike compensation makes up for.
+    """
+    return Turn(reads, m, compensation=_Rated(rate, weight_decay, momentum, spike))

@@ -244,7 +244,7 @@ def run(
 ) -> Trained:
     """Trains through a pipeline, perhaps from a checkpoint; each evaluation leaves one version of the weights."""
     trained = case.training().pipeline(folder=folder, resume=resume, save_at=save_at, watch=look, **how)
-    assert {kept.now for seen in trained.watched for kept in seen.values()} <= {1}
+    assert {kept.now for stages in trained.watched for kept in stages.values()} <= {1}
     return trained
 
 
@@ -351,7 +351,11 @@ def per_worker(case: Case) -> Case:
 
 def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Callable[..., Trained] = run) -> Trained:
     """Trains without a stop, and again from each checkpoint but the last; see `Training.resumed`."""
-    whole = case.training().resumed(folder, save_at, train=lambda _, **how: train(case, **how))
+
+    def again(_: Training, *, folder: Path, save_at: Sequence[int], resume: Path | None = None) -> Trained:
+        return train(case, folder, resume, save_at)
+
+    whole = case.training().resumed(folder, save_at, train=again)
     phases = read_phases(case.phases) if case.phases else ()
     for path in folders.list_checkpoints(folder / "whole")[:-1] if phases else ():
         manifest = folders.read_manifest(path)

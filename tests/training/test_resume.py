@@ -13,7 +13,7 @@ import processes
 import pytest
 import torch
 import zoo
-from cases import Case, Fresh, Outcome, answer, assert_near, check_resumed, make_pipeline, run
+from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline, run
 from marks import long, slow, spread
 
 import pipedream as pd
@@ -85,15 +85,15 @@ ROWS = [(animal, plans) for plans in ACROSS for animal in ("mlp", "lstm", "trans
 def test_other_plans_go_on_as_one_process_would(animal: str, plans: list[tuple[int, ...]], tmp_path: Path) -> None:
     scheduled = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
     resume, whole = None, leg((1,), animal=animal, scheduled=scheduled, **SYNCHRONOUS)
-    expected = answer(whole, Outcome(split=4))
+    expected = answer(whole)
     for i, counts in enumerate(plans):
         parts = SYNCHRONOUS | {"schedule": ("1f1b", "gpipe")[i % 2]}
         case = leg(counts, 2 * i + 2, animal=animal, scheduled=scheduled, **parts)
         outcome = run(case, tmp_path / f"{i} last", resume, EVERY, keep=1, wait=False)
         resume = tmp_path / f"{i} last"
-        for done in outcome.dones:
-            assert abs(done.loss - expected.losses[done.number]) <= 1e-10 * max(1.0, abs(done.loss)), done.number
-            assert done.rate == pytest.approx(expected.rates[done.number], rel=1e-12), done.number
+        for number, loss in outcome.losses.items():
+            assert loss == pytest.approx(expected.losses[number], rel=1e-10), number
+            assert outcome.rates[number] == pytest.approx(expected.rates[number], rel=1e-12), number
     assert_near(outcome.state, expected.state, 1e-10)
     assert_near({name: outcome.ema[name] for name in expected.ema}, expected.ema, 1e-10)
 
@@ -105,7 +105,7 @@ def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_pat
     team.results(run, leg((2, 1), 2, **SYNCHRONOUS), first, None, EVERY)
     run(leg((1, 1), 4, **SYNCHRONOUS), second, first, EVERY)
     last = team.results(run, leg((1, 2), **SYNCHRONOUS), third, second, EVERY)[0]
-    assert_near(last.state, answer(leg((1,), **SYNCHRONOUS), Outcome(split=4)).state, 1e-10)
+    assert_near(last.state, answer(leg((1,), **SYNCHRONOUS)).state, 1e-10)
 
 
 def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Passes:
         messages: encodings of activations and gradients between stages, which `rounding` rounds.
         has_message: s -> whether what stage s sends travels to another worker.
         number: of the microbatch since the start of training, for the masks.
-        watches_cuts: what passes a cut matters: messages are rounded, or forwards repeated.
+        repeats_forwards: some method has the rule 'recompute'.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Passes:
     messages: tuple[str, str] = ("full", "full")
     rounding: Rounding = lambda tensor, encoding: tensor
     has_message: Callable[[int], bool] = lambda s: True
-    watches_cuts: bool = False
+    repeats_forwards: bool = False
     number: int = 0
     _arrived: list[Tensor] = field(default_factory=list)
     _repeats: bool = False
@@ -96,13 +96,13 @@ class Passes:
             encodings = self.messages if self.has_message(s) else ("full", "full")
             return lambda module, arguments, output: tree_map(lambda value: self._pass_on(value, *encodings), output)
 
-        modules = dict(self.model.named_modules())
+        modules, has_cuts = dict(self.model.named_modules()), self.repeats_forwards or {*self.messages} != {"full"}
         with ExitStack() as hooks:
             for s, layers in enumerate(self.stages):
                 for name in layers:
                     if name in modules:  # what a graph adds between modules draws nothing
                         hooks.callback(modules[name].register_forward_pre_hook(seed(name)).remove)
-                if self.watches_cuts and s + 1 < len(self.stages):
+                if has_cuts and s + 1 < len(self.stages):
                     hooks.callback(modules[layers[-1]].register_forward_hook(send(s)).remove)
             yield
 

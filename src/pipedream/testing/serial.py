@@ -61,6 +61,7 @@ class Loop:
         of_copies = self.optimizer, self.scheduler
         self._stages = [Stage(model, layers, self.reducer or Reducer(), count, *of_copies) for layers, count in rows]
         self._trained, self._clock, self._base, self._turn = Trained(), 0, 0, self.turns[0]
+        self.passes.repeats_forwards = any(turn.reads.rule == "recompute" for turn in self.turns.values())
         self._norms: list[float] = []
         self._norms_at_drain = 0
         with self.passes.hooks():

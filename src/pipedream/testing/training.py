@@ -247,7 +247,6 @@ class Training:
                 (messages.activations, messages.gradients),
                 rounding or (lambda tensor, encoding: tensor),
                 lambda s: ranks[s][0] != ranks[s + 1][0],
-                watches_cuts=bool(messages) or any(turn.reads.rule == "recompute" for turn in turns.values()),
             ),
             list(self.data) * self.epochs,
             optimizer or self.optimizer,
@@ -369,8 +368,9 @@ def _collect(pipeline: Pipeline, trained: Trained, begin: int, data: Sequence[An
         for rank, peak in enumerate(timeline.peak_versions):
             trained.peak_versions[rank] = max(peak, trained.peak_versions.get(rank, 0))
     for worker in pipeline._session.workers_here.workers:
-        for state in worker.stage_states.values():
-            stepped = state.optimizer.stepped if state.optimizer is not None else {}
+        for stage, state in worker.stage_states.items():
+            is_first = pipeline.program.placement.ranks[stage][0] == worker.rank  # of replicas, which may differ
+            stepped = state.optimizer.stepped if is_first and state.optimizer is not None else {}
             for name, parameter in stepped.items():
                 kept: dict[str, Any] = state.optimizer.optimizer.state.get(parameter, {})
                 values = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in kept.items()}

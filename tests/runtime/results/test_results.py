@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from cases import Case, Outcome, make_pipeline, run
+from cases import Case, make_pipeline, run
 from marks import thinned
 
 import pipedream as pd
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.results.results import Results, _HostCopies
+from pipedream.testing import Trained, assert_equal
 
 CASES = tuple(
     replace(case, evaluate_at=())
@@ -34,7 +35,7 @@ def read_late(patch: pytest.MonkeyPatch, late: bool = True) -> None:
     patch.setattr("pipedream.runtime.assemble.Results", make)
 
 
-def outcomes(case: Case) -> list[Outcome]:
+def outcomes(case: Case) -> list[Trained]:
     """Runs a case with losses that are read at once, and late."""
     answers = []
     for late in (False, True):
@@ -47,9 +48,7 @@ def outcomes(case: Case) -> list[Outcome]:
 @pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
     at_once, late = outcomes(case)
-    assert late.dones == at_once.dones
-    for name, tensor in at_once.state.items():
-        assert torch.equal(late.state[name], tensor)
+    assert_equal(late, at_once)
 
 
 def test_a_drain_gives_what_is_read_late() -> None:
@@ -57,7 +56,7 @@ def test_a_drain_gives_what_is_read_late() -> None:
     case = Case("mlp", "1f1b", 3, microbatches=3, evaluate_at=(7,), epochs=5)
     at_once, late = outcomes(case)
     assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
-    assert late.dones == at_once.dones
+    assert late.losses == at_once.losses
 
 
 def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:

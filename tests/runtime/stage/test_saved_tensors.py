@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import delayed
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,12 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
+from pipedream.core.seeds import layer_seed
 from pipedream.runtime.stage import saved_tensors, stage_module
 from pipedream.runtime.stage.versions import Versions
+from pipedream.testing.passes import reading
+
+Named = dict[str, Tensor]
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -121,6 +124,20 @@ def run_graph_rule(
     return back[0] if back else None, dict(zip(handles, gradients, strict=True)), slope
 
 
+def differentiate(layer: nn.Module, x: Tensor, old: Named, newer: Named, slope: Tensor, context: Any = None) -> Named:
+    """Returns the gradients of the weights, and of the input as '': the serial rule's."""
+    leaves = {name: w.clone().requires_grad_() for name, w in old.items()}
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    read = ({"": x} if x.requires_grad else {}) | leaves
+    with reading(leaves, newer):
+        torch.default_generator.manual_seed(layer_seed(0, 0, "layer"))
+        with context or nullcontext():
+            tensors = {name.removeprefix("layer."): leaf for name, leaf in leaves.items()}
+            output = torch.func.functional_call(layer, tensors, (x.clone(),))
+        gradients = torch.autograd.grad(output, list(read.values()), slope, allow_unused=True)
+    return {name: g for name, g in zip(read, gradients, strict=True) if g is not None}
+
+
 @pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
@@ -130,14 +147,11 @@ def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
     layer, x = make().double(), draw(shape)
     weights = {f"layer.{name}": p.detach().clone() for name, p in layer.named_parameters()}
     back, gradients, slope = run_graph_rule(layer, x, 1.5, led=led)
-    stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
-    _, flight = delayed.forward(stage, x.requires_grad_(x.is_floating_point()), weights, 0)
-    flight.swapped = {name: 1.5 * w for name, w in weights.items()}
-    input_gradients, weight_gradients = delayed.backward(flight, [slope])
-    if input_gradients:
-        torch.testing.assert_close(back, input_gradients[0], rtol=1e-12, atol=1e-12)
-    assert {name for name, g in gradients.items() if g is not None} == set(weight_gradients)
-    for name, gradient in weight_gradients.items():
+    expected = differentiate(layer, x, weights, {name: 1.5 * w for name, w in weights.items()}, slope)
+    if "" in expected:
+        torch.testing.assert_close(back, expected.pop(""), rtol=1e-12, atol=1e-12)
+    assert {name for name, g in gradients.items() if g is not None} == set(expected)
+    for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12)
 
 
@@ -173,15 +187,12 @@ def test_an_old_graph_casts_the_newer_weights(kind: str, led: bool) -> None:
         weights = {name: factor * p.detach() for name, p in layer.named_parameters()}
         return {f"layer.{name}": w if name.rpartition(".")[0] in norms else w.bfloat16() for name, w in weights.items()}
 
-    with torch.autocast("cpu", torch.bfloat16):
-        stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
-        _, flight = delayed.forward(stage, x.requires_grad_(), cast_weights(1.0), 0)
-    flight.swapped = cast_weights(1.5)
-    back, gradients, slope = run_graph_rule(layer, x.detach(), 1.5, torch.bfloat16, led)
-    input_gradients, weight_gradients = delayed.backward(flight, [slope])
+    old, newer, context = cast_weights(1.0), cast_weights(1.5), torch.autocast("cpu", torch.bfloat16)
+    back, gradients, slope = run_graph_rule(layer, x, 1.5, torch.bfloat16, led)
+    expected = differentiate(layer, x, old, newer, slope, context)
     assert back is not None
-    assert torch.equal(back, input_gradients[0])
-    for name, gradient in weight_gradients.items():
+    assert torch.equal(back, expected.pop(""))
+    for name, gradient in expected.items():
         assert torch.equal(gradients[name], gradient.float()), name
 
 

@@ -1,54 +1,22 @@
-"""How replicas agree: each way trains as its published rule, written as a serial loop (`summed`)."""
+"""How replicas agree: each way trains as its published rule, in the serial rule (`agreements`)."""
 
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import reference
-import summed
 import torch
 import zoo
-from cases import Case, Outcome, assert_near, check_processes, make_pipeline, odd, run
+from cases import Case, check, check_processes, make_pipeline, run
 from marks import slow, thinned
 
 import pipedream as pd
 from pipedream.core.plan.sums import SumMethod
 
-AGREEMENTS = {
-    "bfloat16": summed.Reducer(torch.bfloat16),
-    "float16": summed.Reducer(torch.float16),
-    "powersgd:1": summed.Reducer("powersgd", 1),
-    "powersgd:2": summed.Reducer("powersgd", 2),
-    "every:1": summed.Reducer("every", 1),
-    "every:3": summed.Reducer("every", 3),
-    "diloco:2": summed.Reducer("diloco", 2),
-    "diloco:3,lr=0.5,momentum=0.8": summed.Reducer("diloco", 3, 0.5, 0.8),
-}
-
 
 def summing(sums: str, schedule: str, replicas: tuple[int, ...], animal: str = "mlp", **more: Any) -> Case:
     """Returns a run of two epochs of five minibatches, the last of each a short one, with an evaluation in between."""
     return Case(animal, schedule, len(replicas), replicas=replicas, sums=sums, epochs=2, **more)
-
-
-def check(case: Case, outcome: Outcome, bound: float = 1e-10) -> None:
-    animal, plan = zoo.make(case.animal, case.dtype), case.plan()
-    answer = summed.train(
-        animal.model, pd.schedules.build(case.schedule, plan, case.microbatches), animal.batches * case.epochs,
-        animal.total, case.optimize, AGREEMENTS[case.sums or ""], seed=case.seed, drains=outcome.drains,
-        clip=case.clip_grad_norm, ema=case.ema,
-    )  # fmt: skip
-    assert [done.loss for done in outcome.dones] == pytest.approx(answer.losses, rel=bound)
-    end = outcome.drains[-1]
-    assert_near({name: outcome.state[name] for name in answer.at[end]}, answer.at[end], bound)
-    assert_near(
-        {name: outcome.ema[name] for name in answer.ema[end] if case.ema}, answer.ema[end] if case.ema else {}, bound
-    )
-    assert outcome.evaluated
-    for number, loss in outcome.evaluated.items():
-        animal.model.load_state_dict({**animal.model.state_dict(), **answer.at[number]})
-        assert loss == pytest.approx(reference.mean_loss(animal.model, odd(animal.batches), animal.total), rel=bound)
 
 
 CASES = [
