@@ -1,7 +1,7 @@
 """The promise of the library for replicated stages: each trains as the serial loop of its published rules.
 
 Rounds and their means, the rate of a stage, one clock for schedulers, incomplete last rounds, statistics averaged at
-drains, versions: `reference.delayed` and `reference.plain` write them from the equations, without the library.
+drains, versions: `pipedream.testing` writes them from the equations, without the library.
 """
 
 from dataclasses import replace

@@ -480,7 +480,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: function(*args, **options)
 
 
-def run_all(chosen: list[cases.Case]) -> list[cases.Outcome]:
+def run_all(chosen: list[cases.Case]) -> list[cases.Trained]:
     """Runs one case after the other over the stand-in, by turns as between machines and on one."""
     outcomes = []
     for number, case in enumerate(chosen):

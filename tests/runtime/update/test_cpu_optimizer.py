@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
+from pipedream.testing import assert_equal
 from pipedream.workflows import check, methods, prepare
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -52,11 +53,7 @@ def pipeline(state: str | None, schedule: Any = "1f1b", optimizer: Any = ADAMW, 
 )
 def test_the_place_of_the_optimizer_changes_no_bit(case: Case) -> None:
     device, host = run(case), run(replace(case, optimizer_state="host"))
-    assert [done.loss for done in host.dones] == [done.loss for done in device.dones]
-    assert host.evaluated == device.evaluated
-    for state, expected in ((host.state, device.state), (host.ema, device.ema)):
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert_equal(host, device)
 
 
 def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
