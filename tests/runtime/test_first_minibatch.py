@@ -85,25 +85,19 @@ def applies(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: Built(lambda _, x: function(x))
 
 
-def both_losses(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return F.mse_loss(output, y), output.square().mean()
+def balanced(read: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a sum of two losses, of which the second is scaled by what is read of both."""
 
+    def combine(output: Tensor, y: Tensor) -> Tensor:
+        a, b = F.mse_loss(output, y), output.square().mean()
+        return a + b * read(a, b)
 
-def balanced(output: Tensor, y: Tensor, *, read: Callable[[Tensor], Any] = Tensor.detach) -> Tensor:
-    a, b = both_losses(output, y)
-    return a + b * read(a / b)
-
-
-def balanced_without_graph(output: Tensor, y: Tensor) -> Tensor:
-    a, b = both_losses(output, y)
-    with torch.no_grad():
-        ratio = a / b
-    return a + b * ratio
+    return combine
 
 
 def balanced_by_gradients(output: Tensor, y: Tensor) -> Tensor:
     """Counts two losses so that their gradients have one norm; its value is that of the first."""
-    a, b = both_losses(output, y)
+    a, b = F.mse_loss(output, y), output.square().mean()
     norm_a, norm_b = (torch.autograd.grad(loss, output, retain_graph=True)[0].norm() for loss in (a, b))
     return a + (b - b.detach()) * (norm_a / norm_b)
 
@@ -137,24 +131,20 @@ def of_detached_samples(output: Tensor, y: Tensor) -> Tensor:
     return (losses * (1 - torch.exp(-losses.detach()))).mean()
 
 
-def penalised(output: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(pd.add_auxiliary_loss(output, output.mean().square()), y)
-
-
 Kind = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], nn.Module]]
 SCALED: dict[str, Kind] = {
-    "by another": (balanced, nn.Tanh),
-    "by another's number": (partial(balanced, read=Tensor.item), nn.Tanh),
-    "by another's data": (partial(balanced, read=lambda ratio: ratio.data), nn.Tanh),
-    "by another without a graph": (balanced_without_graph, nn.Tanh),
+    "by another": (balanced(lambda a, b: (a / b).detach()), nn.Tanh),
+    "by another's number": (balanced(lambda a, b: (a / b).item()), nn.Tanh),
+    "by another's data": (balanced(lambda a, b: (a / b).data), nn.Tanh),
+    "by another without a graph": (balanced(torch.no_grad()(lambda a, b: a / b)), nn.Tanh),
     "by itself": (lambda output, y: F.mse_loss(output, y) / F.mse_loss(output, y).detach(), nn.Tanh),
     "by gradients": (balanced_by_gradients, nn.Tanh),
     "by a statistic": (lambda output, y: F.mse_loss(scale_of_batch(output), y), nn.Tanh),
     "by a statistic of a layer": (F.mse_loss, applies(scale_of_batch)),
     "by a function's backward": (F.mse_loss, applies(ScaledGradient.apply)),
     "by a hook": (F.mse_loss, applies(with_hook)),
-    "with dropout": (balanced, partial(nn.Dropout, 0.3)),
-    "with BatchNorm": (balanced, partial(nn.BatchNorm1d, 4)),
+    "with dropout": (balanced(lambda a, b: (a / b).detach()), partial(nn.Dropout, 0.3)),
+    "with BatchNorm": (balanced(lambda a, b: (a / b).detach()), partial(nn.BatchNorm1d, 4)),
 }
 UNSCALED: dict[str, Kind] = {
     "a mean": (F.mse_loss, nn.Tanh),
@@ -163,7 +153,10 @@ UNSCALED: dict[str, Kind] = {
     "samples, detached": (of_detached_samples, nn.Tanh),
     "straight through": (F.mse_loss, applies(lambda x: x + (x.round() - x).detach())),
     "a detached target": (lambda output, y: F.mse_loss(output, y) + F.mse_loss(output, output.detach() * 2), nn.Tanh),
-    "an auxiliary loss": (penalised, nn.Tanh),
+    "an auxiliary loss": (
+        lambda output, y: F.mse_loss(pd.add_auxiliary_loss(output, output.mean().square()), y),
+        nn.Tanh,
+    ),
 }
 NORMALISED: dict[str, Kind] = {
     "dropout": (F.mse_loss, partial(nn.Dropout, 0.3)),
@@ -171,9 +164,7 @@ NORMALISED: dict[str, Kind] = {
 }
 
 
-def train_with_own_loss(
-    kind: Kind, microbatches: int, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_with_own_loss(kind: Kind, microbatches: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Returns what a pipeline and a plain loop train."""
     torch.manual_seed(0)
     model = with_own_loss(*kind).to(dtype)
@@ -184,7 +175,7 @@ def train_with_own_loss(
         optimizer.zero_grad()
         other(x, y).backward()
         optimizer.step()
-    return actual, other.state_dict()
+    return [actual, other.state_dict()]
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -209,30 +200,28 @@ def test_rounding_is_no_detached_scale(name: str, dtype: torch.dtype) -> None:
     train_with_own_loss((UNSCALED | NORMALISED)[name], 3, dtype)
 
 
-class Stateful(nn.Module):
+def run_stateful(self: Any, x: Tensor) -> Tensor:
     """Draws, counts, and keeps what it has seen, in each way that Python has; its outputs may depend on it."""
+    self.calls += 1
+    self.log.append(len(x))
+    self.table["last"] = len(x)
+    self.table["inner"]["sizes"].append(len(x))
+    self.count = self.count + 1
+    noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+    calls, length = (self.calls, len(self.log)) if self.reads else (1, 1)
+    x = F.dropout(x @ self.weight, 0.4) + noise + calls * self.python.random() * self.numpy.random()
+    return x * float(length)
 
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.reads = reads
-        self.weight = nn.Parameter(torch.eye(4))
-        self.generator = torch.Generator().manual_seed(5)
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = 0
-        self.log: list[int] = []
-        self.table = {"last": 0, "inner": {"sizes": [0]}}
-        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.log.append(len(x))
-        self.table["last"] = len(x)
-        self.table["inner"]["sizes"].append(len(x))
-        self.count = self.count + 1
-        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-        calls, length = (self.calls, len(self.log)) if self.reads else (1, 1)
-        x = F.dropout(x @ self.weight, 0.4) + noise + calls * self.python.random() * self.numpy.random()
-        return x * float(length)
+def stateful(reads: bool) -> nn.Module:
+    kept = {"calls": 0, "log": [], "table": {"last": 0, "inner": {"sizes": [0]}}}
+    drawn = {
+        "python": random.Random(3),
+        "numpy": np.random.default_rng(3),
+        "generator": torch.Generator().manual_seed(5),
+    }
+    tensors = {"weight": nn.Parameter(torch.eye(4)), "count": nn.Buffer(torch.zeros(()))}
+    return Built(run_stateful, reads=reads, **kept, **drawn, **tensors)
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -244,7 +233,7 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Stateful(m == 1), nn.Linear(4, 4)).double()
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), stateful(m == 1), nn.Linear(4, 4)).double()
         hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
         with pipeline(model, 3, schedule=schedule, microbatches=m, optimizer=ADAMW, check=check) as trained:
             losses = [done.loss for done in trained.train(shuffled(), epochs=2)]
