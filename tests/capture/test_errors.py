@@ -70,14 +70,11 @@ def make_plan(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
     return pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
 
 
+CUTS = ("blocks.1.a", "blocks.2.b")
+
+
 def train(
-    make: Make,
-    batches: Sequence[Any],
-    cuts: Sequence[str] = ("blocks.1.a", "blocks.2.b"),
-    *,
-    loss: Any = F.mse_loss,
-    sample: Any = None,
-    **options: Any,
+    make: Make, batches: Any, cuts: Sequence[str] = CUTS, *, loss: Any = F.mse_loss, sample: Any = None, **options: Any
 ) -> list[float]:
     model = make()
     plan = make_plan(model, batches[0][0] if sample is None else sample, cuts)
@@ -533,8 +530,8 @@ class OwnCalls(Net):
     ("make", "cuts", "options"),
     [
         # It takes another path for a part than for the whole.
-        (partial(Net, catches), ["blocks.1.a", "blocks.2.b"], {"check": False}),
-        (lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), ["blocks.1.a", "blocks.2.b"], {}),
+        (partial(Net, catches), CUTS, {"check": False}),
+        (lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), CUTS, {}),
         (partial(Net, continues), None, {}),
         (partial(Net, yields), None, {}),
         (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
@@ -543,7 +540,9 @@ class OwnCalls(Net):
         slow(partial(Net, in_thread), None, {}),
     ],
 )
-def test_unusual_forwards_train_as_in_one_process(make: Make, cuts: list[str] | None, options: dict[str, Any]) -> None:
+def test_unusual_forwards_train_as_in_one_process(
+    make: Make, cuts: Sequence[str] | None, options: dict[str, Any]
+) -> None:
     cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
     assert train(make, BATCHES, cuts, **options) == pytest.approx(losses_alone(make))
 

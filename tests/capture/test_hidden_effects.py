@@ -77,12 +77,7 @@ def train(model: nn.Module, plan: pd.Plan, optimizer: Any = SGD) -> dict[str, Te
 
 
 def check(
-    make_net: Callable[[], nn.Module],
-    cut: str | None = None,
-    optimizer: Any = SGD,
-    *,
-    microbatches: int = 2,
-    **how: Any,
+    make_net: Callable[[], Net], cut: str | None = None, optimizer: Any = SGD, *, microbatches: int = 2, **how: Any
 ) -> None:
     """Checks that a model trains in a pipeline as in a plain loop."""
     model = make_net()

@@ -92,24 +92,17 @@ _SHORT = {"b": "batch", "l": "length", "m": "memory", "d": "d_model", "f": "d_ff
 _SHORT |= {"v": "vocab", "c": "key_value"}
 
 
-def transformer(
-    layers: int = 24,
-    *,
-    batch: int,
-    length: int = 512,
-    d_model: int = 1024,
-    d_ff: int,
-    heads: int,
-    d_kv: int = 128,
-    vocab: int = 32128,
-) -> Operators:
+SIZES = {"length": 512, "memory": 512, "d_model": 1024, "d_kv": 128, "vocab": 32128, "key_value": 2}
+"""Of T5, but for what its sizes differ in: batch, d_ff and heads."""
+
+
+def transformer(layers: int = 24, **sizes: int) -> Operators:
     """Returns forward, backward and update of a stack of T5's layers, with the index names of Mesh-TensorFlow's T5.
 
     As there, a self-attention renames the length of what its keys and values are computed from, and words are looked up
     by a product with one-hot vectors.
     """
-    sizes = {"batch": batch, "length": length, "memory": length, "d_model": d_model, "d_ff": d_ff, "heads": heads}
-    writer = _Writer({**sizes, "d_kv": d_kv, "vocab": vocab, "key_value": 2})
+    writer = _Writer(SIZES | sizes)
     writer.weights["words"] = "v d"
     writer.add(
         "x0<b l d> += one_hot(ids<b l>) * words<v d>", "d_words<v d> += one_hot(ids<b l>) * d_x0<b l d> + d_out<v d>"

@@ -53,7 +53,7 @@ def test_names_differ_only_where_they_must(ops: Operators) -> None:
 
 
 def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
-    ops = transformer(2, batch=8, d_ff=64, heads=4, length=32, d_model=16, d_kv=8, vocab=64)
+    ops = transformer(2, batch=8, d_ff=64, heads=4, length=32, memory=32, d_model=16, d_kv=8, vocab=64)
     shared, mesh = ops.with_shared_names(), Mesh("m:2,n:2")
     for rules, other in (
         ("batch:m", "x0_0:m"),

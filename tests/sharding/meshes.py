@@ -32,16 +32,7 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 class Mlp(nn.Module):
     """A feed-forward block: "up", perhaps a "gate", and "down"."""
 
-    def __init__(
-        self,
-        norm: str = "layer",
-        act: str = "gelu",
-        drop: float = 0.25,
-        bias: bool = True,
-        gated: bool = False,
-        skip: bool = True,
-        inner: int = 4 * D,
-    ) -> None:
+    def __init__(self, norm="layer", act="gelu", drop=0.25, bias=True, gated=False, skip=True, inner=4 * D) -> None:
         super().__init__()
         self.norm, self.act, self.skip = NORMS[norm](D), _activation(act), skip
         self.up, self.down = nn.Linear(D, inner, bias), nn.Linear(inner, D, bias)
@@ -57,16 +48,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(
-        self,
-        norm: str = "layer",
-        heads: int = 4,
-        causal: bool = True,
-        drop: float = 0.0,
-        bias: bool = True,
-        by_hand: bool = False,
-        inside: float = 0.0,
-    ) -> None:
+    def __init__(self, norm="layer", heads=4, causal=True, drop=0.0, bias=True, by_hand=False, inside=0.0) -> None:
         super().__init__()
         self.norm, self.heads, self.causal, self.by_hand, self.inside = NORMS[norm](D), heads, causal, by_hand, inside
         self.query, self.key, self.value, self.out = (nn.Linear(D, D, bias) for _ in range(4))
@@ -91,16 +73,7 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
-    def __init__(
-        self,
-        norm: str = "batch",
-        act: str = "relu",
-        drop: float = 0.0,
-        whole: float = 0.0,
-        bias: bool = True,
-        skip: bool = True,
-        kernel: int = 3,
-    ) -> None:
+    def __init__(self, norm="batch", act="relu", drop=0.0, whole=0.0, bias=True, skip=True, kernel=3) -> None:
         super().__init__()
         self.up = nn.Conv2d(4, 8, kernel, padding=kernel // 2, bias=bias)
         norms = {"batch": nn.BatchNorm2d(8), "group": nn.GroupNorm(2, 8), "none": nn.Identity()}
