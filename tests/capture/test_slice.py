@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from zoo import PAD, WIDTH, WORDS, padded_tokens
 
 import pipedream as pd
-from pipedream.capture.compare import split
 from pipedream.capture.slice import ModelSlice
 from pipedream.capture.structure import walk
 from pipedream.runtime.comm.values import flatten, unflatten
@@ -143,7 +142,7 @@ def cuts_of(rng: random.Random, graph: pd.LayerGraph) -> list[int]:
 @pytest.mark.parametrize("seed", seeds(3, 18, 80))
 def test_random_modules_at_random_cuts(seed: int) -> None:
     make, rng = partial(seeded, partial(Drawn, seed), seed), random.Random(seed)
-    graph, _ = split(make(), padded_tokens(0, 4, 5)[0], (), False)
+    graph = pd.capture(make(), padded_tokens(0, 4, 5)[0], finest=True).graph
     every = list(range(1, len(graph.layers)))
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 5, 3))]
     check(make, batches, [every, cuts_of(rng, graph)], graph)
@@ -184,8 +183,9 @@ def with_head() -> nn.Module:
 @pytest.mark.parametrize("kind", [remembers, with_head])
 def test_what_a_model_returns_in_evaluation_only(kind: Make) -> None:
     batches = [padded_tokens(n, 4, length)[0] for n, length in enumerate((5, 3))]
-    graph, refused = split(seeded(kind), batches[0], (), True)
-    assert not refused
+    captured = pd.capture(seeded(kind), batches[0], finest=True)
+    graph = captured.graph
+    assert not captured.refused
     assert pd.LayerGraph.from_json(graph.to_json()) == graph
     every = list(range(1, len(graph.layers)))
     check(partial(seeded, kind), batches, [every, *([i] for i in every)], graph)
@@ -233,7 +233,7 @@ SOURCES: tuple[dict[str, Any], ...] = (
 )
 def test_batches_with_other_inputs_than_the_sample(kind: Make, batches: Sequence[Any]) -> None:
     model = seeded(kind).eval()
-    graph, _ = split(model, batches[0], (), True)
+    graph = pd.capture(model, batches[0], finest=True).graph
     for cut in range(1, len(graph.layers)):
         first, last = ModelSlice(model, graph, 0, cut), ModelSlice(model, graph, cut, len(graph.layers))
         for batch in batches:
