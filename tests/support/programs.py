@@ -28,12 +28,10 @@ def edited(program: pd.Program, rank: int, *changes: tuple[str, str]) -> pd.Prog
     """Returns the program with pieces of a rank's text replaced, one after the other."""
     rows = (*program.ranks, program.ranks[rank])  # what two ranks have is the rank's own
     items = {str(item): item for row in rows for item in (*row.warmup, *row.period)}
-    parts = {}
-    for name in ("warmup", "period"):
-        text = f" {' '.join(map(str, getattr(program.ranks[rank], name)))} "
-        for old, new in changes:
-            text = text.replace(f" {old} ", f" {new} ".replace("  ", " "), 1)
-        parts[name] = tuple(items[word] for word in text.split())
-    changed = with_rank(program, rank, **parts)
-    assert changed != program, changes
-    return changed
+    parts = (getattr(program.ranks[rank], name) for name in ("warmup", "period"))
+    text = " | ".join(" ".join(map(str, part)) for part in parts)
+    for old, new in changes:
+        assert f" {old} " in f" {text} ", f"{old} in {text}"
+        text = " ".join(f" {text} ".replace(f" {old} ", f" {new} ", 1).split())
+    warmup, period = (tuple(items[word] for word in part.split()) for part in f" {text} ".split("|"))
+    return with_rank(program, rank, warmup=warmup, period=period)
