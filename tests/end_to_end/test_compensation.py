@@ -16,9 +16,8 @@ from cases import OPTIMIZERS, Case, check, make_pipeline, run
 from marks import slow, spread
 
 import pipedream as pd
+from pipedream import schedules
 from pipedream.cli import main
-from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,
@@ -290,7 +289,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
+    with pytest.raises(pd.errors.ScheduleError, match=words):
         make_pipeline("mlp", (1, 1, 1), **{"schedule": "pipedream"} | options)
 
 
@@ -300,7 +299,7 @@ def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
     tight = replace(plan, cluster=pd.Cluster.flat(2, memory_bytes=max(plan.worker_bytes.values()) + 5 * 4 * 40 * 40))
     options: dict[str, Any] = {"loss": torch.nn.functional.cross_entropy, "optimizer": ADAMW}
     words = r"pipedream\+basis_rotation .* keeps 25\.6 kB there, basis_rotation:one_sided:first_moment 6\.40 kB, which"
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(pd.errors.PlanError, match=words):
         pd.Pipeline(model, tight, compensation="basis_rotation", **options)
     with pd.Pipeline(model, tight, compensation="basis_rotation:one_sided:first_moment", **options):
         pass
@@ -315,7 +314,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         for done in pipeline.train(cases.Fresh(zoo.make("mlp").batches)):
             assert done.rate == 0.05, "the user's"
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
-    schedule = pd.schedules.build("nesterov_async", pd.Plan.uniform(2))
+    schedule = schedules.build("nesterov_async", pd.Plan.uniform(2))
     assert schedule.with_compensation(()).updates.compensation == ()
     with make_pipeline("mlp", schedule="one_step_ef", microbatches=3) as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
@@ -346,7 +345,7 @@ def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> No
     assert used(trained(tmp_path / "3", recipe("spike"), compensation=[])) == []
     assert used(trained(tmp_path / "4", recipe("spike"), schedule="1f1b", microbatches=2)) == [], "no gradient is stale"
     assert used(trained(tmp_path / "5", recipe(), schedule="one_step_ef", microbatches=2)) == ["error_feedback:1.0"]
-    with pytest.raises(ScheduleError, match="flushes"):
+    with pytest.raises(pd.errors.ScheduleError, match="flushes"):
         trained(tmp_path / "6", recipe(), schedule="1f1b", microbatches=2, compensation="spike")
     # What is not said is the checkpoint's.
     again = trained(tmp_path / "2", recipe("spike"), resume=tmp_path / "2", epochs=3)
@@ -369,12 +368,12 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "compensation 'sipke' is not known; choose one of basis_rotation, error_feedback" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
+@pytest.mark.parametrize("name", schedules.COMPENSATED)
 def test_named_methods_are_emulated_and_planned(name: str) -> None:
     plan = scale_plan(pd.Plan.uniform(2, 1e-4, 1e-4))
     with build_emulated_pipeline(plan, schedule=name) as pipeline:
         assert len(list(pipeline.train(list(make_emulated_batches(pipeline, 4))))) == 4
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
+    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
     chosen = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
     assert chosen.schedule == name
     copies = 1 if name in ("ftpipe_ga", "one_step_ef") else 0

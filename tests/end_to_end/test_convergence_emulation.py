@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from training import train
 
 import pipedream as pd
-from pipedream.capture import capture
 from pipedream.report.style import LINES
-from pipedream.schedules import SCHEDULES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "convergence"))
 
@@ -72,7 +70,7 @@ def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
 
 def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
     """Returns the plan of equal stages; nothing is timed."""
-    names = [layer.name.split(".")[0] for layer in capture(nn.Sequential(*units), (sample,)).graph.layers]
+    names = [layer.name.split(".")[0] for layer in pd.capture.capture(nn.Sequential(*units), (sample,)).graph.layers]
     return plan_of(nn.Sequential(*units), sample, [names.index(str(s)) for s in range(1, stages)])
 
 
@@ -80,7 +78,7 @@ def _schedule(method: Method, plan: pd.Plan) -> pd.Schedule:
     p = len(plan.stages)
     recomputes = method.paper(p, method.parts(p)).rule == "recompute"
     options: dict[str, Any] = {"backward_rule": "recompute"} if recomputes else {}
-    built = SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
+    built = pd.schedules.SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
     compensation = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
     return built.with_compensation(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
 

@@ -20,19 +20,12 @@ from compensated import BasisRotation
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.capture import capture
-from pipedream.core.errors import PlanError, ScheduleError, WorkerError
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.schedule.coupling import norm_delay
-from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.planner import manual_plan
 from pipedream.runtime.update.tied_weights import find_tied_weights
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.testing import Reads, Trained, Training, assert_equal, assert_near
-from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
 
@@ -75,10 +68,10 @@ def test_a_run_with_delayed_norms_goes_on_to_the_bit(tmp_path: Path) -> None:
     cases.check_resumed(case, tmp_path, (5, 12, 18, 24))
 
 
-def profile_of(model: nn.Module, sample: Tensor) -> Profile:
+def profile_of(model: nn.Module, sample: Tensor) -> pd.Profile:
     """Returns a profile that knows the layers; nothing is timed."""
-    graph = capture(model, (sample,)).graph
-    return Profile("untimed", graph, (LayerProfile(1.0, 2.0, 8, 8),) * len(graph.layers), 1)
+    graph = pd.capture.capture(model, (sample,)).graph
+    return pd.Profile("untimed", graph, (pd.LayerProfile(1.0, 2.0, 8, 8),) * len(graph.layers), 1)
 
 
 def cut(model: nn.Module, sample: Tensor, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> pd.Plan:
@@ -126,12 +119,12 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.config} {plan.in_flight}")
 @pytest.mark.parametrize(("name", "parts"), [("pipedream", None), ("pipedream_vertical_sync", None), ("2bw", 8)])
 def test_the_norm_is_the_newest_that_nobody_has_to_wait_for(plan: pd.Plan, name: str, parts: int | None) -> None:
-    schedule = build(name, plan, parts)
+    schedule = pd.schedules.build(name, plan, parts)
     delay = norm_delay(schedule)
     # Without messages' time and with any compute: an update never waits for the norms of the one so many before it.
     for forward_s, backward_s in ((1.0, 2.0), (3.0, 0.5), (1.0, 0.01)):
         timed = replace(plan, stages=tuple(replace(s, forward_s=forward_s, backward_s=backward_s) for s in plan.stages))
-        program = lower(build(name, timed, parts))
+        program = pd.lower(pd.schedules.build(name, timed, parts))
         spans = simulate(program, costs(timed, split=program.microbatches), 12 * program.cycle).work()
         begins: dict[int, list[float]] = {}
         for span in spans:
@@ -148,7 +141,7 @@ def test_the_norm_is_the_newest_that_nobody_has_to_wait_for(plan: pd.Plan, name:
             and ops.index(_last_forward(schedule, op.index + delay - 1)) < ops.index(op)
         ]  # fmt: skip
         assert late
-    verify(lower(replace(schedule, couples_updates=True, norm_delay=delay)))
+    pd.verify(pd.lower(replace(schedule, couples_updates=True, norm_delay=delay)))
 
 
 def _last_forward(schedule: Any, update: int) -> Op:
@@ -251,10 +244,13 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
     assert plan.config == "1-1"
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     with pytest.raises(
-        PlanError, match=r"layers '0' and '3' share a parameter .* untie the weight, or choose .* pipedream_2bw"
+        pd.errors.PlanError,
+        match=r"layers '0' and '3' share a parameter .* untie the weight, or choose .* pipedream_2bw",
     ):
         check_plan(plan, profile=profile, schedule="pipedream")
-    with pytest.raises(PlanError, match=r"share a parameter .*a method whose stages all make the same updates"):
+    with pytest.raises(
+        pd.errors.PlanError, match=r"share a parameter .*a method whose stages all make the same updates"
+    ):
         pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
@@ -291,7 +287,7 @@ def test_tied_weights_that_cannot_be_kept_equal_are_refused(options: dict[str, A
     plan, is_view = zoo.plan_of(animal, 4), "one storage" in words
     if is_view:
         animal.model[3].head.weight = nn.Parameter(animal.model[0].table.weight.data.view(9, 8))
-    with pytest.raises(PlanError if is_view else ScheduleError, match=words):
+    with pytest.raises(pd.errors.PlanError if is_view else pd.errors.ScheduleError, match=words):
         make_pipeline(animal, plan, **options)
 
 
@@ -353,7 +349,9 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     assert (
         "untie the weight, or choose a method whose stages all make the same updates: pipedream_2bw" in whole_plan.note
     )
-    with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.table.weight' and stay"):
+    with pytest.raises(
+        pd.errors.PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.table.weight' and stay"
+    ):
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
     two_bw = pd.plan(profile, pd.Cluster.flat(4, 1e9), strategy="2bw")
     assert two_bw.tied_weights or len(two_bw.stages) == 1
@@ -363,13 +361,13 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     """For layers that are no modules of the model."""
     model = zoo.make("tied").model
     names = (("0.table.weight", "0.places"), ("1.linear.weight",), ("0.table.weight", "3.head.bias"))
-    graph = LayerGraph.chain(
-        tuple(Layer(f"part{i}", "Part", parameters) for i, parameters in enumerate(names)), ((0, 2),)
+    graph = pd.LayerGraph.chain(
+        tuple(pd.Layer(f"part{i}", "Part", parameters) for i, parameters in enumerate(names)), ((0, 2),)
     )
     (tied,) = find_tied_weights(model, graph, pd.Plan.uniform(3).stages)
     assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.table.weight",), (0, 2), 9 * 8 * 8)
     inseparable = replace(graph, inseparable=graph.ties)
-    with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
+    with pytest.raises(pd.errors.PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
         find_tied_weights(model, inseparable, pd.Plan.uniform(3).stages)
     model[0].table.weight.requires_grad_(False)
     assert find_tied_weights(model, graph, pd.Plan.uniform(3).stages) == ()
@@ -409,11 +407,13 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
     second = first if shares == "module" else normed(first.norm.running_mean)
     model = nn.Sequential(first, nn.Linear(6, 6), second, nn.Linear(6, 3))
     profile = profile_of(model, torch.randn(4, 6))
-    with pytest.raises(PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"):
+    with pytest.raises(
+        pd.errors.PlanError, match=r"share a module with buffers, running statistics, .*; cut at one of \[3\]"
+    ):
         pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     free = replace(profile, graph=replace(profile.graph, ties=(), inseparable=()))  # made without the model
     plan = pd.plan(free, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
-    with pytest.raises(PlanError, match="running statistics, which each stage would change by itself"):
+    with pytest.raises(pd.errors.PlanError, match="running statistics, which each stage would change by itself"):
         pd.Pipeline(model, plan, schedule="1f1b", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 
 
@@ -583,7 +583,7 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
 
 
 def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:
-    with pytest.raises(WorkerError, match="the loss of minibatch 11 is nan"):
+    with pytest.raises(pd.errors.WorkerError, match="the loss of minibatch 11 is nan"):
         trap("1f1b", (11,), on_nan="error").pipeline()
 
 
@@ -681,7 +681,7 @@ def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
 def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler_options = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
     batches = [(x.float(), y) for x, y in marked((), count=24, samples=8)]
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 8),) * 5)
+    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 8, 8),) * 5)
     scaler = torch.amp.GradScaler("cpu", **scaler_options)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
@@ -719,5 +719,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
 def test_scales_policies_and_clipping_without_meaning_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
+    with pytest.raises(pd.errors.ScheduleError, match=words):
         make_pipeline("mlp", **{"schedule": "1f1b"} | options)

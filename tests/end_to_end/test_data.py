@@ -17,7 +17,6 @@ from marks import long, slow
 from torch.utils.data import DataLoader, RandomSampler
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
 
 KINDS = ("map", "ahead", "persistent", "own", "iterable", "stateful")
 SHARDED = ("map", "ahead", "persistent", "own")
@@ -170,7 +169,7 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
     job = Job(kind, (2, 1), **rest)  # type: ignore[arg-type]
     caught = None
     if job.fails_at >= 0:
-        with pytest.raises(WorkerError, match="a sample that fails") as caught:
+        with pytest.raises(pd.errors.WorkerError, match="a sample that fails") as caught:
             loading.run(job, str(tmp_path))
     else:
         assert loading.run(job, str(tmp_path)).position == (3, 0)

@@ -10,7 +10,7 @@ from marks import slow
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipedream.capture import capture
+import pipedream as pd
 from pipedream.testing import Passes, assert_near
 
 EPOCHS, SEED = 5, 3
@@ -41,7 +41,7 @@ def library(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
     """Trains with DistributedDataParallel: minibatch k on rank k mod r, masks seeded as the library does."""
     animal, rank = zoo.make(name), dist.get_rank()
-    layers = [layer.name for layer in capture(animal.model, (animal.batches[0][0],)).graph.layers]
+    layers = [layer.name for layer in pd.capture.capture(animal.model, (animal.batches[0][0],)).graph.layers]
     whole = DistributedDataParallel(animal.model, broadcast_buffers=False)
     stepper = OPTIMIZERS[optimizer](list(animal.model.named_parameters()))
     passes = Passes(animal.model, [layers], animal.total, SEED)

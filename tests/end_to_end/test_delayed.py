@@ -14,10 +14,9 @@ from cases import Case, check, make_pipeline, run
 from marks import spread
 from torch import nn
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
+from pipedream import schedules
 from pipedream.runtime.stage.versions import Versions
-from pipedream.schedules import build
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.spectrain import spectrain_v2
 
@@ -83,7 +82,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
         if case.options == _options(backward_rule="stash"):
             versions = -(-(p - 1 - stage) // m) + 1
         if case.replicas and (case.schedule in NF1B or case.options):  # each depth is rounded up to its replicas
-            versions = build(
+            versions = schedules.build(
                 case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m
             ).weights.versions(stage)
         assert (
@@ -105,8 +104,8 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     ],
 )
 def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
-    with pytest.raises(ScheduleError, match="both make up for the same staleness"):
-        build(name, Plan.uniform(3)).with_compensation(compensation)
+    with pytest.raises(pd.errors.ScheduleError, match="both make up for the same staleness"):
+        schedules.build(name, pd.Plan.uniform(3)).with_compensation(compensation)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -183,7 +182,7 @@ IN_PROCESSES = {
 @pytest.mark.parametrize("name", delayed.PAPERS)
 def test_the_static_table_is_the_papers(name: str) -> None:
     """`run` holds the tags of each run to the table."""
-    schedule = build(name, Plan.uniform(3), PARTS.get(name))
+    schedule = schedules.build(name, pd.Plan.uniform(3), PARTS.get(name))
     paper = delayed.PAPERS[name](3, schedule.microbatches)
     for s in range(3):
         for k in range(45):
@@ -245,17 +244,17 @@ def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> Non
 )
 @pytest.mark.parametrize("name", ["pb_lwp", "spectrain_v2"])
 def test_a_velocity_that_is_not_known_is_refused(name: str, optimizer: Any, reason: str) -> None:
-    with pytest.raises(ScheduleError, match=reason):
+    with pytest.raises(pd.errors.ScheduleError, match=reason):
         make_pipeline("mlp", schedule=name, optimizer=optimizer)
 
 
 def test_activations_that_are_not_kept_are_refused() -> None:
-    plan = Plan.uniform(2)
+    plan = pd.Plan.uniform(2)
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    with pytest.raises(ScheduleError, match="stage 0 of the plan recomputes and does not keep them"):
-        build("paci", again)
-    exact = build("paci[backward_rule=recompute]", again)
-    with pytest.raises(ScheduleError, match="stage 0 of its plan does not recompute"):
+    with pytest.raises(pd.errors.ScheduleError, match="stage 0 of the plan recomputes and does not keep them"):
+        schedules.build("paci", again)
+    exact = schedules.build("paci[backward_rule=recompute]", again)
+    with pytest.raises(pd.errors.ScheduleError, match="stage 0 of its plan does not recompute"):
         replace(exact, plan=plan)
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import pipedream
+import pipedream as pd
 from pipedream import cli
 from pipedream.core.units import MUCH_SLOWER
-from pipedream.recipe import Recipe, load_recipe
+from pipedream.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
 DIGITS = str(FOLDER / "digits.py")
@@ -41,14 +42,14 @@ def skip_without_package(example: Path) -> None:
         pytest.importorskip("pytorch_optimizer", reason="the example needs pytorch_optimizer, which is not installed")
 
 
-def small(example: Path) -> Recipe:
+def small(example: Path) -> pd.Recipe:
     """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
     skip_without_package(example)
     recipe = load_recipe(str(example))
     return replace(recipe, test=list(recipe.test or ())[:2])
 
 
-def plainly(recipe: Recipe, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+def plainly(recipe: pd.Recipe, weights: dict[str, torch.Tensor]) -> dict[str, float]:
     """Returns loss and metrics of the plain model with these weights over the test data."""
     recipe.model.load_state_dict(weights)
     recipe.model.eval()

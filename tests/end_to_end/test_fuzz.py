@@ -23,7 +23,6 @@ from pipedream import recipe as recipes
 from pipedream.cli import main
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
-from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
 from pipedream.runtime.checkpoint import folders
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -114,7 +113,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
 def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> None:
     kind = type(NOUNS[name])
     text = data.draw(spoiled(NOUNS[name]))
-    noun, error = tried(lambda: kind.from_json(text, "the file"), ArtifactError)
+    noun, error = tried(lambda: kind.from_json(text, "the file"), pd.errors.ArtifactError)
     if error is not None:
         assert str(error).startswith("the file")
         assert len(str(error).splitlines()) <= 3
@@ -123,7 +122,9 @@ def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> No
         assert str(noun)
 
 
-def tried(call: Callable[[], Any], kind: type[PipelineError] = PipelineError) -> tuple[Any, PipelineError | None]:
+def tried(
+    call: Callable[[], Any], kind: type[pd.PipelineError] = pd.PipelineError
+) -> tuple[Any, pd.PipelineError | None]:
     """Returns what a call gives, or the error of this kind that it raises; any other error fails the test."""
     try:
         return call(), None
@@ -222,7 +223,7 @@ def test_a_recipes_file_is_taken_or_refused(text: str | bytes, tmp_path: Path) -
     file = tmp_path / "mine.py"
     data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
     file.write_bytes(data)
-    recipe, error = tried(lambda: recipes.load_recipe(str(file)), RecipeError)
+    recipe, error = tried(lambda: recipes.load_recipe(str(file)), pd.errors.RecipeError)
     if error is None:
         assert isinstance(recipe, pd.Recipe)
     else:

@@ -25,7 +25,6 @@ from split_training import (
 from zoo import CASES, Case
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The PyTorch API of nested tensors:UserWarning"
@@ -127,7 +126,7 @@ def test_random_models_at_random_cuts(seed: int) -> None:
 def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
     case = CASES[name]
     assert not parts_make_whole(case, batches_of(case)[0], 3)
-    with pytest.raises(WorkerError, match=r"microbatches make .*computes with several samples at once"):
+    with pytest.raises(pd.errors.WorkerError, match=r"microbatches make .*computes with several samples at once"):
         pipelined(case, batches_of(case), microbatches=3, check=True)
     check_same(_plain(case, 1), pipelined(case, batches_of(case), check=True), case.tolerance)
 

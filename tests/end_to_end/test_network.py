@@ -17,7 +17,7 @@ from marks import long
 from two_machines import machines, on_both, started_on_both
 
 import pipedream
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
 from pipedream.recipe import load_recipe
 from pipedream.slow_links import LINK, Network
 
@@ -53,7 +53,7 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     first, second = on_both(machines, "static", (str(tmp_path / "script.py"),), tmp_path)
     assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
-    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
+    plan = pd.Plan.load(tmp_path / "machine0" / "run" / "plan.json")
     assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.15)
     assert plan.cluster.is_limited
     torch.set_num_threads(1)  # as many as each of the workers has

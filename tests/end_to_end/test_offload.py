@@ -20,10 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.memory import StageMemory
-from pipedream.core.plan.stage import Stage
 from pipedream.runtime.session import session
 from pipedream.runtime.stage import offload
 from pipedream.runtime.stage.block_mover import BlockMover
@@ -65,7 +63,7 @@ def test_offloaded_activations_change_no_bit(case: Case, monkeypatch: pytest.Mon
 def train(activations: str | None, model: nn.Sequential, **options: Any) -> None:
     """Trains a row of modules with the first two in stage 0, and each other one in a stage."""
     names = [tuple(map(str, range(2))), *((str(i),) for i in range(2, len(model)))]
-    stages = [Stage(int(stage_names[0]), int(stage_names[-1]) + 1, names=stage_names) for stage_names in names]
+    stages = [pd.Stage(int(stage_names[0]), int(stage_names[-1]) + 1, names=stage_names) for stage_names in names]
     plan = pd.Plan(tuple(stages), tuple(range(len(stages), 0, -1)), pd.Cluster.flat(len(stages)))
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(12)]
     options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "check": False} | options
@@ -97,7 +95,7 @@ def test_only_the_stages_of_the_plan_offload(monkeypatch: pytest.MonkeyPatch) ->
         return packing(self, stage, *arguments)
 
     monkeypatch.setattr(offload.Offload, "packing", watch)
-    rows = (Stage(at, at + 1, names=(str(at),), offload=at == 1) for at in range(3))
+    rows = (pd.Stage(at, at + 1, names=(str(at),), offload=at == 1) for at in range(3))
     plan = pd.Plan(tuple(rows), (3, 2, 1), pd.Cluster.flat(3), choices=Choices(activations="host"))
     data = [(torch.randn(4, 8), torch.randn(4, 8))] * 5
     model = nn.Sequential(*make_linears(3))
@@ -112,7 +110,7 @@ def make_linears(count: int) -> list[nn.Linear]:
 
 @pytest.mark.usefixtures("on_cpus")
 def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
-    with pytest.raises(WorkerError, match="written in place after the operation that saved it"):
+    with pytest.raises(pd.errors.WorkerError, match="written in place after the operation that saved it"):
         train("host", nn.Sequential(nn.Linear(8, 8), Built(lambda self, x: x.exp().add_(1.0)), *make_linears(2)))
 
 
@@ -123,7 +121,7 @@ def test_a_copy_that_fails_ends_the_run(copy: str, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no memory can be pinned")
 
     monkeypatch.setattr(BlockMover, copy, fail)
-    with pytest.raises(WorkerError, match="no memory can be pinned"):
+    with pytest.raises(pd.errors.WorkerError, match="no memory can be pinned"):
         train("host", nn.Sequential(*make_linears(4)))
 
 
@@ -145,13 +143,13 @@ def test_a_place_that_cannot_hold_activations_is_refused(where: str, words: str,
         lambda: pd.run(partial(make_recipe, where), out=tmp_path / "b", quiet=True),
     ]
     for call in calls:
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises(pd.errors.PlanError, match=words):
             call()
 
 
 def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [
-        Stage(
+        pd.Stage(
             at, at + 1, names=(str(at),), offload=True, optimizer_bytes=800, memory=StageMemory(moved_bytes=2_000_000)
         )
         for at in range(2)
@@ -165,7 +163,7 @@ def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch)
         (4_001_600, "the workers are CPUs"),
     ):
         monkeypatch.setattr(pd.pipeline, "host_bytes", lambda size=free_bytes: size)
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises(pd.errors.PlanError, match=words):
             pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
 
 
@@ -176,7 +174,7 @@ def make_recipe(activations: str | None = None) -> pd.Recipe:
 
 
 def test_a_plan_of_an_earlier_version_says_what_to_do() -> None:
-    stages = Stage(0, 1, names=("0",), offload=True), Stage(1, 2, names=("1",))
+    stages = pd.Stage(0, 1, names=("0",), offload=True), pd.Stage(1, 2, names=("1",))
     text = pd.Plan(stages, (2, 1), pd.Cluster.flat(2), choices=Choices(activations="host")).to_json()
     cluster = '"memory_bytes": null,\n  "disk_bytes_per_s": 1e9, "disk_s_per_byte": 0.0,'
     older = text.replace('"offload": true', '"offload": 1.0').replace('"offload": false', '"offload": 0.0')

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from training import train
 
 import pipedream as pd
-from pipedream.core.errors import WorkerError
-from pipedream.core.plan.stage import Stage
 
 CASES = [
     *(Case(a, "pipedream", 3) for a in zoo.NAMES),
@@ -75,7 +73,7 @@ def trained(
     data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(5)]
     half = 2
     stages = tuple(
-        Stage(first, last, names=tuple(map(str, range(first, last))), recompute=recompute)
+        pd.Stage(first, last, names=tuple(map(str, range(first, last))), recompute=recompute)
         for first, last in ((0, half), (half, len(model)))
     )
     plan = pd.Plan(stages, (2, 1), pd.Cluster.flat(2))
@@ -98,7 +96,7 @@ def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(sch
 
 
 def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
-    with pytest.raises(WorkerError, match="buffer 'count', which its first microbatch did not"):
+    with pytest.raises(pd.errors.WorkerError, match="buffer 'count', which its first microbatch did not"):
         trained(True, [wandering(start=3), nn.Tanh()], check=False)  # which runs forwards of its own
 
 
@@ -123,7 +121,7 @@ def test_a_stage_recomputes_while_it_waits_for_gradients() -> None:
 
 def test_what_fails_when_recomputed_is_a_backward() -> None:
     layers = [noted("first", [], fails_at=4), nn.Tanh(), nn.Identity()]
-    with pytest.raises(WorkerError, match="out of luck") as caught:
+    with pytest.raises(pd.errors.WorkerError, match="out of luck") as caught:
         trained(True, layers, "naive", check=False)
     assert "stage 0, 0B1" in str(caught.value)
 
@@ -135,7 +133,7 @@ def test_only_inputs_wait(recompute: bool, most: int) -> None:
         watched = Watched()
         model = nn.Sequential(nn.Linear(4, 4), watched, nn.Linear(4, 4), nn.Linear(4, 4))
         rows = ((0, 2, recompute), (2, 3, False), (3, 4, False))
-        stages = (Stage(a, b, recompute=again, names=tuple(map(str, range(a, b)))) for a, b, again in rows)
+        stages = (pd.Stage(a, b, recompute=again, names=tuple(map(str, range(a, b)))) for a, b, again in rows)
         plan = pd.Plan(tuple(stages), (3, 2, 1), pd.Cluster.flat(3))
         data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]
         train(model, plan, data, schedule="pipedream", loss=F.mse_loss)

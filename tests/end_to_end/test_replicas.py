@@ -14,9 +14,9 @@ import torch
 from cases import Case, check, check_same, per_worker, run
 from marks import slow
 
-from pipedream.core.schedule.lowering import lower
+import pipedream as pd
+from pipedream import schedules
 from pipedream.runtime.update.all_reduce import GradientAllReduce
-from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
 PLANS = ((2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (2, 1, 1), (2, 2, 1), (4, 2, 1))
@@ -82,7 +82,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     check(case, outcome)
     total = case.minibatches
     assert len(outcome.losses) == outcome.drains[-1] == total
-    plan, schedule = case.plan(), build(case.schedule, case.plan(), case.microbatches)
+    plan, schedule = case.plan(), schedules.build(case.schedule, case.plan(), case.microbatches)
     (middle, _) = outcome.drains
     assert case.evaluate_at[0] < middle < total
     if case.schedule in ROUNDS:
@@ -102,8 +102,8 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
     for depth in ("noam", "full"):
         case = _case(replicas, "pipedream_vertical_sync", depth=depth, evaluate_at=(), epochs=LONGER["epochs"])
         outcome, plan = run(case), case.plan()
-        schedule = build(case.schedule, plan)
-        simulated = simulate(lower(schedule), costs(plan), case.minibatches)
+        schedule = schedules.build(case.schedule, plan)
+        simulated = simulate(pd.lower(schedule), costs(plan), case.minibatches)
         for stage in range(case.stages):
             ranks = [rank for rank in plan.placement.ranks[stage]]
             expected = max(simulated.peak_versions[rank] for rank in ranks)
@@ -164,7 +164,7 @@ def test_several_processes_give_what_one_gives(workers: int) -> None:
     of_ranks = processes.team(workers).results(cases.run_all, chosen, timeout_s=240.0)
     for number, case in enumerate(chosen):
         alone, plan = run(case), case.plan()
-        rule = build(case.schedule, plan, case.microbatches).weights
+        rule = schedules.build(case.schedule, plan, case.microbatches).weights
         for rank, outcomes in enumerate(of_ranks):
             # Two can be added in one order only; more, by gloo, in that of its ring: so are gradients, and norms.
             members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)

@@ -16,7 +16,7 @@ import zoo
 from cases import ASYNCHRONOUS, FLUSHING, STAGE_ORDERS, Case, check, check_processes, run
 from marks import slow, thinned
 
-from pipedream.schedules import METHODS
+import pipedream as pd
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
@@ -282,4 +282,6 @@ def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
 
 def test_every_method_runs_in_several_processes() -> None:
     """In the default or the slow run, so that a new method is not forgotten."""
-    assert {case.schedule for workers in IN_PROCESSES for case in list_in_processes(workers)} == set(METHODS)
+    assert {case.schedule for workers in IN_PROCESSES for case in list_in_processes(workers)} == set(
+        pd.schedules.METHODS
+    )

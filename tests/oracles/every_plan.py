@@ -5,16 +5,15 @@ from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any
 
-from pipedream.core.errors import PlanError
+import pipedream as pd
 from pipedream.core.plan.depth import noam
-from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.tables.search_space import SearchSpace
 
 
 def every_plan(
     space: SearchSpace, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never"
-) -> Iterator[Plan]:
+) -> Iterator[pd.Plan]:
     """Yields every plan at the paper's depth, on any number of workers, even if it does not fit the memory.
 
     Args:
@@ -45,32 +44,32 @@ def _rises(space: SearchSpace, cuts: tuple[int, ...]) -> bool:
 
 def exhaustive(
     space: SearchSpace,
-    among: Callable[[Plan], bool] = lambda plan: True,
+    among: Callable[[pd.Plan], bool] = lambda plan: True,
     *,
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
-) -> Plan:
+) -> pd.Plan:
     """Finds what `DynamicProgram` finds, with the same ties, by trying every plan that `among` accepts."""
     fitting = ranked(space, among, orders=orders, recompute=recompute)
     if not fitting:
-        raise PlanError("none of the plans fits the memory; give more of it, or more workers")
+        raise pd.errors.PlanError("none of the plans fits the memory; give more of it, or more workers")
     return fitting[0]
 
 
 def ranked(
     space: SearchSpace,
-    among: Callable[[Plan], bool] = lambda plan: True,
+    among: Callable[[pd.Plan], bool] = lambda plan: True,
     *,
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
-) -> list[Plan]:
+) -> list[pd.Plan]:
     """Returns all plans that fit and that `among` accepts, the best first."""
     need = cache(partial(_need, space))
     every = every_plan(space, orders=orders, recompute=recompute)
     return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=tie_break_key)
 
 
-def fits(space: SearchSpace, plan: Plan) -> bool:
+def fits(space: SearchSpace, plan: pd.Plan) -> bool:
     """Returns whether each stage fits the smallest of its workers.
 
     With the fewest possible messages (`SearchSpace.need_bytes`) and no depth added for an update delay.
@@ -78,12 +77,12 @@ def fits(space: SearchSpace, plan: Plan) -> bool:
     return _fits(space, plan, partial(_need, space))
 
 
-def peak_bytes(space: SearchSpace, plan: Plan) -> int:
+def peak_bytes(space: SearchSpace, plan: pd.Plan) -> int:
     """Returns the need of a plan's fullest worker, as a search counts it."""
     return max(_needs(space, plan, partial(_need, space)))
 
 
-def _fits(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> bool:
+def _fits(space: SearchSpace, plan: pd.Plan, need: Callable[..., int]) -> bool:
     for s, need_bytes in enumerate(_needs(space, plan, need)):
         memories = [memory for w in plan.workers_of(s) if (memory := space.cluster.memories[w]) is not None]
         if memories and need_bytes > min(memories):
@@ -91,7 +90,7 @@ def _fits(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> bool:
     return True
 
 
-def _needs(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> list[int]:
+def _needs(space: SearchSpace, plan: pd.Plan, need: Callable[..., int]) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.update_delay, strict=True)
     return [
         need(*ends, in_flight, update_delay, stage.recompute, stage.replicas)

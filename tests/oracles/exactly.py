@@ -4,11 +4,11 @@ from typing import Any
 
 from every_plan import ranked
 
-from pipedream.core.plan.plan import Plan
+import pipedream as pd
 from pipedream.planner import SearchSpace
 
 
-def best_plans(space: SearchSpace, **how: Any) -> tuple[Plan | None, Plan | None]:
+def best_plans(space: SearchSpace, **how: Any) -> tuple[pd.Plan | None, pd.Plan | None]:
     """Returns the best plan that fits as a search counts it, and the best that fits; None where there is none.
 
     Args:

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream import Pipeline
-from pipedream.capture import capture
-from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.profile import LayerProfile, Profile
+import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -34,11 +30,11 @@ def plan_of(
     cuts: Sequence[int],
     replicas: Sequence[int] | None = None,
     recompute: str = "never",
-) -> Plan:
-    graph = capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
-    costs = (LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
+) -> pd.Plan:
+    graph = pd.capture.capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
+    costs = (pd.LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
     counts = tuple(replicas or (1,) * (len(cuts) + 1))
-    profile, cluster = Profile("model", graph, costs, 1).without_tied_groups(), Cluster.flat(sum(counts))
+    profile, cluster = pd.Profile("model", graph, costs, 1).without_tied_groups(), pd.Cluster.flat(sum(counts))
     return manual_plan(profile, cluster, tuple(cuts), counts, choices=Choices(recompute=recompute))
 
 
@@ -58,7 +54,7 @@ def piped(
     """Trains a copy of the model in a pipeline; returns its state."""
     model = copy.deepcopy(model)
     plan = plan_of(model, data[0][0] if sample is None else sample, cuts, replicas, recompute=recompute)
-    with Pipeline(
+    with pd.Pipeline(
         model, plan, schedule=schedule, loss=loss, optimizer=optimizer, **{"check": True} | options
     ) as pipeline:
         for _ in pipeline.train(data):

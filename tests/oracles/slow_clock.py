@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import pipedream as pd
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program
+from pipedream.core.schedule.program import Instruction, Move
 from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs
 
@@ -41,7 +42,7 @@ class Pass:
     summed: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
 
 
-def slow_clock(program: Program, costs: Costs, total: int, overlap: bool, alone: bool = False) -> list[list[Span]]:
+def slow_clock(program: pd.Program, costs: Costs, total: int, overlap: bool, alone: bool = False) -> list[list[Span]]:
     """Returns the spans of each rank, sorted; `alone`: nothing is in the way of sums, which go bucket by bucket."""
     arrivals: Table = {}
     for _ in range(10_000):
@@ -58,7 +59,7 @@ def slow_clock(program: Program, costs: Costs, total: int, overlap: bool, alone:
     raise AssertionError("no fixed point")
 
 
-def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arrivals: Table, alone: bool) -> Pass:
+def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arrivals: Table, alone: bool) -> Pass:
     """Looks at all ranks in turn until nobody can go on."""
     ranks = range(program.placement.workers)
     texts = [list(program.instructions(rank, total)) for rank in ranks]
@@ -180,7 +181,7 @@ def last_backwards(text: Iterable[Instruction]) -> set[Op]:
     return ops
 
 
-def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
+def through_ports(program: pd.Program, costs: Costs, done: Pass) -> Table:
     """Returns when each message begins to flow and is there, and when each sum is over."""
     cluster = costs.cluster
 
@@ -278,7 +279,7 @@ def fair(going: Iterable[Row], ways: dict[Row, dict[Place, float]]) -> dict[Row,
     return speeds
 
 
-def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float, float]]) -> float:
+def sum_end(program: pd.Program, costs: Costs, stage: int, times: list[tuple[float, float]]) -> float:
     """Returns when the last bucket of a sum is there that nothing is in the way of."""
     row, cluster = program.plan.stages[stage], costs.cluster
     link = SumLink.across(cluster, cluster.reach(*map(costs.worker, program.placement.ranks[stage])))

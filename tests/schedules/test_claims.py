@@ -1,95 +1,43 @@
 """Every registered method keeps its paper's closed forms: all of them simulated, over many depths and counts."""
 
-from functools import cache
 from itertools import product
 from math import lcm
 
 import pytest
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.lowering import lower
+from pipedream import schedules
 from pipedream.core.schedule.op import Kind
-from pipedream.metrics import in_flight, run_metrics, staleness
-from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
+from pipedream.testing.checks import check_claims
 
-SIZES = (
-    (1, 1), (1, 3), (2, 2), (2, 3), (2, 8), (3, 1), (3, 6), (3, 7), (4, 4), (4, 6), (5, 10), (6, 6),
-)  # fmt: skip
-"""Stages and microbatches: few of both, m below, at, and beyond p, and multiples of p and others."""
-NAMES = (*SCHEDULES, "paci[backward_rule=stash]")
-TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
-
-
-@cache
-def make_schedule(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> pd.Schedule | None:
-    """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
-    try:
-        return build(name, uniform(name, p, *times), m)
-    except ScheduleError:
-        return None
+NAMES = (*schedules.SCHEDULES, "paci[backward_rule=stash]")
 
 
 def run(schedule: pd.Schedule, total: int) -> pd.Timeline:
-    return simulate(lower(schedule), costs(schedule.plan), total)
-
-
-def cases(name: str) -> list[tuple[int, int, pd.Schedule]]:
-    """Returns (p, m, schedule) for the sizes that a method takes."""
-    rows = [(p, m, make_schedule(name, p, m)) for p, m in SIZES]
-    return [(p, m, schedule) for p, m, schedule in rows if schedule is not None]
+    return simulate(pd.lower(schedule), costs(schedule.plan), total)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bubble_of_one_minibatch(name: str) -> None:
-    tried = cases(name)
-    assert tried
-    for p, m, schedule in tried:
-        if not schedule.flushes or m < schedule.claims.least(p):
-            continue
-        # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
-        for times in ((1.0, 2.0),) if schedule.splits_backward else (TIMES[(p + m) % 3],):
-            ratio, claimed = schedule.claims.ratio, schedule.claims.bubble
-            timed = make_schedule(name, p, m, times if ratio is None else (times[0], times[0] * ratio))
-            assert run_metrics(run(timed, m)).bubble == pytest.approx(claimed(p, m), abs=1e-9), (p, m, times)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_flight_staleness_and_versions(name: str) -> None:
-    for p, m, schedule in cases(name):
-        check_counts(p, m, schedule)
-
-
-def check_counts(p: int, m: int, schedule: pd.Schedule) -> None:
-    total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
-    # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
-    counted = m if schedule.flushes else total
-    timeline, claims = run(schedule, total), schedule.claims
-    for s in range(p):
-        if claims.in_flight and m >= claims.least(p):
-            assert in_flight(timeline, s) == claims.in_flight(p, counted, s)
-        if claims.staleness:
-            assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
-        if claims.versions:
-            versions = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
-            versions += min(1, len(schedule.placement.passes_on_copies(s, forward=True)))
-            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == versions
+def test_bubble_in_flight_staleness_and_versions(name: str) -> None:
+    check_claims(name)
 
 
 @pytest.mark.parametrize(("p", "total"), [(2, 1), (3, 2), (4, 3), (6, 5)])
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync"])
 def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: int) -> None:
-    schedule = build(name, pd.Plan.uniform(p))
+    schedule = schedules.build(name, pd.Plan.uniform(p))
     timeline = run(schedule, total)
-    assert [in_flight(timeline, s) for s in range(p)] == [schedule.claims.in_flight(p, total, s) for s in range(p)]
+    assert [pd.metrics.in_flight(timeline, s) for s in range(p)] == [
+        schedule.claims.in_flight(p, total, s) for s in range(p)
+    ]
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
 def test_staleness_settles_at_the_claim(name: str) -> None:
     """Not only the most: every gradient beyond the warm-up is as late as claimed."""
     for p in (1, 3, 4):
-        schedule = build(name, pd.Plan.uniform(p))
+        schedule = schedules.build(name, pd.Plan.uniform(p))
         timeline = run(schedule, 6 * p)
         for tag in timeline.gradient_versions:
             if tag.microbatch >= 2 * p:
@@ -101,7 +49,7 @@ def test_staleness_settles_at_the_claim(name: str) -> None:
 )
 def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> None:
     """The rule counts the versions that tags name, in closed form; the simulation counts those that are held."""
-    schedule = build("pipedream_vertical_sync", pd.Plan.uniform(len(replicas), replicas=replicas))
+    schedule = schedules.build("pipedream_vertical_sync", pd.Plan.uniform(len(replicas), replicas=replicas))
     timeline = run(schedule, 6 * lcm(*replicas) + 8 * sum(replicas))
     for s, ranks in enumerate(schedule.placement.ranks):
         assert max(timeline.peak_versions[rank] for rank in ranks) == schedule.weights.versions(s)
@@ -111,27 +59,27 @@ def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> N
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "breadth_first"])
 def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: int) -> None:
     for m in (p, 3 * p):
-        schedule = build(name, uniform(name, p, 1.0, 2.0, chunks=chunks), m)
+        schedule = schedules.build(name, schedules.uniform(name, p, 1.0, 2.0, chunks=chunks), m)
         timeline = run(schedule, m)
         assert timeline.makespan_s == pytest.approx((chunks * m + p - 1) * 3.0)
-        assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
+        assert pd.metrics.run_metrics(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
 
 
 @pytest.mark.parametrize("p", [2, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 16)), 8])
 def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
     """Chimera, SC 2021, sections 3.1 and 3.5: at m = p the makespan is 3p - 2 equal slots, of which p - 2 are idle."""
-    equal, longer = (run(build("chimera", uniform("chimera", p, 1.0, b), p), p) for b in (1.0, 2.0))
+    equal, longer = (run(schedules.build("chimera", schedules.uniform("chimera", p, 1.0, b), p), p) for b in (1.0, 2.0))
     assert equal.makespan_s == 3 * p - 2
     assert longer.makespan_s == 5 * p - 4
     for timeline, idle in ((equal, p - 2), (longer, 2 * (p - 2))):
         for rank in range(p):
             busy = sum(span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind in "FB")
             assert timeline.makespan_s - busy == idle
-    assert [in_flight(equal, rank) for rank in range(p // 2)] == list(range(p // 2 + 1, p + 1))
+    assert [pd.metrics.in_flight(equal, rank) for rank in range(p // 2)] == list(range(p // 2 + 1, p + 1))
     for units in (2, 3, 5):  # further units stand in the bubbles of those before
-        assert run(build("chimera", uniform("chimera", p, 1.0, 1.0), units * p), units * p).makespan_s == (
-            2 * units * p + p - 2
-        )
+        assert run(
+            schedules.build("chimera", schedules.uniform("chimera", p, 1.0, 1.0), units * p), units * p
+        ).makespan_s == (2 * units * p + p - 2)
 
 
 SPLIT_TIMES = {
@@ -153,10 +101,10 @@ SPLIT_TIMES = {
 )
 def test_makespan_of_a_split_backward(name: str, times: tuple[float, float, float], p: int) -> None:
     f, i, w = times
-    least = build(name, uniform(name, p)).claims.least(p)
+    least = schedules.build(name, schedules.uniform(name, p)).claims.least(p)
     for m in (least, least + 1, 3 * p + 1):
-        schedule = build(name, uniform(name, p, f, i + w), m)
-        program = lower(schedule)
+        schedule = schedules.build(name, schedules.uniform(name, p, f, i + w), m)
+        program = pd.lower(schedule)
         for n in (1, 3):
             timeline = simulate(program, costs(schedule.plan, weight_s=w), n * m)
             assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, i, w), abs=1e-9)
@@ -172,8 +120,8 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
     }
     for name, rows in beyond.items():
         for (f, i, w), m in rows:
-            schedule = build(name, uniform(name, 4, f, i + w), m)
-            timeline = simulate(lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)
+            schedule = schedules.build(name, schedules.uniform(name, 4, f, i + w), m)
+            timeline = simulate(pd.lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)
             assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
 
 
@@ -182,7 +130,7 @@ def test_activations_of_a_split_backward(p: int, m: int) -> None:
     """Until its input gradient a microbatch keeps all its activations: at stage s so many as in 1F1B, or in one of
     twice the depth. Until its weight gradient it keeps what that needs: s, or 2s, of them are waiting then."""
     for name, times in (("zb_h1", 1), ("zb_h2", 2)):
-        schedule = build(name, pd.Plan.uniform(p), m)
+        schedule = schedules.build(name, pd.Plan.uniform(p), m)
         for s in range(p):
             whole = waiting = most = most_waiting = 0
             for op in schedule.ops(s, 2 * m):

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pipedream
-from pipedream.schedules import METHODS
+import pipedream as pd
 
 PACKAGE = Path(pipedream.__file__).parent
 
 
 def test_they_are_listed() -> None:
-    assert {"roundpipe", "timeprest_interpolated"} <= set(METHODS)
+    assert {"roundpipe", "timeprest_interpolated"} <= set(pd.schedules.METHODS)
 
 
 def test_nobody_imports_them() -> None:

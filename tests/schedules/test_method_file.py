@@ -8,12 +8,8 @@ import pytest
 from cases import Case, check, run
 from failing_recipe import written
 
+import pipedream as pd
 from pipedream import schedules
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import lower
-from pipedream.schedules import METHODS, build, method_of, stage_order_of, uniform
-from pipedream.verifier import verify
 
 from .test_pictures import picture
 
@@ -35,12 +31,12 @@ HEAD = "from pipedream.schedules import Method\n"
 
 
 def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
-    schedule = build(str(EXAMPLE), Plan.uniform(2), 4)
+    schedule = schedules.build(str(EXAMPLE), pd.Plan.uniform(2), 4)
     shown = [line.strip() for line in EXAMPLE.read_text().splitlines() if line.strip().startswith("rank ")]
     assert shown == picture(schedule, 10)
-    proof = verify(lower(build(str(EXAMPLE), Plan.uniform(3, replicas=(2, 1, 1)), 8)))
+    proof = pd.verify(pd.lower(schedules.build(str(EXAMPLE), pd.Plan.uniform(3, replicas=(2, 1, 1)), 8)))
     assert (proof.peak_in_flight, set(proof.staleness)) == ((4, 4, 4, 2), {0})
-    assert lower(build(schedule.name, schedule.plan, schedule.microbatches)) == lower(schedule)
+    assert pd.lower(schedules.build(schedule.name, schedule.plan, schedule.microbatches)) == pd.lower(schedule)
 
 
 def test_it_trains_as_plain_pytorch() -> None:
@@ -54,14 +50,16 @@ def test_one_of_several_is_named(tmp_path: Path, run_command: RunCommand) -> Non
     file = tmp_path / "several.py"
     file.write_text(SHARED)
     mine, other = f"{file}:mine", f"{file}:other"
-    assert stage_order_of(mine) == stage_order_of("interleaved")
-    assert stage_order_of(other) is None
-    assert build(mine, uniform(mine, 2), 4).order(0) is not None
-    assert [*build(other, uniform(other, 2), 4).ops(0, 4)] == [*build("gpipe", uniform("gpipe", 2), 4).ops(0, 4)]
-    with pytest.raises(ScheduleError, match=r"should be one method, .*several.py declares mine, other"):
-        method_of(str(file))
-    with pytest.raises(ScheduleError, match="declares mine, other"):
-        method_of(f"{file}:third")
+    assert schedules.stage_order_of(mine) == schedules.stage_order_of("interleaved")
+    assert schedules.stage_order_of(other) is None
+    assert schedules.build(mine, schedules.uniform(mine, 2), 4).order(0) is not None
+    assert [*schedules.build(other, schedules.uniform(other, 2), 4).ops(0, 4)] == [
+        *schedules.build("gpipe", schedules.uniform("gpipe", 2), 4).ops(0, 4)
+    ]
+    with pytest.raises(pd.errors.ScheduleError, match=r"should be one method, .*several.py declares mine, other"):
+        schedules.method_of(str(file))
+    with pytest.raises(pd.errors.ScheduleError, match="declares mine, other"):
+        schedules.method_of(f"{file}:third")
     status, out, _ = run_command("show", mine, "--stages", 2, "--chunks", 3, "--json")
     assert (status, len(json.loads(out)["grid"])) == (0, 3)  # a line for the time, one a worker
 
@@ -74,13 +72,15 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
     for name in ("gpipe", "1f1b", "naive", "zb_h1", "zb_h2"):  # within a second, and the last two of one length
         file.write_text(source.format(name))
         assert not (tmp_path / "__pycache__").exists()
-        assert [*build(str(file), Plan.uniform(2), 4).ops(0, 4)] == [*build(name, Plan.uniform(2), 4).ops(0, 4)]
+        assert [*schedules.build(str(file), pd.Plan.uniform(2), 4).ops(0, 4)] == [
+            *schedules.build(name, pd.Plan.uniform(2), 4).ops(0, 4)
+        ]
 
 
 def test_a_method_needs_one_import() -> None:
     """All that the built-in methods import from the kit is in `pipedream.schedules`."""
     assert set(schedules.kit.__all__) <= set(schedules.__all__)
-    assert not [name for name in schedules.__all__ if not hasattr(schedules, name)]
+    assert not [name for name in schedules.__all__ if not hasattr(pd.schedules, name)]
     assert EXAMPLE.read_text().count("from pipedream") == 1
 
 
@@ -106,20 +106,20 @@ def test_a_method_needs_one_import() -> None:
 def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, run_command: RunCommand) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(text)
-    with pytest.raises(ScheduleError, match=message):
-        build(str(file), Plan.uniform(2))
+    with pytest.raises(pd.errors.ScheduleError, match=message):
+        schedules.build(str(file), pd.Plan.uniform(2))
     status, _, error = run_command("show", file)
     assert (status, "Traceback" in error) == (2, False)
 
 
 def test_names(run_command: RunCommand) -> None:
-    with pytest.raises(ScheduleError, match="cannot be read"):
-        build("nowhere.py", Plan.uniform(2))
-    with pytest.raises(ScheduleError, match=r"is not known; choose one of .*, or give a file"):
-        build("nowhere", Plan.uniform(2))
-    assert len({method.name for method in METHODS.values()}) == len(METHODS)
-    aliases = [alias for method in METHODS.values() for alias in method.aliases]
-    assert len(aliases) == len({*aliases, *METHODS}) - len(METHODS)
+    with pytest.raises(pd.errors.ScheduleError, match="cannot be read"):
+        schedules.build("nowhere.py", pd.Plan.uniform(2))
+    with pytest.raises(pd.errors.ScheduleError, match=r"is not known; choose one of .*, or give a file"):
+        schedules.build("nowhere", pd.Plan.uniform(2))
+    assert len({method.name for method in schedules.METHODS.values()}) == len(schedules.METHODS)
+    aliases = [alias for method in schedules.METHODS.values() for alias in method.aliases]
+    assert len(aliases) == len({*aliases, *schedules.METHODS}) - len(schedules.METHODS)
     status, out, _ = run_command("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
     assert (status, json.loads(out)["bubble"] > 0) == (0, True)
 

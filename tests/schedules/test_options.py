@@ -16,16 +16,12 @@ import zoo
 from zoo import alike_layers
 
 import pipedream as pd
+from pipedream import schedules
 from pipedream.cli.sweep import _split_values
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.phase import Phase, phases_text, read_phases
-from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.phase import phases_text, read_phases
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
 from pipedream.runtime.checkpoint.folders import read_manifest
-from pipedream.schedules import METHODS, build, canonical, method_of, stage_order_of, uniform
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
@@ -48,7 +44,7 @@ METHODS = (Method(mine), Method(mine, name="other"))
 """
 
 
-def unnamed(program: Program) -> Program:
+def unnamed(program: pd.Program) -> pd.Program:
     return replace(program, name="")
 
 
@@ -82,21 +78,25 @@ def unnamed(program: Program) -> Program:
     ],
 )
 def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, builder: Any) -> None:
-    plan = uniform(name, 3)
-    built = build(name, plan)
-    assert (built.name, canonical(name)) == (named, named)
-    assert unnamed(lower(built)) == unnamed(lower(builder(plan)))
-    assert lower(build(built.name, built.plan, built.microbatches)) == lower(built)
+    plan = schedules.uniform(name, 3)
+    built = schedules.build(name, plan)
+    assert (built.name, schedules.canonical(name)) == (named, named)
+    assert unnamed(pd.lower(built)) == unnamed(pd.lower(builder(plan)))
+    assert pd.lower(schedules.build(built.name, built.plan, built.microbatches)) == pd.lower(built)
 
 
 def test_options_are_keyword_arguments() -> None:
-    plan = Plan.uniform(3)
-    built = build("PB-LWP", plan, by="difference", scale=2)
-    assert built.name == canonical("pb_lwp", scale=2.0, by="difference") == "pb_lwp[by=difference,scale=2]"
-    assert lower(built) == lower(build(built.name, plan)) == lower(build("pb_lwp[scale=2]", plan, by="difference"))
-    assert build("pb_lwp", plan, by="velocity", scale=1).name == "pb_lwp"
-    assert canonical("pipemare", horizons=(3, 2.5, 0), decay=0.25) == "pipemare[decay=0.25,horizons=3/2.5/0]"
-    assert canonical("pipemare", horizons=None) == "pipemare"
+    plan = pd.Plan.uniform(3)
+    built = schedules.build("PB-LWP", plan, by="difference", scale=2)
+    assert built.name == schedules.canonical("pb_lwp", scale=2.0, by="difference") == "pb_lwp[by=difference,scale=2]"
+    assert (
+        pd.lower(built)
+        == pd.lower(schedules.build(built.name, plan))
+        == pd.lower(schedules.build("pb_lwp[scale=2]", plan, by="difference"))
+    )
+    assert schedules.build("pb_lwp", plan, by="velocity", scale=1).name == "pb_lwp"
+    assert schedules.canonical("pipemare", horizons=(3, 2.5, 0), decay=0.25) == "pipemare[decay=0.25,horizons=3/2.5/0]"
+    assert schedules.canonical("pipemare", horizons=None) == "pipemare"
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_options_are_keyword_arguments() -> None:
     ],
 )
 def test_wrong_keyword_arguments_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ScheduleError) as refused:
-        build(name, Plan.uniform(3), **options)
+    with pytest.raises(pd.errors.ScheduleError) as refused:
+        schedules.build(name, pd.Plan.uniform(3), **options)
     assert message in str(refused.value)
 
 
 def test_every_option_of_a_method_can_be_said() -> None:
     texts = {str: "a", float: "2", int: "2", tuple[float, ...] | None: "1/2"}
     count = 0
-    for name, method in METHODS.items():
+    for name, method in schedules.METHODS.items():
         for option, parameter in options_of(method).items():
-            assert canonical(f"{name}[{option}={texts[parameter.annotation]}]") == (
+            assert schedules.canonical(f"{name}[{option}={texts[parameter.annotation]}]") == (
                 f"{name}[{option}={texts[parameter.annotation]}]"
             )
             count += 1
@@ -155,8 +155,11 @@ def test_every_option_of_a_method_can_be_said() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_option_is_refused(name: str, message: str) -> None:
-    for attempt in (lambda: build(name, Plan.uniform(3)), lambda: build(name, uniform(name, 3))):
-        with pytest.raises(ScheduleError) as refused:
+    for attempt in (
+        lambda: schedules.build(name, pd.Plan.uniform(3)),
+        lambda: schedules.build(name, schedules.uniform(name, 3)),
+    ):
+        with pytest.raises(pd.errors.ScheduleError) as refused:
             attempt()
         assert message in str(refused.value)
 
@@ -166,14 +169,16 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
     folder.mkdir()
     file = folder / "mine.py"
     file.write_text(MINE)
-    assert canonical(f"{file}:other[depth=none,twice=True]") == f"{file}:other[twice=true,depth=none]"
-    built = build(f"{file}:mine[twice=true]", Plan.uniform(2), 4)
+    assert schedules.canonical(f"{file}:other[depth=none,twice=True]") == f"{file}:other[twice=true,depth=none]"
+    built = schedules.build(f"{file}:mine[twice=true]", pd.Plan.uniform(2), 4)
     assert built.name == f"{file}:mine[twice=true]"
-    assert unnamed(lower(built)) == unnamed(lower(build("gpipe", Plan.uniform(2), 4)))
-    assert unnamed(lower(build(f"{file}:mine[twice=false]", Plan.uniform(2), 4))) != unnamed(lower(built))
-    assert method_of(f"{file}:mine[depth=5]").name == "mine"
-    with pytest.raises(ScheduleError, match=r"failed with ValueError: \('a', 'b'\) 7 True; fix the file"):
-        build(f"{file}:mine[twice=true,names=a/b,depth=7]", Plan.uniform(2))
+    assert unnamed(pd.lower(built)) == unnamed(pd.lower(schedules.build("gpipe", pd.Plan.uniform(2), 4)))
+    assert unnamed(pd.lower(schedules.build(f"{file}:mine[twice=false]", pd.Plan.uniform(2), 4))) != unnamed(
+        pd.lower(built)
+    )
+    assert schedules.method_of(f"{file}:mine[depth=5]").name == "mine"
+    with pytest.raises(pd.errors.ScheduleError, match=r"failed with ValueError: \('a', 'b'\) 7 True; fix the file"):
+        schedules.build(f"{file}:mine[twice=true,names=a/b,depth=7]", pd.Plan.uniform(2))
     for text, message in (
         ("twice=perhaps", "found 'perhaps'; give true or false"),
         (
@@ -182,8 +187,8 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
         ),
         ("names=", "is not of the form"),
     ):
-        with pytest.raises(ScheduleError, match=message):
-            build(f"{file}:mine[{text}]", Plan.uniform(2))
+        with pytest.raises(pd.errors.ScheduleError, match=message):
+            schedules.build(f"{file}:mine[{text}]", pd.Plan.uniform(2))
     status, out, _ = run_command("show", f"{file}:mine[twice=true]", "--verify")
     assert (status, f"Proof of {file}:mine[twice=true], plan" in out) == (0, True)
 
@@ -204,7 +209,7 @@ def test_phases() -> None:
     assert [(phase.until, phase.until_epoch) for phase in phases] == [(200, None), (None, 3), (500, None), (None, None)]
     assert phases_text(phases) == text
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
-        with pytest.raises(ScheduleError, match=r"METHOD may have options"):
+        with pytest.raises(pd.errors.ScheduleError, match=r"METHOD may have options"):
             read_phases(wrong)
     assert _split_values(["pipedream,pb_lwp[by=difference,scale=2]", "gpipe"]) == [
         "pipedream", "pb_lwp[by=difference,scale=2]", "gpipe",
@@ -212,7 +217,7 @@ def test_phases() -> None:
 
 
 def test_a_plan_knows_its_method_by_its_other_names() -> None:
-    plan = replace(Plan.uniform(3), schedule="paci[backward_rule=recompute]", microbatches=8)
+    plan = replace(pd.Plan.uniform(3), schedule="paci[backward_rule=recompute]", microbatches=8)
     assert resolve_method(plan, None) == resolve_method(plan, "PACI[backward-rule = recompute]")
     assert resolve_method(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
     assert resolve_method(plan, "paci") == ("paci", None)
@@ -237,7 +242,7 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
     name = "paci[backward_rule=recompute]"
     assert run_command("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
-    plan = Plan.load(out)
+    plan = pd.Plan.load(out)
     assert (plan.schedule, plan.microbatches) == (name, 4)
     status, text, _ = run_command("plan", "--check", out)
     assert (status, f"valid: {name} with 4 microbatches" in text) == (0, True)
@@ -245,9 +250,9 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     again = json.loads(run_command("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
     assert again == json.loads(run_command("simulate", out, "--json")[1])
     assert run_command("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
-    assert (Plan.load(out).schedule, stage_order_of("roundpipe[forwards=2]")) == (
+    assert (pd.Plan.load(out).schedule, schedules.stage_order_of("roundpipe[forwards=2]")) == (
         "roundpipe[forwards=2]",
-        stage_order_of("roundpipe"),
+        schedules.stage_order_of("roundpipe"),
     )
     status, _, error = run_command("show", "paci[rule=graph]")
     assert (status, "has no option 'rule'" in error) == (2, True)
@@ -264,23 +269,23 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pb_lwp", "pb_lwp_sc", "paci", "pb_lwp[by=difference]"])
 def test_a_refusal_names_what_was_asked_and_advises_an_option(name: str) -> None:
-    again = replace(Plan.uniform(2), stages=tuple(replace(s, recompute=True) for s in Plan.uniform(2).stages))
+    again = replace(pd.Plan.uniform(2), stages=tuple(replace(s, recompute=True) for s in pd.Plan.uniform(2).stages))
     bare, _, _ = name.partition("[")
-    with pytest.raises(ScheduleError) as raised:
-        build(name, again)
+    with pytest.raises(pd.errors.ScheduleError) as raised:
+        schedules.build(name, again)
     assert str(raised.value).startswith(f"schedule '{bare}': ")
     assert str(raised.value).endswith("or give the method the option backward_rule=recompute")
-    build(name, again, backward_rule="recompute")
+    schedules.build(name, again, backward_rule="recompute")
 
 
 def test_presets_are_refused_by_their_own_names() -> None:
     for name in ("nesterov_async", "ftpipe_msnag", "ftpipe_ga", "pipedream_lr", "pb_lwp", "pb_lwp_sc"):
-        with pytest.raises(ScheduleError, match=f"schedule '{name}' updates after every minibatch"):
-            build(name, Plan.uniform(3), 4)
-    with pytest.raises(ScheduleError, match="schedule 'one_step_ef' with 1 microbatches"):
-        build("one_step_ef", Plan.uniform(3), 1)
-    with pytest.raises(ScheduleError, match=r"schedule 'pb_lwp_sc' predicts future weights"):
-        build("pb_lwp_sc[scale=-1]", Plan.uniform(3))
+        with pytest.raises(pd.errors.ScheduleError, match=f"schedule '{name}' updates after every minibatch"):
+            schedules.build(name, pd.Plan.uniform(3), 4)
+    with pytest.raises(pd.errors.ScheduleError, match="schedule 'one_step_ef' with 1 microbatches"):
+        schedules.build("one_step_ef", pd.Plan.uniform(3), 1)
+    with pytest.raises(pd.errors.ScheduleError, match=r"schedule 'pb_lwp_sc' predicts future weights"):
+        schedules.build("pb_lwp_sc[scale=-1]", pd.Plan.uniform(3))
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -291,11 +296,11 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
     plan = zoo.plan_of(animal, 3)
     how: dict[str, Any] = {"loss": animal.loss, "optimizer": partial(torch.optim.SGD, lr=0.05)}
     with pd.Pipeline(animal.model, plan, schedule="pb_lwp[by=difference]", **how) as pipeline:
-        assert unnamed(pipeline.program) == unnamed(lower(pb_lwp(plan, by="difference")))
+        assert unnamed(pipeline.program) == unnamed(pd.lower(pb_lwp(plan, by="difference")))
         for done in pipeline.train(animal.batches):
             if done.number == 2:
                 saved = pipeline.save(tmp_path)
     assert read_manifest(saved).schedule == "pb_lwp[by=difference]"
-    with pd.Pipeline(animal.model, plan, phases=[Phase(read_manifest(saved).schedule)], **how) as again:
+    with pd.Pipeline(animal.model, plan, phases=[pd.Phase(read_manifest(saved).schedule)], **how) as again:
         again.load(tmp_path)
         assert again.program == pipeline.program

@@ -10,9 +10,8 @@ from importlib import import_module
 import pytest
 
 import pipedream as pd
-from pipedream.core.errors import ScheduleError
+from pipedream import schedules
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, uniform
 
 
 def slots_of(schedule: pd.Schedule, slots: int) -> dict[Op, int]:
@@ -209,33 +208,33 @@ STAIRCASES |= {(name, 3, 16): STAIRCASES["v_timeprest", 3, 16] for name in ("tim
 @pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
 def test_four_stages(method: tuple[str, int | None, int]) -> None:
     name, microbatches, slots = method
-    assert picture(build(name, uniform(name, 4), microbatches), slots) == golden(STAIRCASES[method])
+    assert picture(schedules.build(name, schedules.uniform(name, 4), microbatches), slots) == golden(STAIRCASES[method])
 
 
 def test_every_method_has_its_staircase() -> None:
-    missing = set(SCHEDULES) - {name for name, _, _ in STAIRCASES}
+    missing = set(schedules.SCHEDULES) - {name for name, _, _ in STAIRCASES}
     assert not missing, f"add a golden grid to STAIRCASES in {__file__} for {sorted(missing)}"
-    assert {name for name, _, _ in STAIRCASES} == set(SCHEDULES)
+    assert {name for name, _, _ in STAIRCASES} == set(schedules.SCHEDULES)
 
 
 def test_a_replicated_input_stage() -> None:
     """1F1B-RR: replica k mod 2 takes minibatch k; both wait, at an update, for the round's other gradient."""
-    assert picture(build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))), 12) == golden("""
+    assert picture(schedules.build("pipedream", pd.Plan.uniform(2, replicas=(2, 1))), 12) == golden("""
         rank 0 | F0  F2  .   B0' .   .   F4  B2' .   .   F6  B4
         rank 1 | F1  F3  .   .   .   B1' F5  .   .   B3' F7
         rank 2 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4  B4' F5
     """)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
 def test_file_shows_its_own_picture(name: str) -> None:
     """Two stages, with the method's own m, 2 or 4; ten slots, or 13 for split backwards and several stages a worker."""
-    module = import_module(SCHEDULES[name].__module__)
+    module = import_module(schedules.SCHEDULES[name].__module__)
     shown = [line.strip() for line in (module.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
-    slots = 13 if name in STAGE_ORDERS or name.startswith("zb") else 10
+    slots = 13 if name in schedules.STAGE_ORDERS or name.startswith("zb") else 10
     pictures = {}
     for m in (None, 2, 4):
-        with suppress(ScheduleError):
-            pictures[m] = picture(build(name, uniform(name, 2), m), slots)
+        with suppress(pd.errors.ScheduleError):
+            pictures[m] = picture(schedules.build(name, schedules.uniform(name, 2), m), slots)
     drawn = "\n\n".join(f"m = {m or 'its own'}\n" + "\n".join(rows) for m, rows in pictures.items())
     assert shown in pictures.values(), f"the docstring of {module.__file__} must draw one of these grids:\n\n{drawn}"

@@ -9,21 +9,16 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream import schedules
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
-from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
+from pipedream.core.schedule.program import Instruction, Move, RankProgram, Transfer, advance_instruction
 from pipedream.core.units import format_bytes
 from pipedream.experimental.roundpipe import _choose_slots, homes, roundpipe
-from pipedream.schedules import build, evaluation
 from pipedream.simulator import costs, simulate
-from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.prepare import prepare, read_run_phases
 
@@ -56,7 +51,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
 def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f: float, b: float, n: int) -> None:
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages, f, b), m, forwards=forwards)
-    timeline = simulate(lower(schedule), costs(schedule.plan), n * m)
+    timeline = simulate(pd.lower(schedule), costs(schedule.plan), n * m)
     coarse = [f * len(range(first, min(first + forwards, stages - 1))) for first in range(0, stages - 1, forwards)]
     assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(coarse, stages, f, b), p, m))
     if forwards == 1 and b >= f:
@@ -92,8 +87,8 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
         for s in range(stages):
             assert schedule.placement.rank_of(s, (i + 1) * m - 1) == row[count - 1 - s]
     seconds = slots_of([float(len(slot)) for slot in slots], stages, 1.0, 2.0)
-    program = lower(schedule)
-    proof = verify(program)
+    program = pd.lower(schedule)
+    proof = pd.verify(program)
     assert set(proof.staleness) == {1}
     if p > 1 and m >= p:
         timeline = simulate(program, costs(schedule.plan), n * m)
@@ -101,7 +96,7 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
     assert program.from_json(program.to_json()) == program
     long = simulate(program, costs(schedule.plan), 3 * len(schedule.placement.forwards[0]) * m)
     assert long.peak_versions == proof.peak_versions
-    verify(lower(evaluation(schedule.plan, schedule.placement)))
+    pd.verify(pd.lower(schedules.evaluation(schedule.plan, schedule.placement)))
 
 
 @given(sizes())
@@ -110,8 +105,8 @@ def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(
     assume(stages > 1)
     plan = replace(plan_of(p, stages), tied_weights=(TiedWeights(("w",), (0, stages - 1), 8),))
     schedule = with_tied_weights(roundpipe(plan, m, delay=1))
-    program = lower(schedule)
-    verify(program)
+    program = pd.lower(schedule)
+    pd.verify(program)
     ends: dict[tuple[int, int], float] = {}
     updates = []
     for span in simulate(program, costs(plan), 4 * m).spans:
@@ -167,8 +162,8 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     """Beside its own a worker has the weights of one slot; where each forward is a slot, of one stage."""
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages), m, forwards=forwards)
-    program = lower(schedule)
-    proof, placement = verify(program), schedule.placement
+    program = pd.lower(schedule)
+    proof, placement = pd.verify(program), schedule.placement
     timeline = simulate(program, costs(schedule.plan), 2 * m)
     assert timeline.peak_versions == proof.peak_versions
     for rank in range(p):
@@ -179,14 +174,14 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
         claims = schedule.claims
         assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
         assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
-    verify(lower(evaluation(schedule.plan, placement)))
+    pd.verify(pd.lower(schedules.evaluation(schedule.plan, placement)))
 
 
 @given(sizes(), st.integers(1, 3))
 def test_weights_and_their_gradients_never_travel(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages), m)
-    program = lower(schedule)
+    program = pd.lower(schedule)
     sent = [
         (program.channels[item.channel], item.index)
         for rank in range(p)
@@ -200,14 +195,14 @@ def test_weights_and_their_gradients_never_travel(size: tuple[int, int, int], n:
     assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "stage_input"}
 
 
-@pytest.mark.parametrize("cluster", [Cluster.flat(3, 10.0), replace(Cluster.flat(3, 1e9), host_bytes_per_s=10.0)])
-def test_weights_take_their_time(cluster: Cluster) -> None:
+@pytest.mark.parametrize("cluster", [pd.Cluster.flat(3, 10.0), replace(pd.Cluster.flat(3, 1e9), host_bytes_per_s=10.0)])
+def test_weights_take_their_time(cluster: pd.Cluster) -> None:
     """A forward away from home waits until its weights are made, and copied; on a GPU from the memory of the host."""
     plan = plan_of(3, 4)
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
-    schedule = build("roundpipe", replace(heavy, cluster=cluster), 3)
+    schedule = schedules.build("roundpipe", replace(heavy, cluster=cluster), 3)
     assert [s for s in range(4) if schedule.placement.runs_backward_elsewhere(s)] == [1, 2]
-    timeline = simulate(lower(schedule), costs(schedule.plan), 6)
+    timeline = simulate(pd.lower(schedule), costs(schedule.plan), 6)
     begins = {
         (span.stage, span.index): span.start_s for span in timeline.work() if span.kind == "F" and span.index in (0, 3)
     }
@@ -226,7 +221,7 @@ def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
     p, stages, m = size
     plan = plan_of(p, stages)
     schedule = roundpipe(plan, m, delay=1)
-    program, free = lower(schedule), costs(schedule.plan)
+    program, free = pd.lower(schedule), costs(schedule.plan)
     busy = replace(free, update_s=(update_s,) * stages)
     on_gpus = simulate(program, replace(busy, runtime=RuntimeCosts(overlap_device=True)), n * m)
     without = simulate(program, replace(free, runtime=RuntimeCosts(overlap_device=True)), n * m).makespan_s
@@ -252,7 +247,7 @@ def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
 # -- broken programs ------------------------------------------------------------------------------------
 
 
-PROGRAM = lower(roundpipe(plan_of(3, 5), 4))
+PROGRAM = pd.lower(roundpipe(plan_of(3, 5), 4))
 GUESTS = [(rank, stage) for rank in range(3) for stage, _ in PROGRAM.placement.passes_on_copies(rank, forward=True)]
 
 
@@ -269,8 +264,8 @@ def refused(
     turns = [[advance_instruction(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
     ranks = list(PROGRAM.ranks)
     ranks[rank] = RankProgram((*mine.warmup, *turns[0], *turns[1], *ahead), tuple(edit(turns[2])))
-    with pytest.raises((ScheduleError, DeadlockError)) as caught:
-        verify(replace(PROGRAM, ranks=tuple(ranks)))
+    with pytest.raises((pd.errors.ScheduleError, pd.errors.DeadlockError)) as caught:
+        pd.verify(replace(PROGRAM, ranks=tuple(ranks)))
     return str(caught.value)
 
 
@@ -321,7 +316,7 @@ def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() ->
     """Rank 0 makes its updates before the backwards of its turn at stage 0, whose home sums with it."""
     plan = replace(plan_of(2, 4), tied_weights=(TiedWeights(("w",), (0, 3), 8),))
     schedule = with_tied_weights(roundpipe(plan, 2, delay=1))
-    verify(lower(schedule))
+    pd.verify(pd.lower(schedule))
 
     def order(rank: int) -> Iterator[Op]:
         late: list[Op] = []
@@ -334,17 +329,17 @@ def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() ->
                 yield from late
                 late.clear()
 
-    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction \d+, 2U2, for 0B2"):
-        verify(lower(replace(schedule, order=order)))
+    with pytest.raises(pd.errors.DeadlockError, match=r"rank 1 waits at instruction \d+, 2U2, for 0B2"):
+        pd.verify(pd.lower(replace(schedule, order=order)))
 
 
 def test_a_program_is_read_again_as_it_was() -> None:
-    program = lower(roundpipe(plan_of(4, 7), 4, forwards=3))
-    again = Program.from_json(program.to_json())
+    program = pd.lower(roundpipe(plan_of(4, 7), 4, forwards=3))
+    again = pd.Program.from_json(program.to_json())
     assert again == program
     assert again.placement.shares_weights
-    with pytest.raises(ArtifactError, match="round"):
-        Program.from_json(program.to_json().replace('"turn"', '"round"'))
+    with pytest.raises(pd.errors.ArtifactError, match="round"):
+        pd.Program.from_json(program.to_json().replace('"turn"', '"round"'))
     homes_of_two = ((0,), (1,))
     for forwards, words in (
         (((0,),), "one home and ranks for its forwards and its backwards"),
@@ -359,66 +354,76 @@ def test_a_program_is_read_again_as_it_was() -> None:
 
 
 def test_what_is_not_laid_out_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"round robin from the last one on.*name the workers \(2, 1, 0\)"):
-        build("roundpipe", pd.Plan.uniform(3))
-    with pytest.raises(ScheduleError, match="without replicas; found plan 2-1"):
-        build("roundpipe", pd.Plan.uniform(2, replicas=(2, 1)))
-    apart = replace(plan_of(3, 3), cluster=Cluster((Level(2, 1e9), Level(2, 1e8))))
-    with pytest.raises(ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"):
-        build("roundpipe", apart)
+    with pytest.raises(
+        pd.errors.ScheduleError, match=r"round robin from the last one on.*name the workers \(2, 1, 0\)"
+    ):
+        schedules.build("roundpipe", pd.Plan.uniform(3))
+    with pytest.raises(pd.errors.ScheduleError, match="without replicas; found plan 2-1"):
+        schedules.build("roundpipe", pd.Plan.uniform(2, replicas=(2, 1)))
+    apart = replace(plan_of(3, 3), cluster=pd.Cluster((pd.Level(2, 1e9), pd.Level(2, 1e8))))
+    with pytest.raises(
+        pd.errors.ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"
+    ):
+        schedules.build("roundpipe", apart)
     for options in ({"forwards": -1}, {"delay": 2}):
-        with pytest.raises(ScheduleError, match=r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="):
+        with pytest.raises(
+            pd.errors.ScheduleError, match=r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="
+        ):
             roundpipe(plan_of(2, 2), **options)
-    with pytest.raises(ScheduleError, match=r"'host', but its backwards recompute, which leaves only inputs"):
+    with pytest.raises(pd.errors.ScheduleError, match=r"'host', but its backwards recompute, which leaves only inputs"):
         roundpipe(plan_of(2, 4).choosing(activations="host"))
     says = r"turns of 1025 microbatches: .* repeats after 4100; .* fewer microbatches"
-    with pytest.raises(ScheduleError, match=says):
-        lower(roundpipe(plan_of(4, 4), 1025, delay=1))
-    with pytest.raises(ScheduleError, match="their stages live on other ranks"):
+    with pytest.raises(pd.errors.ScheduleError, match=says):
+        pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1))
+    with pytest.raises(pd.errors.ScheduleError, match="their stages live on other ranks"):
         prepare(plan_of(3, 3), read_run_phases(None, None, "roundpipe/3:4,1f1b/3"), Policy())
 
 
 @pytest.mark.slow
 def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 800, 10),) * 8, batch=16)
-    free = pd.plan(profile, Cluster.flat(4), schedule="roundpipe")
+    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 800, 10),) * 8, batch=16)
+    free = pd.plan(profile, pd.Cluster.flat(4), schedule="roundpipe")
     assert [stage.recompute for stage in free.stages] == [True] * 7 + [False]
     assert free.microbatches == 16
     assert free.period_s == pytest.approx(8.0, rel=1e-3)  # 1 + 3 seconds of each of two stages
-    peaks = simulate(lower(build("roundpipe", free, 16)), costs(free, split=16), 16).peak_bytes
+    peaks = simulate(pd.lower(schedules.build("roundpipe", free, 16)), costs(free, split=16), 16).peak_bytes
     assert max(peaks) == max(free.worker_bytes.values()), "with weights that are copied, and inputs that wait"
-    fits = pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks)), schedule="roundpipe")
+    fits = pd.plan(profile, pd.Cluster.flat(4, memory_bytes=max(peaks)), schedule="roundpipe")
     assert replace(fits, cluster=free.cluster) == free
-    with pytest.raises(PlanError, match=r"worker 2 needs up to .* for the passes of the stages 1, 5, and has"):
-        pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
-    short = replace(free, cluster=Cluster.flat(4, memory_bytes=max(peaks) - 1))
+    with pytest.raises(
+        pd.errors.PlanError, match=r"worker 2 needs up to .* for the passes of the stages 1, 5, and has"
+    ):
+        pd.plan(profile, pd.Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
+    short = replace(free, cluster=pd.Cluster.flat(4, memory_bytes=max(peaks) - 1))
     assert short.first_stage_over_memory == 1
     for measured in (None, profile):
         check_plan(fits, profile=measured)
-        with pytest.raises(PlanError, match="for the passes of the stages"):
+        with pytest.raises(pd.errors.PlanError, match="for the passes of the stages"):
             check_plan(short, profile=measured)
 
 
-LIGHT = LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000)
-CPU = Profile.of_chain((LIGHT,) * 24, batch=16, optimizer_bytes=48_000)
+LIGHT = pd.LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000)
+CPU = pd.Profile.of_chain((LIGHT,) * 24, batch=16, optimizer_bytes=48_000)
 GPU = replace(CPU, runtime=RuntimeCosts(overlap_device=True))
 
 
 def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
     """On 2 workers, the model's weights of 24 kB and 8 microbatches; the gradients of a slot are as large."""
     for chunks in (2, 4, 12):
-        plan = pd.plan(GPU, Cluster.flat(2), schedule="roundpipe", chunks=chunks)
+        plan = pd.plan(GPU, pd.Cluster.flat(2), schedule="roundpipe", chunks=chunks)
         slot = 24_000 // (2 * chunks)
-        peaks = simulate(lower(build("roundpipe", plan, 8)), costs(plan, split=8), 16).peak_bytes
+        peaks = simulate(pd.lower(schedules.build("roundpipe", plan, 8)), costs(plan, split=8), 16).peak_bytes
         small = 24 * 8 * 16  # inputs and messages
         for peak_bytes in (*peaks, *plan.worker_bytes.values()):
             assert 3 * slot <= peak_bytes <= 3 * slot + small
         hosted = [stage.memory.host_bytes for stage in plan.stages]
         assert sum(hosted) == 2 * 24_000 + 48_000
-    assert max(pd.plan(CPU, Cluster.flat(2), schedule="roundpipe", chunks=12).worker_bytes.values()) > 24_000
-    with pytest.raises(PlanError, match=r"of worker [01] need up to 18.* use more stages on each worker \(--chunks\)"):
-        pd.plan(GPU, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")
-    pd.plan(GPU, Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe", chunks=12)
+    assert max(pd.plan(CPU, pd.Cluster.flat(2), schedule="roundpipe", chunks=12).worker_bytes.values()) > 24_000
+    with pytest.raises(
+        pd.errors.PlanError, match=r"of worker [01] need up to 18.* use more stages on each worker \(--chunks\)"
+    ):
+        pd.plan(GPU, pd.Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")
+    pd.plan(GPU, pd.Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe", chunks=12)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -427,7 +432,7 @@ def test_a_machine_without_room_for_what_is_kept_there_is_refused(delay: int) ->
     the workers take turns a second set of gradients.
     """
     need, name = 96_000 + 48_000 * delay, f"roundpipe[delay={delay}]"
-    enough = replace(Cluster.flat(2), host_bytes=need)
+    enough = replace(pd.Cluster.flat(2), host_bytes=need)
     plan = pd.plan(GPU, enough, schedule=name)
     assert sum(stage.memory.host_bytes for stage in plan.stages) == need
     check_plan(plan)
@@ -436,8 +441,8 @@ def test_a_machine_without_room_for_what_is_kept_there_is_refused(delay: int) ->
     sizes = [format_bytes(size) for size in (need, need - 48_000)]
     reason = f"need {sizes[0]}, 1.00 B more than .* {fits} optimizer without state needs {sizes[1]}"
     for check in (lambda: pd.plan(GPU, short, schedule=name), lambda: check_plan(plan.on(short))):
-        with pytest.raises(PlanError, match=reason):
+        with pytest.raises(pd.errors.PlanError, match=reason):
             check()
-    with pytest.raises(PlanError, match="nothing smaller fits: use a smaller model"):
+    with pytest.raises(pd.errors.PlanError, match="nothing smaller fits: use a smaller model"):
         pd.plan(GPU, replace(enough, host_bytes=47_999), schedule=name)
     pd.plan(CPU, short, schedule=name)  # CPUs have their shares of the machine's memory

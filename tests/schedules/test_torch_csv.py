@@ -13,15 +13,10 @@ import zoo
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.lowering import lower
+from pipedream import schedules
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules import SCHEDULES, STAGE_ORDERS, build, evaluation, from_torch_csv, to_torch_csv, uniform
 from pipedream.schedules.kit.method import looped
 from pipedream.testing import Reads, Training, assert_near
-from pipedream.verifier import verify
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
@@ -41,8 +36,8 @@ def theirs() -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def read(name: str, p: int, m: int, v: int) -> Schedule:
-    return from_torch_csv(torch_schedules.text_of(torch_schedules.orders(name, p, m, v)), name=name)
+def read(name: str, p: int, m: int, v: int) -> pd.Schedule:
+    return schedules.from_torch_csv(torch_schedules.text_of(torch_schedules.orders(name, p, m, v)), name=name)
 
 
 # -- theirs ---------------------------------------------------------------------------------------------
@@ -56,16 +51,16 @@ def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
     assert schedule.placement.ranks == tuple((rank,) for rank in ranks)
     assert schedule.microbatches == m
     assert schedule.splits_backward == (name in SPLIT)
-    proof = verify(lower(schedule))
+    proof = pd.verify(pd.lower(schedule))
     assert set(proof.staleness) == {0}
     assert proof.peak_versions == (v,) * p
     if name != "GPipe":  # with its messages it is the same schedule
         text = torch_schedules.text_of(torch_schedules.lowered(name, p, m, v))
         assert "SEND_F" in text or p == 1
-        assert from_torch_csv(text, name=name) == schedule
-    again = from_torch_csv(to_torch_csv(schedule), name=name)
+        assert schedules.from_torch_csv(text, name=name) == schedule
+    again = schedules.from_torch_csv(schedules.to_torch_csv(schedule), name=name)
     assert again == schedule
-    assert to_torch_csv(lower(again)) == to_torch_csv(schedule)
+    assert schedules.to_torch_csv(pd.lower(again)) == schedules.to_torch_csv(schedule)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 7), (3, 6), (4, 11)])
@@ -76,7 +71,10 @@ def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
 def test_ours_are_theirs(ours: str, name: str, p: int, m: int) -> None:
     """The same order, op by op, written twice from the same papers."""
     m -= m % p if ours == "interleaved_1f1b" else 0
-    theirs, mine = read(name, p, m, 1 if ours == "gpipe" else 2), build(ours, uniform(ours, p), m)
+    theirs, mine = (
+        read(name, p, m, 1 if ours == "gpipe" else 2),
+        schedules.build(ours, schedules.uniform(ours, p), m),
+    )
     for rank in range(p):
         rows = [[op for op in schedule.ops(rank, m) if op.kind is not Kind.UPDATE] for schedule in (mine, theirs)]
         assert rows[0] == rows[1]
@@ -95,10 +93,10 @@ def test_their_deferred_receives(name: str) -> None:
         text = torch_schedules.text_of(rows)
         mixed.append(any(sent != received for sent, received in torch_schedules.on_their_ways(rows).values()))
         if mixed[-1]:
-            with pytest.raises(ScheduleError, match="are received in the order in which they are sent"):
-                from_torch_csv(text, name=name)
+            with pytest.raises(pd.errors.ScheduleError, match="are received in the order in which they are sent"):
+                schedules.from_torch_csv(text, name=name)
         else:
-            assert from_torch_csv(text, name=name) == read(name, p, m, 2)
+            assert schedules.from_torch_csv(text, name=name) == read(name, p, m, 2)
     assert any(mixed) == (name in SPLIT)
 
 
@@ -109,8 +107,10 @@ def test_their_1f1b_is_broken_and_refused() -> None:
     """
     rows = torch_schedules.orders("1F1B", 2, 4)
     assert [str(action) for action in rows[1] if action is not None][:2] == ["1F1", "1B0"]
-    with pytest.raises(ScheduleError, match=r"row 1 \(rank 0\) lacks 0F4: row 2 \(rank 1\), column \d+: 1F4 names"):
-        from_torch_csv(torch_schedules.text_of(rows))
+    with pytest.raises(
+        pd.errors.ScheduleError, match=r"row 1 \(rank 0\) lacks 0F4: row 2 \(rank 1\), column \d+: 1F4 names"
+    ):
+        schedules.from_torch_csv(torch_schedules.text_of(rows))
 
 
 # -- ours -----------------------------------------------------------------------------------------------
@@ -118,45 +118,51 @@ def test_their_1f1b_is_broken_and_refused() -> None:
 
 WRITABLE = [
     name
-    for name in sorted(SCHEDULES)
-    if build(name, uniform(name, 2)).flushes and max(uniform(name, 2).replicas) == 1 and name != "roundpipe"
+    for name in sorted(schedules.SCHEDULES)
+    if schedules.build(name, schedules.uniform(name, 2)).flushes
+    and max(schedules.uniform(name, 2).replicas) == 1
+    and name != "roundpipe"
 ]
 
 
 @st.composite
-def flushing(draw: st.DrawFn) -> Schedule:
+def flushing(draw: st.DrawFn) -> pd.Schedule:
     """Any registered method that flushes and has no replicas, of any size."""
     name, p = draw(st.sampled_from(WRITABLE)), draw(st.integers(1, 4))
-    plan = uniform(name, p, chunks=draw(st.integers(1, 3)) if STAGE_ORDERS.get(name) is looped else None)
+    plan = schedules.uniform(
+        name, p, chunks=draw(st.integers(1, 3)) if schedules.STAGE_ORDERS.get(name) is looped else None
+    )
     try:
-        return build(name, plan, draw(st.integers(1, 16)))
-    except ScheduleError:  # it wants another multiple, or more
-        return build(name, plan, 2 * p * draw(st.integers(1, 3)))
+        return schedules.build(name, plan, draw(st.integers(1, 16)))
+    except pd.errors.ScheduleError:  # it wants another multiple, or more
+        return schedules.build(name, plan, 2 * p * draw(st.integers(1, 3)))
 
 
 @given(flushing())
-def test_ours_come_back_and_their_loader_takes_them(tmp_path_factory: pytest.TempPathFactory, ours: Schedule) -> None:
-    text, m = to_torch_csv(ours), ours.microbatches
-    again = from_torch_csv(text, name=ours.name, plan=ours.plan)
-    assert text == to_torch_csv(lower(ours)) == to_torch_csv(again)
+def test_ours_come_back_and_their_loader_takes_them(
+    tmp_path_factory: pytest.TempPathFactory, ours: pd.Schedule
+) -> None:
+    text, m = schedules.to_torch_csv(ours), ours.microbatches
+    again = schedules.from_torch_csv(text, name=ours.name, plan=ours.plan)
+    assert text == schedules.to_torch_csv(pd.lower(ours)) == schedules.to_torch_csv(again)
     workers = range(ours.placement.workers)
     passes = [
         [[op for op in s.ops(rank, 3 * m) if op.kind is not Kind.UPDATE] for rank in workers] for s in (ours, again)
     ]
     assert passes[0] == passes[1]
-    assert verify(lower(again)).peak_in_flight == verify(lower(ours)).peak_in_flight
+    assert pd.verify(pd.lower(again)).peak_in_flight == pd.verify(pd.lower(ours)).peak_in_flight
     file = tmp_path_factory.mktemp("csv") / "ours.csv"
     file.write_text(text)
     loaded = torch_schedules.load(file, ours.placement.stages, ours.placement.workers, m)
     assert loaded.stage_index_to_group_rank == {s: row[0] for s, row in enumerate(ours.placement.ranks)}
     # What their lowering makes of it is consistent by our rules, and the same schedule.
-    assert from_torch_csv(torch_schedules.text_of(loaded.pipeline_order_with_comms), name=ours.name) == from_torch_csv(
-        text, name=ours.name
-    )
+    assert schedules.from_torch_csv(
+        torch_schedules.text_of(loaded.pipeline_order_with_comms), name=ours.name
+    ) == schedules.from_torch_csv(text, name=ours.name)
 
 
 def test_a_column_is_a_step() -> None:
-    assert to_torch_csv(build("1f1b", Plan.uniform(3), 3)).splitlines() == [
+    assert schedules.to_torch_csv(schedules.build("1f1b", pd.Plan.uniform(3), 3)).splitlines() == [
         "0F0,0F1,0F2,,,0B0,,0B1,,0B2",
         ",1F0,1F1,,1B0,1F2,1B1,,1B2",
         ",,2F0,2B0,2F1,2B1,2F2,2B2",
@@ -166,17 +172,23 @@ def test_a_column_is_a_step() -> None:
 @pytest.mark.parametrize(
     ("schedule", "reason"),
     [
-        (build("pipedream", Plan.uniform(2)), "updates without a flush, .* neither updates nor versions"),
-        (build("pipedream_2bw", Plan.uniform(2)), "updates without a flush"),
-        (evaluation(Plan.uniform(2)), "updates without a flush"),
-        (build("gpipe", Plan.uniform(2, replicas=(2, 1))), "2-1 replicas .* one rank for each stage"),
-        (build("roundpipe", uniform("roundpipe", 4)), "forwards of stage 0 on rank 1 and its"),
+        (
+            schedules.build("pipedream", pd.Plan.uniform(2)),
+            "updates without a flush, .* neither updates nor versions",
+        ),
+        (schedules.build("pipedream_2bw", pd.Plan.uniform(2)), "updates without a flush"),
+        (schedules.evaluation(pd.Plan.uniform(2)), "updates without a flush"),
+        (schedules.build("gpipe", pd.Plan.uniform(2, replicas=(2, 1))), "2-1 replicas .* one rank for each stage"),
+        (
+            schedules.build("roundpipe", schedules.uniform("roundpipe", 4)),
+            "forwards of stage 0 on rank 1 and its",
+        ),
     ],
 )
-def test_what_cannot_be_written_is_refused(schedule: Schedule, reason: str) -> None:
-    for either in (schedule, lower(schedule)):
-        with pytest.raises(ScheduleError, match=reason):
-            to_torch_csv(either)
+def test_what_cannot_be_written_is_refused(schedule: pd.Schedule, reason: str) -> None:
+    for either in (schedule, pd.lower(schedule)):
+        with pytest.raises(pd.errors.ScheduleError, match=reason):
+            schedules.to_torch_csv(either)
 
 
 # -- files that are wrong -------------------------------------------------------------------------------
@@ -248,32 +260,40 @@ WRONG = {
 @pytest.mark.parametrize("story", WRONG)
 def test_wrong_files_are_refused_by_row_column_and_cell(story: str) -> None:
     text, message = WRONG[story]
-    assert from_torch_csv(PASSES).microbatches == from_torch_csv(LOWERED).microbatches == 2
-    with pytest.raises(ScheduleError, match=message) as caught:
-        from_torch_csv(text, name="mine.csv")
+    assert schedules.from_torch_csv(PASSES).microbatches == schedules.from_torch_csv(LOWERED).microbatches == 2
+    with pytest.raises(pd.errors.ScheduleError, match=message) as caught:
+        schedules.from_torch_csv(text, name="mine.csv")
     assert str(caught.value).startswith("schedule 'mine.csv': ")
 
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("0F0,0B0\n1B0,1F0\n", ScheduleError, r"rank 1, .*, 1B0: needs 1F0, which comes later"),
-        ("0B0,0F0\n1F0,1B0\n", ScheduleError, r"rank 0, .*, 0B0: needs 0F0, which comes later"),
-        ("0F0,0W0,0I0\n1F0,1I0,1W0\n", ScheduleError, r"rank 0, .*, 0W0: needs 0I0, which comes later"),
-        ("1F0,0F0,1B0,0B0\n", ScheduleError, r"rank 0, .*, 1F0: needs 0F0, which comes later"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", DeadlockError, r"rank 0 waits .*, for the gradient of microbatch 0"),
+        ("0F0,0B0\n1B0,1F0\n", pd.errors.ScheduleError, r"rank 1, .*, 1B0: needs 1F0, which comes later"),
+        ("0B0,0F0\n1F0,1B0\n", pd.errors.ScheduleError, r"rank 0, .*, 0B0: needs 0F0, which comes later"),
+        ("0F0,0W0,0I0\n1F0,1I0,1W0\n", pd.errors.ScheduleError, r"rank 0, .*, 0W0: needs 0I0, which comes later"),
+        ("1F0,0F0,1B0,0B0\n", pd.errors.ScheduleError, r"rank 0, .*, 1F0: needs 0F0, which comes later"),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            pd.errors.DeadlockError,
+            r"rank 0 waits .*, for the gradient of microbatch 0",
+        ),
         ("0F0,2F0,2B0,0B0\n1F0,1B0\n", None, ""),
-        ("2F0,0F0,2B0,0B0\n1F0,1B0\n", DeadlockError, r"for the activation of microbatch 0 from rank 1"),
-        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", ScheduleError, r"sent as microbatch 0 and received as microbatch 1"),
+        ("2F0,0F0,2B0,0B0\n1F0,1B0\n", pd.errors.DeadlockError, r"for the activation of microbatch 0 from rank 1"),
+        (
+            "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
+            pd.errors.ScheduleError,
+            r"sent as microbatch 0 and received as microbatch 1",
+        ),
     ],
 )
 def test_the_proof_refuses_orders_that_cannot_run(text: str, error: type[Exception] | None, message: str) -> None:
-    program = lower(from_torch_csv(text))
+    program = pd.lower(schedules.from_torch_csv(text))
     if error is None:
-        verify(program)
+        pd.verify(program)
         return
     with pytest.raises(error, match=message):
-        verify(program)
+        pd.verify(program)
 
 
 @given(st.data())
@@ -298,17 +318,17 @@ def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> No
             )
     text = "\n".join(",".join(row) for row in rows)
     try:
-        schedule = from_torch_csv(text)
-        verify(lower(schedule))
-    except ScheduleError:
+        schedule = schedules.from_torch_csv(text)
+        pd.verify(pd.lower(schedule))
+    except pd.errors.ScheduleError:
         return
-    assert from_torch_csv(to_torch_csv(schedule)) == schedule
+    assert schedules.from_torch_csv(schedules.to_torch_csv(schedule)) == schedule
 
 
 # -- run ------------------------------------------------------------------------------------------------
 
 
-def training(schedule: Schedule | str, plan: Plan, batches: int = 3) -> Training:
+def training(schedule: pd.Schedule | str, plan: pd.Plan, batches: int = 3) -> Training:
     """Returns a short run of the mlp."""
     animal, sgd = zoo.make("mlp"), partial(torch.optim.SGD, lr=0.05)
     data = animal.batches[:batches]
@@ -317,7 +337,7 @@ def training(schedule: Schedule | str, plan: Plan, batches: int = 3) -> Training
     )
 
 
-def plan_on(schedule: Schedule) -> Plan:
+def plan_on(schedule: pd.Schedule) -> pd.Plan:
     """Returns the plan of the mlp with the schedule's stages, on its ranks."""
     plan = zoo.plan_of(zoo.make("mlp"), schedule.placement.stages)
     return replace(plan, worker_order=schedule.plan.worker_order)
@@ -333,7 +353,7 @@ def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> Non
     schedule = read(name, p, m, v)
     plan = plan_on(schedule)
     text = torch_schedules.text_of(torch_schedules.orders(name, p, m, v))
-    training(from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // m))
+    training(schedules.from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // m))
 
 
 @pytest.mark.parametrize(
@@ -346,8 +366,8 @@ def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> Non
     ids=["v", "neighbours", "any"],
 )
 def test_any_map_of_stages_trains_as_plain_pytorch(text: str) -> None:
-    plan = plan_on(from_torch_csv(text))
-    training(from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // 2))
+    plan = plan_on(schedules.from_torch_csv(text))
+    training(schedules.from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // 2))
 
 
 def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
@@ -355,12 +375,12 @@ def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
     file.write_text(PASSES)
     plan = zoo.plan_of(zoo.make("mlp", torch.float64), 2)
     training(str(file), plan).check(reads=Reads(lambda s, k: k // 2))
-    with pytest.raises(ScheduleError, match=r"Mine.CSV' with 3 microbatches a minibatch: the file has 2"):
-        build(str(file), plan, 3)
-    with pytest.raises(ScheduleError, match=r"it has 2 stages on ranks 0, 1, the plan 1-1-1 on 0, 1, 2"):
-        build(str(file), Plan.uniform(3))
-    with pytest.raises(ScheduleError, match=r"nowhere.csv cannot be read"):
-        build(str(tmp_path / "nowhere.csv"), plan)
+    with pytest.raises(pd.errors.ScheduleError, match=r"Mine.CSV' with 3 microbatches a minibatch: the file has 2"):
+        schedules.build(str(file), plan, 3)
+    with pytest.raises(pd.errors.ScheduleError, match=r"it has 2 stages on ranks 0, 1, the plan 1-1-1 on 0, 1, 2"):
+        schedules.build(str(file), pd.Plan.uniform(3))
+    with pytest.raises(pd.errors.ScheduleError, match=r"nowhere.csv cannot be read"):
+        schedules.build(str(tmp_path / "nowhere.csv"), plan)
 
 
 @pytest.mark.slow
@@ -369,14 +389,16 @@ def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
 def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chunks: int) -> None:
     """Over two processes PyTorch's runtime does what we have written; ours does it in one, from the same file."""
     file = tmp_path / "ours.csv"
-    ours = build(name, uniform(name, 2, chunks=chunks), 4)
-    file.write_text(to_torch_csv(ours))
+    ours = schedules.build(name, schedules.uniform(name, 2, chunks=chunks), 4)
+    file.write_text(schedules.to_torch_csv(ours))
     summed: dict[str, torch.Tensor] = {}
     for gradients in processes.team(2).results(torch_schedules.run, str(file), ours.placement.stages, 4):
         summed |= gradients
     model, x, y = torch_schedules.model_and_batch()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    plan = replace(Plan.uniform(ours.placement.stages), worker_order=ours.plan.worker_order, cluster=ours.plan.cluster)
+    plan = replace(
+        pd.Plan.uniform(ours.placement.stages), worker_order=ours.plan.worker_order, cluster=ours.plan.cluster
+    )
     per = len(model) // len(plan.stages)
     rows = [replace(row, first=i * per, last=(i + 1) * per) for i, row in enumerate(plan.stages)]
     plan = replace(plan, stages=tuple(rows))

@@ -22,10 +22,9 @@ import pipedream as pd
 from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.experimental.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
-from pipedream.schedules import SCHEDULES, STAGE_ORDERS, properties_of
 from pipedream.testing import CompensationRule, Reads, Trained, Training, Turn, assert_equal, assert_near as assert_near
 
-FLUSHING = tuple(name for name in SCHEDULES if properties_of(name).flushes)
+FLUSHING = tuple(name for name in pd.schedules.SCHEDULES if pd.schedules.properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -148,7 +147,7 @@ class Case:
 
     def plan(self) -> pd.Plan:
         """Returns the plan."""
-        layout = STAGE_ORDERS.get(self.schedule)
+        layout = pd.schedules.STAGE_ORDERS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth, self.cuts)
         plan = plan if self.update_delay is None else replace(plan, update_delay=self.update_delay)
@@ -166,7 +165,7 @@ class Case:
     def training(self) -> Training:
         """Returns the training."""
         animal = zoo.make(self.animal, self.dtype)
-        schedule = partial(SCHEDULES[self.schedule], **dict(self.options)) if self.options else None
+        schedule = partial(pd.schedules.SCHEDULES[self.schedule], **dict(self.options)) if self.options else None
         more = {name: getattr(self, name) for name in ("check", "activations", "optimizer_state")} | dict(self.more)
         return Training(
             model=animal.model,
@@ -297,7 +296,7 @@ def by_hand(case: Case, outcome: Trained | None, rule: CompensationRule | None, 
 def turn_of(case: Case, name: str, m: int, rule: CompensationRule) -> Turn:
     """Returns a method as its paper says it. A delayed global norm is late by what the input stage has in flight."""
     plan = case.plan()
-    flushes = properties_of(name).flushes and not dict(case.options).get("delay")
+    flushes = pd.schedules.properties_of(name).flushes and not dict(case.options).get("delay")
     rounds = m == 1 and not flushes
     per_update = plan.replicas if rounds else ()
     late = 0 if flushes else None

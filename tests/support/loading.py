@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import pipedream as pd
-from pipedream.pipeline import Pipeline
 from pipedream.runtime.data import source
 
 SIZE, BATCH = 50, 12
@@ -140,7 +139,7 @@ def loader_of(kind: str, notes: Notes) -> Any:
     return DataLoader(notes, batch_size=BATCH, shuffle=True, generator=generator, **workers)
 
 
-def pipeline_of(job: Job) -> Pipeline:
+def pipeline_of(job: Job) -> pd.Pipeline:
     """Returns a job's pipeline."""
     options = {"schedule": job.schedule, "microbatches": job.microbatches, "seed": 3, "check": False}
     return make_pipeline("mlp", job.replicas, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9), **options)
