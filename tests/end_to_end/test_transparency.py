@@ -13,10 +13,11 @@ import pytest
 import strict
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, STAGE_ORDERS, Case, check, check_processes, run
+from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_processes, run
 from marks import slow, thinned
 
 import pipedream as pd
+from pipedream.schedules import STAGE_ORDERS
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples

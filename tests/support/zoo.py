@@ -197,7 +197,7 @@ def tied(dtype: torch.dtype) -> Animal:
     first, tokens = Positions(9, 8), torch.randint(9, (27, 6))
     model = nn.Sequential(first, _residual(8), _residual(8), _head(first.table)).to(dtype)
     batches, cuts = _dealt(tokens, tokens.roll(-1, 1), 8), {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
-    return Animal(model, batches, F.cross_entropy, _words, cuts)
+    return Animal(model, batches, F.cross_entropy, _sum_of_words, cuts)
 
 
 def matrices(dtype: torch.dtype) -> Animal:
@@ -288,7 +288,7 @@ def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return -(picked * counts).sum(), float(counts.sum())
 
 
-def _words(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+def _sum_of_words(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return -output.log_softmax(1).gather(1, targets.unsqueeze(1)).sum(), float(targets.numel())
 
 
