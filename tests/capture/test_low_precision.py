@@ -62,7 +62,7 @@ def _case(name: str, kind: str) -> Case:
     return replace(case, make=partial(_build_without_cache, CASES[name]))
 
 
-def _list_cases(default: set[tuple[str, str]] = DEFAULT) -> list[Any]:
+def _list_cases(default: set[tuple[str, str]] = DEFAULT, every: int = 12) -> list[Any]:
     has_hf = importlib.util.find_spec("transformers") is not None
     parameters = []
     for name, case in CASES.items():
@@ -72,7 +72,7 @@ def _list_cases(default: set[tuple[str, str]] = DEFAULT) -> list[Any]:
                 marks.append(pytest.mark.skip(reason="transformers is not installed"))
             if (name, kind) not in PLAIN_FAILS:
                 parameters.append(pytest.param(name, kind, marks=marks, id=f"{name}-{kind}"))
-    return spread(parameters, every=12)
+    return spread(parameters, every)
 
 
 class _Dtypes(TorchFunctionMode):
@@ -153,7 +153,7 @@ def test_every_cut_gives_the_numbers_of_the_model(name: str, kind: str, monkeypa
 TRAINED = {("own_backward", "bfloat16 autocast")}
 
 
-@pytest.mark.parametrize(("name", "kind"), _list_cases(TRAINED))
+@pytest.mark.parametrize(("name", "kind"), _list_cases(TRAINED, every=24))
 def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
     """With one microbatch. In evaluation torch's own encoder fails alone."""
     case = _case(name, kind)
