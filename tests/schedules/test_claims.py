@@ -9,7 +9,7 @@ import pipedream as pd
 from pipedream import schedules
 from pipedream.core.schedule.op import Kind
 from pipedream.simulator import costs, simulate
-from pipedream.testing.checks import check_claims
+from pipedream.testing.checks import check_claims, small_schedules
 
 NAMES = (*schedules.SCHEDULES, "paci[backward_rule=stash]")
 
@@ -21,6 +21,7 @@ def run(schedule: pd.Schedule, total: int) -> pd.Timeline:
 @pytest.mark.parametrize("name", NAMES)
 def test_bubble_in_flight_staleness_and_versions(name: str) -> None:
     check_claims(name)
+    assert all(schedule.claims.bubble or not schedule.flushes for _, _, schedule in small_schedules(name))
 
 
 @pytest.mark.parametrize(("p", "total"), [(2, 1), (3, 2), (4, 3), (6, 5)])
