@@ -92,7 +92,9 @@ def _send(
     link, encodings = channel.LocalChannel(), MessageEncoding.parse(messages)
     sender = codec.with_encoding(link, encodings, carries)
     sender.send(wire.Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
-    return codec.with_decoding(link, encodings, carries).receive().result(), sender.sent_bytes
+    pending = codec.with_decoding(link, encodings, carries).receive()
+    assert pending.ready()
+    return pending.result(), sender.sent_bytes
 
 
 def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:
