@@ -83,6 +83,19 @@ def test_a_matrix_of_low_rank_arrives_as_it_is(shape: tuple[int, int], seed: int
         assert all(float(replica.errors["weight"].norm()) < 1e-9 * float(gradient.norm()) for replica in replicas)
 
 
+def test_an_update_begins_with_the_factor_of_the_last() -> None:
+    (replica,) = make(1, (8, 12), 2)
+    factor, error = replica.factors["weight"].clone(), torch.zeros(8, 12).double()
+    for seed in range(3):
+        gradient = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        matrix = gradient + error
+        left = torch.linalg.qr(matrix @ torch.linalg.qr(factor).Q).Q
+        factor = matrix.T @ left
+        error = matrix - left @ factor.T
+        torch.testing.assert_close(sum_up([replica], [gradient])[0], left @ factor.T)
+        finish([replica])
+
+
 def test_a_gradient_of_zeros_does_not_end_the_factors() -> None:
     replicas = make(2, (8, 12), 2)
     for _ in range(2):
