@@ -3,7 +3,7 @@
 import pytest
 import torch
 from encoded import rounded
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan.messages import BLOCK, ENCODINGS, MessageEncoding
@@ -29,6 +29,7 @@ STAGE_ORDERS = {
     st.floats(1e-6, 1e4),
     st.integers(0, 2**32),
 )
+@example("int8", torch.float32, "columns", 9, 80, 1.0, 0)
 def test_arrives_as_documented(
     encoding: str, dtype: torch.dtype, layout: str, rows: int, columns: int, size: float, seed: int
 ) -> None:
