@@ -33,5 +33,5 @@ def edited(program: pd.Program, rank: int, *changes: tuple[str, str]) -> pd.Prog
     for old, new in changes:
         assert f" {old} " in f" {text} ", f"{old} in {text}"
         text = " ".join(f" {text} ".replace(f" {old} ", f" {new} ", 1).split())
-    warmup, period = (tuple(items[word] for word in part.split()) for part in f" {text} ".split("|"))
+    warmup, period = (tuple(items[word] for word in part.split()) for part in f" {text} ".split(" | "))
     return with_rank(program, rank, warmup=warmup, period=period)

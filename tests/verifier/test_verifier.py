@@ -273,13 +273,15 @@ def test_replicas_must_all_join_a_sum() -> None:
 def test_coupled_updates() -> None:
     """With a flush they cost nothing; PipeDream's output stage stands still until the input stage follows."""
     for name in ("1f1b", "gpipe", "pipedream", "pipedream_2bw"):
-        pd.verify(replace(of(name, 1, 1, 1, microbatches=None if name == "pipedream" else 4), couples_updates=True))
+        split = None if name == "pipedream" else 4
+        pd.verify(pd.lower(pd.schedules.build(name, pd.Plan.uniform(3), split).couple_updates()))
+    schedule = pd.schedules.build("1f1b", pd.Plan.uniform(2), 1)
     # Rank 1 keeps back the gradient until the update that rank 0 makes with it.
-    late = edited(of("1f1b", 1, 1, microbatches=1), 1, (">1:0 1U1", "1U1 >1:0"))
-    pd.verify(late)
-    words = r"rank 1 waits at instruction 4, 1U1, for rank 0 to reach the same update"
+    pd.verify(edited(pd.lower(schedule), 1, (">1:0 1U1", "1U1 >1:0")))
+    late = edited(pd.lower(schedule.couple_updates()), 1, (">1:0 |0:1 1U1", "|0:1 1U1 >1:0"))
+    words = r"rank 1 waits at instruction 4, \|0:1, for rank 0 to reach the sum of norms over all ranks"
     with pytest.raises(pd.errors.DeadlockError, match=words):
-        pd.verify(replace(late, couples_updates=True))
+        pd.verify(late)
 
 
 def test_messages_without_a_channel_are_refused() -> None:

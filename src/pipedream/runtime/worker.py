@@ -15,7 +15,7 @@ import torch
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, advance_instruction, count_indices
+from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, advance_instruction, count_indices
 from pipedream.core.user_code import with_place
 from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
@@ -164,7 +164,7 @@ class Worker:
             Move.RECEIVE: self._receive,
             _RECOMPUTE_AND_RECEIVE: partial(backwards.recompute_and_receive, self._receive),
             Move.SEND: self._send,
-            Move.SYNC: _skip_sync,
+            **dict.fromkeys(SUMS, _skip_sum),
         }
         self._steps = {False: _resolve_steps(evaluation, rank, self._actions)}
         self.switch_to(program, 0)
@@ -426,10 +426,9 @@ def _find_waiting_stages(program: Program) -> set[int]:
     }
 
 
-def _skip_sync(stage: int, index: int) -> None:
-    """Runs the instruction `=`: the all-reduce that the proof places here was started inside the update's last backward
-    (`BackwardRunner`), and the update waits for it (`UpdateBarrier.prepare`).
+def _skip_sum(number: int, index: int) -> None:
+    """Runs an instruction of a sum, for which the update after it waits (`UpdateBarrier.prepare`).
 
-    The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
-    same order.
+    A sum over replicas was started inside the update's last backward (`BackwardRunner`), before its place here. That is
+    safe: the replicas of a stage have a group of their own, and all start their buckets in the same order.
     """

@@ -25,9 +25,10 @@ from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
+    ALL_RANKS,
     GIVE,
     OP,
     READ,
@@ -35,7 +36,6 @@ from pipedream.simulator.compiled import (
     SEND,
     STOP,
     SYNC,
-    TIED,
     TURN,
     CompiledInstruction,
     CompiledRank,
@@ -48,7 +48,6 @@ from pipedream.simulator.messages import Network, Wire, describe_message
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
 _TOLERANCE = 1e-9  # relative
-_COUPLED = -1  # stage of the barrier before a coupled update
 
 
 def simulate(
@@ -106,7 +105,6 @@ class _Rank:
         slowness: factor on its seconds.
         joined: stage -> newest update whose sum has this rank's gradients.
         stepping: stage -> (update, its end), of updates that its host makes beside the passes.
-        coupled: newest update before which it has waited for all ranks.
         arrival_s: of the newest message received; an op may begin before it, but not end.
     """
 
@@ -125,7 +123,6 @@ class _Rank:
     sends: list[Span] = field(default_factory=list)
     received: list[Wire] = field(default_factory=list)
     joined: dict[int, int] = field(default_factory=dict)
-    coupled: int = 0
     arrival_s: float = 0.0
     stepping: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -265,7 +262,7 @@ class _Clock:
                 backward_s = now - spans[-1].start_s
                 self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage, what = what if code in (TIED, READ) else (what if code == SYNC else _COUPLED, what)
+                stage, what = (what, what) if code == SYNC else what
                 over_s = (self._await_shared if code == READ else self._await_barrier)(rank, stage, index, now)
                 if over_s is None:
                     break
@@ -355,14 +352,16 @@ class _Clock:
         key = stage, update
         barrier = self.barriers.get(key)
         if barrier is None:
-            size = sum(last >= update for last in self.last_updates) if stage == _COUPLED else self.member_counts[stage]
+            size = (
+                sum(last >= update for last in self.last_updates) if stage == ALL_RANKS else self.member_counts[stage]
+            )
             barrier = self.barriers[key] = _Barrier(size, size)
         rank.joined[stage] = update
         barrier.arrivals.append((now, backward_s))
         barrier.missing -= 1
         if barrier.missing:
             return
-        if stage == _COUPLED:
+        if stage == ALL_RANKS:
             self._end_barrier(barrier, 0.0, 0.0)
         else:
             self.messages.sum_up(
@@ -378,8 +377,6 @@ class _Clock:
 
     def _await_barrier(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
         """Returns when a barrier that a rank has reached ends; None while unknown."""
-        if stage == _COUPLED and update <= rank.coupled:
-            return now  # another stage of this rank has waited
         if rank.joined.get(stage, 0) < update:
             self._join_barrier(rank, stage, update, now, 0.0)
         barrier = self.barriers[stage, update]
@@ -389,8 +386,6 @@ class _Clock:
         barrier.staying -= 1
         if not barrier.staying:
             del self.barriers[stage, update]
-        if stage == _COUPLED:
-            rank.coupled = update
         return barrier.over_s
 
     def build_timeline(self) -> Timeline:
@@ -428,11 +423,9 @@ class _Clock:
             if isinstance(instruction, Transfer) and instruction.kind is Move.RECEIVE:
                 text += f": {describe_message(self.messages.wires[instruction.channel].channel, instruction.index)}"
             elif isinstance(instruction, Transfer):
-                text += f": the other replicas of stage {instruction.channel}"
-            elif rank.text.instructions[rank.position].code == READ:
-                text += ": what another rank leaves in shared memory"
+                text += f": {SUMS[instruction.kind]}"
             else:
-                text += ": the update of the other ranks"
+                text += ": what another rank leaves in shared memory"
             rows.append(f"  rank {rank.number} waits at {text}")
         return "\n".join(
             [

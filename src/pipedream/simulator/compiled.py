@@ -1,8 +1,8 @@
 """A rank's instructions for the clock: flat tuples, made once, with indices that advance by a stride each turn.
 
-They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum. COUPLE
-precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, READ an op that
-reads weights, or gradients, which another rank has left in shared memory. The instructions end with TURN or STOP.
+They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum. READ
+precedes an op that reads weights, or gradients, which another rank has left in shared memory. The instructions end with
+TURN or STOP.
 """
 
 from collections.abc import Collection
@@ -10,17 +10,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import (
+    Instruction,
+    Move,
+    Program,
+    Transfer,
+    advance_instruction,
+    find_per_update,
+)
 
-OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, READ, TURN, STOP = range(10)
+OP, RECEIVE, SEND, SYNC, GIVE, NORM, TIED, READ, TURN, STOP = range(10)
 
 
 class CompiledInstruction(NamedTuple):
     """One instruction of a rank, in turn t of the period.
 
     Attributes:
-        what: stage of an op or a sum; a channel's number; for TIED, the sum (`Costs.sum_s`) and the
-            stage; for GIVE, (stage, first update, its stride).
+        what: stage of an op or a sum; a channel's number; for TIED and NORM, the barrier (`Costs.sum_s` or
+            `ALL_RANKS`) and the stage; for GIVE, (stage, first update, its stride).
         first, stride: its index is first + t x stride.
         limit: it exists if its index is below this.
     """
@@ -34,7 +41,10 @@ class CompiledInstruction(NamedTuple):
     source: Instruction | None
 
 
-_CODES = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}
+ALL_RANKS = -1
+"""The barrier of a global norm, beside those of stages and of tied weights."""
+
+_CODES = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC, Move.TIED: TIED, Move.NORM: NORM}
 _TURN = CompiledInstruction(TURN, 0, 0, 0, 0, "", None)
 _STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
@@ -80,10 +90,7 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
     ]
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
     find_update = program.update_completed_by(rank) if sums else None
-    stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
-    tied_numbers = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
-    summed: set[int] = set()  # updates before which the sums of tied weights are compiled
-    couples = program.couples_updates and not program.norm_delay  # a delayed norm is known in time
+    common_sums: list[CompiledInstruction] = []  # of several stages, before the next update
     placement, stage_replicas = program.placement, program.placement.stage_replicas(rank)
     reading = {("F", stage) for stage, _ in placement.passes_on_copies(rank, forward=True)}
     instructions: list[CompiledInstruction] = []
@@ -92,18 +99,20 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
         if position == len(lowered.warmup):
             period_start = len(instructions)
         compiled = _compile_instruction(program, instruction, total)
+        if compiled.code in (TIED, NORM):
+            if not (compiled.code == NORM and program.norm_delay):  # a delayed norm is known in time
+                common_sums.append(compiled)
+            continue
         takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
         if (compiled.letter, compiled.what) in reading or (takes_turn and placement.rotates):
-            read = (
-                [stage for stage, _ in stage_replicas] if tied_numbers and compiled.letter == "U" else [compiled.what]
-            )
+            sums_tied = any(common.code == TIED for common in common_sums)
+            read = [stage for stage, _ in stage_replicas] if sums_tied else [compiled.what]
             instructions += [compiled._replace(code=READ, what=((compiled.letter, stage), stage)) for stage in read]
         if compiled.letter == "U":
-            if tied_numbers and compiled.first not in summed:
-                instructions += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in tied_numbers]
-                summed.add(compiled.first)
-            if couples:
-                instructions.append(compiled._replace(code=COUPLE))
+            for common in common_sums:
+                number = placement.stages + common.what if common.code == TIED else ALL_RANKS
+                instructions.append(common._replace(what=(number, compiled.what)))
+            common_sums.clear()
         instructions.append(compiled)
         if find_update and isinstance(instruction, Op) and instruction.stage in early_sums:
             update = find_update(instruction)
@@ -121,6 +130,6 @@ def _compile_instruction(program: Program, instruction: Instruction, total: int)
     else:
         code, what, letter = _CODES[instruction.kind], instruction.channel, ""
     stride, limit = program.cycle, total
-    if code == SYNC or letter == "U":
-        stride, limit = stride // program.updates.per_update[what], program.updates.updates(what, total) + 1
+    if per_update := find_per_update(instruction, program.updates):
+        stride, limit = stride // per_update, -(-total // per_update) + 1
     return CompiledInstruction(code, what, instruction.index, stride, limit, letter, instruction)

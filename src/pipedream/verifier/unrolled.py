@@ -18,7 +18,7 @@ from functools import cached_property
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
+from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, Transfer, list_sums
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -33,7 +33,7 @@ class Unrolled:
 
     Attributes:
         sent, received: position of each message at its two ends.
-        synced: (rank, stage, update) -> position at which the rank joins the sum.
+        sums: (rank, sum) -> position at which the rank joins it.
     """
 
     program: Program
@@ -43,7 +43,7 @@ class Unrolled:
     sent: dict[Message, int] = field(default_factory=dict)
     received: dict[Message, int] = field(default_factory=dict)
     sequences: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    synced: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    sums: dict[tuple[int, Transfer], int] = field(default_factory=dict)
 
     @cached_property
     def routes(self) -> dict[tuple[int, int, Carries, int, int], int]:
@@ -122,6 +122,8 @@ def _check_complete(program: Program, rank: int, total: int, present: Collection
 def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas = set(placement.stage_replicas(rank))
+    updates = [Op(Kind.UPDATE, stage, 1, replica) for stage, replica in stage_replicas]
+    summed = {item[:2] for update in updates for item in list_sums(run.program, rank, update, is_first=True)}
     passes = {is_forward: set(placement.passes(rank, forward=is_forward)) for is_forward in (True, False)}
     for position, instruction in enumerate(run.streams[rank]):
         if isinstance(instruction, Op):
@@ -140,10 +142,10 @@ def _index_stream(run: Unrolled, rank: int) -> None:
             continue
         assert isinstance(instruction, Transfer)
         move, number, index = instruction
-        if move is Move.SYNC:
-            if number not in {stage for stage, _ in stage_replicas}:
-                raise run.error(rank, position, f"a sum over stage {number}, which is not on this rank")
-            if run.synced.setdefault((rank, number, index), position) != position:
+        if move in SUMS:
+            if (move, number) not in summed:
+                raise run.error(rank, position, f"a {SUMS[move]} ({number}), of which this rank is not one")
+            if run.sums.setdefault((rank, instruction), position) != position:
                 raise run.error(rank, position, "this sum was joined before")
             continue
         sends = move is Move.SEND
@@ -191,13 +193,14 @@ def _check_messages(run: Unrolled) -> None:
 def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
     program = run.program
     last_allowed = position
-    if op.kind is Kind.UPDATE and program.placement.replicas[op.stage] > 1:
-        sum_position = run.synced.get((rank, op.stage, op.index))
+    for item in list_sums(program, rank, op, is_first=True) if op.kind is Kind.UPDATE else ():
+        sum_position = run.sums.get((rank, item))
         if sum_position is None or sum_position > position:
-            raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
-        last_allowed = sum_position  # the rank's own gradients; those of others are checked at their updates
-    if op.kind is Kind.UPDATE and (program.couples_updates or program.plan.tied_weights):
-        _check_rank_gradients(run, op, rank, position)
+            raise run.error(rank, position, f"no {SUMS[item.kind]}, {item}, comes before it")
+        if item.kind is Move.SYNC:
+            last_allowed = sum_position  # the rank's own gradients; those of others are checked at their updates
+        else:
+            _check_rank_gradients(run, op, rank, sum_position)
     for required in program.requires(op, run.total):
         place = run.ops.get(required)
         if place is None:
@@ -221,7 +224,7 @@ def _choose_cargo(op: Op, need: Op) -> Carries:
 
 
 def _check_rank_gradients(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """Checks that a coupled update follows the gradients of all stages of its rank."""
+    """Checks that a sum of several stages, before an update, follows the gradients of all stages of its rank."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
@@ -247,11 +250,11 @@ def check_assumptions(run: Unrolled) -> None:
     """Checks the runtime's assumptions on an unrolled run."""
     for rank in range(len(run.streams)):
         _check_order(run, rank)
-    for (rank, stage, update), position in run.synced.items():
-        replica = dict(run.program.placement.stage_replicas(rank))[stage]
-        place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
-        if place is None or place[1] < position:
-            raise run.error(rank, position, f"no update {stage}U{update} follows this sum")
+    for (rank, (move, number, update)), position in run.sums.items():
+        for stage, replica in run.program.placement.stage_replicas(rank):
+            place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
+            if (move is not Move.SYNC or stage == number) and (place is None or place[1] < position):
+                raise run.error(rank, position, f"no update {stage}U{update} follows this sum")
     for stage in range(run.program.placement.stages):
         _check_versions(run, stage)
 

@@ -7,8 +7,7 @@ advanced as far as possible, once: if not all finish, following who waits for wh
 - a message is delivered once it is sent and its receive is posted, after the consumer of message i - depth;
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
-- a sum waits for all replicas; a coupled update until all ranks reach the same update, or the one `norm_delay` before;
-  an update of tied weights until all ranks that hold them reach it;
+- a sum waits for all ranks that join it; one of norms for that of the update `norm_delay` before;
 - a forward waits for the update of its weights on another rank.
 """
 
@@ -17,11 +16,10 @@ from collections.abc import Callable, Hashable
 
 from pipedream.core.errors import DeadlockError
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
+from pipedream.core.schedule.program import SUMS, Channel, Instruction, Move, Transfer
 from pipedream.verifier.unrolled import Message, Unrolled, is_in_shared_memory
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
-_Barrier = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied_weights`, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
@@ -52,7 +50,7 @@ class _Waits:
         self.consumed: set[Message] = set()
         self.delivered: set[Message] = set()
         self.ready = deque(range(len(run.streams)))
-        self.arrived: dict[_Barrier, set[int]] = defaultdict(set)
+        self.arrived: dict[Transfer, set[int]] = defaultdict(set)  # sum -> ranks
         self._prepare()
 
     def _prepare(self) -> None:
@@ -70,31 +68,26 @@ class _Waits:
                 self.consumers[run.consumer((number, k))].append((number, k))
                 if i >= depth:
                     self.previous_in_place[number, k] = (number, order[i - depth])
-        self.needs: dict[Op, list[Op]] = {}  # op -> ops on other ranks whose results are in shared memory
+        # (rank, instruction) -> ops on other ranks whose results it waits for in shared memory
+        self.needs: dict[tuple[int, Instruction], list[Op]] = {}
         self.done: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
-        self.members: dict[_Barrier, set[int]] = defaultdict(set)
-        for rank, stage, update in run.synced:
-            self.members["sum", stage, update].add(rank)
+        self.members: dict[Transfer, set[int]] = defaultdict(set)
+        for rank, item in run.sums:
+            self.members[item].add(rank)
         placement = run.program.placement
-        self.tied = (
-            [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
-        )
-        for op, (rank, _) in run.ops.items() if placement.shares_weights else ():
-            ops = [op]
-            if op.kind is Kind.UPDATE and (run.program.couples_updates or self.tied):
-                ops = [op._replace(stage=stage, replica=replica) for stage, replica in placement.stage_replicas(rank)]
-            needs = [need for other in ops for need in run.program.requires(other, run.total)]
-            self.needs[op] = [need for need in needs if is_in_shared_memory(op, need) and run.ops[need][0] != rank]
+        reading: list[tuple[int, Instruction, list[Op]]] = []
+        if placement.shares_weights:
+            reading += [(rank, op, [op]) for op, (rank, _) in run.ops.items()]
+            for rank, item in run.sums:  # of several stages: it needs the gradients of all of them
+                updates = [Op(Kind.UPDATE, stage, item.index, n) for stage, n in placement.stage_replicas(rank)]
+                reading.append((rank, item, updates))
+        for rank, instruction, ops in reading:
+            pairs = [(op, need) for op in ops for need in run.program.requires(op, run.total)]
+            self.needs[rank, instruction] = [
+                need for op, need in pairs if is_in_shared_memory(op, need) and run.ops[need][0] != rank
+            ]
         self.needed = {need for needs in self.needs.values() for need in needs}
-        for op, (rank, _) in run.ops.items():
-            if op.kind is not Kind.UPDATE:
-                continue
-            if run.program.couples_updates:
-                self.members["update", -1, op.index].add(rank)
-            for number, ranks in enumerate(self.tied):
-                if rank in ranks:
-                    self.members["tied", number, op.index].add(rank)
 
     def advance(self) -> None:
         for rank in range(len(self.run.streams)):
@@ -106,28 +99,19 @@ class _Waits:
                 self.position[rank] += 1
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
+        missing = self._find_missing(rank, instruction)
+        if missing is not None:
+            self.readers[missing].append(rank)
+            return False
         if isinstance(instruction, Transfer):
-            number, index = instruction.channel, instruction.index
-            if instruction.kind is Move.SYNC:
-                return self._arrive(rank, ("sum", number, index))
-            message = (number, index)
+            if instruction.kind in SUMS:
+                return self._arrive(rank, instruction)
+            message = instruction.channel, instruction.index
             if instruction.kind is Move.RECEIVE:
                 return message in self.delivered
             self.sent.add(message)
             self._issue(rank, message)
             return True
-        missing = self._find_missing(instruction)
-        if missing is not None:
-            self.readers[missing].append(rank)
-            return False
-        if instruction.kind is Kind.UPDATE and not self._meet_holders(rank, instruction.index):
-            return False
-        if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
-            # A rank that reaches its first coupled update has the gradients of all its stages.
-            self._arrive(rank, ("update", -1, instruction.index))
-            norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
-            if self.arrived[norm_of] != self.members[norm_of]:
-                return False
         if instruction in self.needed:
             self.done.add(instruction)
             self.ready.extend(self.readers.pop(instruction, ()))
@@ -136,21 +120,22 @@ class _Waits:
             self._post(rank)
         return True
 
-    def _find_missing(self, op: Op) -> Op | None:
-        return next((need for need in self.needs.get(op, ()) if need not in self.done), None)
+    def _find_missing(self, rank: int, instruction: Instruction) -> Op | None:
+        return next((need for need in self.needs.get((rank, instruction), ()) if need not in self.done), None)
 
-    def _meet_holders(self, rank: int, update: int) -> bool:
-        """Returns whether all holders of the rank's tied weights have reached an update."""
-        numbers = [number for number, ranks in enumerate(self.tied) if rank in ranks]
-        return all(self._arrive(rank, ("tied", number, update)) for number in numbers)
-
-    def _arrive(self, rank: int, barrier: _Barrier) -> bool:
-        arrived = self.arrived[barrier]
+    def _arrive(self, rank: int, item: Transfer) -> bool:
+        """Joins a sum; returns whether the one that it waits for is complete."""
+        arrived = self.arrived[item]
         if rank not in arrived:
             arrived.add(rank)
-            if arrived == self.members[barrier]:
+            if arrived == self.members[item]:
                 self.ready.extend(arrived - {rank})
-        return arrived == self.members[barrier]
+        awaited = self._find_awaited(item)
+        return self.arrived[awaited] == self.members[awaited]
+
+    def _find_awaited(self, item: Transfer) -> Transfer:
+        delay = self.run.program.norm_delay if item.kind is Move.NORM else 0
+        return item._replace(index=item.index - delay)
 
     def _post(self, rank: int) -> None:
         for messages in self.unposted[rank].values():
@@ -213,19 +198,12 @@ class _Waits:
                 instruction.channel,
                 instruction.index,
             )
-        barrier: _Barrier = ("update", -1, instruction.index - self.run.program.norm_delay)
-        for number in range(len(self.tied)):
-            tied = ("tied", number, instruction.index)
-            if rank in self.members[tied] and self.arrived[tied] != self.members[tied]:
-                barrier = tied
-                break
-        if isinstance(instruction, Op) and (missing := self._find_missing(instruction)) is not None:
+        if (missing := self._find_missing(rank, instruction)) is not None:
             return f"{head}{missing}", self.run.ops[missing][0]
-        if isinstance(instruction, Transfer):
-            barrier = ("sum", instruction.channel, instruction.index)
-        other = min(self.members[barrier] - self.arrived[barrier])
-        what = {"tied": "update, with its gradient of the tied weights"}.get(barrier[0], barrier[0])
-        return f"{head}rank {other} to reach the same {what}", other
+        assert isinstance(instruction, Transfer)
+        awaited = self._find_awaited(instruction)
+        other = min(self.members[awaited] - self.arrived[awaited])
+        return f"{head}rank {other} to reach the {SUMS[awaited.kind]}", other
 
     def _explain_message(self, message: Message) -> tuple[str, int | Message]:
         number, k = message

@@ -1,7 +1,7 @@
 """Lowering: turns a Schedule, the order of ops, into a Program, which also has the messages.
 
-1. Each op gets its messages. Targets go directly from the input stage to the output stage; the update of a replicated
-   stage begins with a sum.
+1. Each op gets its messages, each update the sums that it waits for. Targets go directly from the input stage to the
+   output stage.
 2. Each direction across a boundary between two ranks has its own channel: sharing one would deadlock two stages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
@@ -31,6 +31,7 @@ from pipedream.core.schedule.program import (
     Transfer,
     advance_instruction,
     count_indices,
+    list_sums,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -129,13 +130,12 @@ def _make_channels(
     return tuple(channels), numbers
 
 
-def _expand(op: Op, schedule: Schedule, find_numbers: _FindNumbers) -> list[Instruction]:
+def _expand(op: Op, sums: Sequence[Transfer], find_numbers: _FindNumbers) -> list[Instruction]:
     """Returns an op with its transfers; those of the same op one cycle later are shifted by that cycle."""
     kind, stage, k, _ = op
     received, sent = find_numbers(kind, stage)
-    needs_sum = kind is Kind.UPDATE and schedule.placement.replicas[stage] > 1
     return [
-        *([Transfer(Move.SYNC, stage, k)] if needs_sum else []),
+        *sums,
         *[Transfer(Move.RECEIVE, number, k) for row in received if (number := row[k % len(row)]) is not None],
         op,
         *[Transfer(Move.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
@@ -206,7 +206,14 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    instructions = [_expand(op, schedule, find_numbers) for op in window[: start + length]]
+    summed: set[int] = set()  # updates
+    instructions: list[list[Instruction]] = []
+    for op in window[: start + length]:
+        sums = []
+        if op.kind is Kind.UPDATE:
+            sums = list_sums(schedule, rank, op, is_first=op.index not in summed)
+            summed.add(op.index)
+        instructions.append(_expand(op, sums, find_numbers))
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
     # The last transfers of the warm-up may repeat although their op does not.
     while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):

@@ -3,8 +3,9 @@
 Each rank has a warm-up and a period; in repetition t of the period each index is t strides greater. A drain is the same
 stream without the instructions of microbatches beyond the run.
 
-Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it; ``=0:2`` sum the gradients of
-update 2 over the replicas of stage 0.
+Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it. Sums before update 2: ``=0:2``
+of the gradients over the replicas of stage 0; ``~1:2`` of those of the tied weights number 1 over their holders;
+``|0:2`` of squared norms over all ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,24 @@ class Move(StrEnum):
     SEND = ">"
     RECEIVE = "<"
     SYNC = "="
+    TIED = "~"
+    NORM = "|"
+
+
+SUMS = {
+    Move.SYNC: "sum over the replicas",
+    Move.TIED: "sum over the holders of tied weights",
+    Move.NORM: "sum of norms over all ranks",
+}
+"""What ranks wait for together before an update, in words."""
 
 
 class Transfer(NamedTuple):
-    """A message sent or received, or a sum over the replicas of a stage.
+    """A message sent or received, or a sum over ranks.
 
     Attributes:
-        channel: the channel's number; for a sum, the stage.
+        channel: the channel's number; for a sum over replicas the stage, over holders of tied weights their number in
+            `Plan.tied_weights`, of norms 0.
         index: the microbatch; for a sum, the update.
     """
 
@@ -178,16 +190,10 @@ class Program(Tabular, Rules, Artifact):
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         """Returns the function that says whether an instruction belongs to a run of `total` microbatches."""
-        per_update = self.updates.per_update
 
         def is_in_run(instruction: Instruction) -> bool:
-            if isinstance(instruction, Op):
-                if instruction.kind is Kind.UPDATE:
-                    return (instruction.index - 1) * per_update[instruction.stage] < total
-                return instruction.index < total
-            if instruction.kind is Move.SYNC:
-                return (instruction.index - 1) * per_update[instruction.channel] < total
-            return instruction.index < total
+            per_update = find_per_update(instruction, self.updates)
+            return instruction.index < total if per_update is None else (instruction.index - 1) * per_update < total
 
         return is_in_run
 
@@ -224,8 +230,9 @@ class Program(Tabular, Rules, Artifact):
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):
             return f"stage {instruction.stage}, {instruction}"
-        if instruction.kind is Move.SYNC:
-            return f"stage {instruction.channel}, sum of update {instruction.index}"
+        if instruction.kind in SUMS:
+            stage = f"stage {instruction.channel}, " if instruction.kind is Move.SYNC else ""
+            return f"{stage}{SUMS[instruction.kind]} for update {instruction.index}"
         channel = self.channels[instruction.channel]
         if instruction.kind is Move.RECEIVE:
             return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
@@ -266,7 +273,7 @@ class Program(Tabular, Rules, Artifact):
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each instruction of the warm-up and of one period.
 
-        `stage` computes, sends or receives; `index` is a microbatch or an update.
+        `stage` computes, sends or receives, None for several; `index` is a microbatch or an update.
         """
         rows = []
         for rank, rank_program in enumerate(self.ranks):
@@ -283,11 +290,11 @@ class Program(Tabular, Rules, Artifact):
                     )
         return rows
 
-    def _find_stage(self, instruction: Instruction) -> int:
-        if isinstance(instruction, Op):
-            return instruction.stage
-        if instruction.kind is Move.SYNC:
-            return instruction.channel
+    def _find_stage(self, instruction: Instruction) -> int | None:
+        if isinstance(instruction, Op) or instruction.kind is Move.SYNC:
+            return instruction[1]
+        if instruction.kind in SUMS:
+            return None
         channel = self.channels[instruction.channel]
         return channel.source if instruction.kind is Move.SEND else channel.target
 
@@ -318,9 +325,30 @@ def advance_instruction(instruction: Instruction, microbatches: int, updates: Up
 
 def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRule) -> int:
     """Returns an instruction's index increment over some microbatches (a multiple of the cycle)."""
-    if instruction.kind is Kind.UPDATE or instruction.kind is Move.SYNC:
-        return microbatches // updates.per_update[instruction[1]]
-    return microbatches
+    per_update = find_per_update(instruction, updates)
+    return microbatches if per_update is None else microbatches // per_update
+
+
+def find_per_update(instruction: Instruction, updates: UpdateRule) -> int | None:
+    """Returns the microbatches of an update, or of that after a sum; None for an instruction of one microbatch."""
+    kind, stage = instruction[:2]
+    if kind is Kind.UPDATE or kind is Move.SYNC:
+        return updates.per_update[stage]
+    # The updates of stages that wait for each other have the same microbatches.
+    return updates.per_update[0] if kind in SUMS else None
+
+
+def list_sums(rules: Rules, rank: int, update: Op, *, is_first: bool) -> list[Transfer]:
+    """Returns the sums that a rank joins before an update. Sums over several stages come once, before the `is_first` of
+    the rank's updates with this index.
+    """
+    placement, index = rules.placement, update.index
+    sums = [Transfer(Move.SYNC, update.stage, index)] if placement.replicas[update.stage] > 1 else []
+    if is_first:
+        tied = enumerate(rules.plan.tied_weights)
+        sums += [Transfer(Move.TIED, number, index) for number, weights in tied if rank in weights.ranks(placement)]
+        sums += [Transfer(Move.NORM, 0, index)] if rules.couples_updates else []
+    return sums
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
@@ -334,7 +362,7 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
-        transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
+        transfer = re.fullmatch(r"([<>=~|])(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
         elif transfer:
