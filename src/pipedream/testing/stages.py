@@ -89,7 +89,9 @@ class _Rates:
         self._groups = [] if optimizer is None else optimizer.param_groups
         self._scheduler = scheduler(optimizer) if scheduler and optimizer is not None else None
         if self._scheduler is not None:
-            optimizer.step()  # of nothing, so that the schedule sees one
+            for p in (p for group in self._groups for p in group["params"]):
+                p.grad = torch.zeros_like(p)
+            optimizer.step()  # so that the schedule sees one
         self._rows = [[group["lr"] for group in self._groups]]
 
     def at(self, clock: int) -> list[float]:
