@@ -227,7 +227,7 @@ def test_tied_weights_go_on_from_a_checkpoint_of_any_plan(tmp_path: Path) -> Non
     apart, together = tied("1f1b"), tied("1f1b", ())
     whole = cases.check_resumed(apart, tmp_path / "apart", (5, 10))
     run(together, tmp_path / "together", None, (10,))
-    for case, folder in ((together, tmp_path / "apart" / "a"), (apart, tmp_path / "together")):
+    for case, folder in ((together, tmp_path / "apart" / "whole"), (apart, tmp_path / "together")):
         rest = run(case, resume=folder)
         assert_near(rest.state, whole.state, 1e-10)
         assert_near(rest.ema, whole.ema, 1e-10)

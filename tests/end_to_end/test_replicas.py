@@ -169,9 +169,9 @@ def test_several_processes_give_what_one_gives(workers: int) -> None:
             # Two can be added in one order only; more, by gloo, in that of its ring: so are gradients, and norms.
             members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)
             check_same(outcomes[number], alone, rank, 0.0 if members <= 2 else 1e-10)
-            ((stage, storages),) = outcomes[number].storages.items()
+            ((stage, kept),) = outcomes[number].watched[-1].items()
             late = plan.in_flight[stage] - 1 + plan.update_delay[stage]
             if case.schedule == "pipedream":
-                assert max(outcomes[number].late[stage]) == late == rule.staleness(stage)
-                assert storages <= late + 1
-            assert storages <= rule.versions(stage)
+                assert max(outcomes[number].staleness[stage]) == late == rule.staleness(stage)
+                assert kept.storages <= late + 1
+            assert kept.storages <= rule.versions(stage)
