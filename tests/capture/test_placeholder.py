@@ -147,6 +147,14 @@ def test_functions_that_make_tensors_of_data_take_placeholders() -> None:
     assert functions == (torch.as_tensor, torch.tensor)
 
 
+def test_a_device_context_within_does_not_change_later_ones() -> None:
+    torch.utils._device._device_constructors.cache_clear()
+    with converting_placeholders(), torch.device("meta"):
+        assert torch.tensor(0).is_meta
+    with torch.device("meta"):
+        assert torch.tensor(0).is_meta
+
+
 def test_gradients_are_asked_for_as_in_torch() -> None:
     x, y = make_placeholder(torch.ones(2), True), make_placeholder(torch.ones(2))
     assert (x + y).requires_grad

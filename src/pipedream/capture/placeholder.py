@@ -142,6 +142,8 @@ class Placeholder(torch.Tensor):
 def converting_placeholders() -> Iterator[None]:
     """Context in which functions that make tensors of data take placeholders too; torch lets no subclass see them."""
     functions = {name: getattr(torch, name) for name in ("as_tensor", "asarray", "tensor")}
+    with torch.device("cpu"):  # torch lists its constructors at the first use of such a context, for good
+        torch.empty(())
 
     def take_placeholders(function: Callable[..., Any]) -> Callable[..., Any]:
         def convert(data: Any, *args: Any, **kwargs: Any) -> Any:
