@@ -118,7 +118,7 @@ def test_round_robin(replicas: tuple[int, ...], k: int) -> None:
 
 
 def test_depths() -> None:
-    # 3 s of work a stage; a round trip of 3 s, and 1.5 s behind what comes to the middle from its other side.
+    # 3 s of work in each stage; a round trip takes 3 s, and the middle stage queues another 1.5 s for its other side.
     plan = pd.Plan.uniform(3, transfer_s=1.5)
     assert plan.in_flight == (3, 2, 1)
     assert plan.with_depth("full").in_flight == (7, 4, 1)

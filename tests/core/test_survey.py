@@ -84,8 +84,8 @@ def test_widest_sum_counts() -> None:
     [
         ([BETWEEN, BACK, Link(0, 1, 2, 3e-4, 8e8, 9e8)], 9e8),  # the middle one
         ([BETWEEN, Link(0, 1, 0, 1e-4, 1e9, 6e8)], 5.5e8),  # half duplex: each direction has what is left
-        # Unequal directions are not, while one of them keeps its own: acknowledgements of the faster direction stand
-        # behind what the slower one sends.
+        # Not half duplex: one of the unequal directions keeps its rate. Acknowledgements of the faster direction wait
+        # in the queue of the slower one.
         ([Link(0, 0, 1, 1e-4, 2.4e7, 9e6), Link(0, 1, 0, 1e-4, 1e7, 9.8e6)], 1.7e7),
     ],
 )

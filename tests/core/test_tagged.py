@@ -57,8 +57,8 @@ def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], d
     assert isinstance(between.weights, Interpolated)
     by_replica = [newest_at(ops, Kind.FORWARD) for ops in followed(tagged, 0, 8)]
     tags = {k: n for newest in by_replica for k, n in newest.items()}
-    # Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
-    # behind fewer updates, or the two would wait for each other at the sum.
+    # Replica 0 of the input stage reads the version for all, at its first microbatch of a minibatch. No other replica
+    # may need a minibatch of its own before that version is made, or the two would wait for each other at the sum.
     for minibatch in range(8):
         mine = range(minibatch * m, (minibatch + 1) * m)
         read = next(by_replica[0][k] for k in mine if k in by_replica[0])

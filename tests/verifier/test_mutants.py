@@ -326,10 +326,10 @@ def test_an_update_too_late(name: str) -> None:
                     indices.clear()
 
 
-def test_an_update_behind_a_gradient_of_another() -> None:
-    """PipeDream-2BW's second buffer leaves time for an update; but what lies behind it is not its own."""
+def test_an_update_after_a_gradient_of_the_next_one() -> None:
+    """PipeDream-2BW's second buffer leaves time for an update, but later gradients belong to the next one."""
     schedule = build("pipedream_2bw", pd.Plan.uniform(2), 2)
-    pd.verify(pd.lower(with_update(schedule, 1, 1)))  # behind the next forward
+    pd.verify(pd.lower(with_update(schedule, 1, 1)))  # after the next forward
     why = reason(pd.lower(with_update(schedule, 1, 2)))
     assert "1U1: 1B2 comes before it, but its gradient is for update 2" in why
 
