@@ -70,9 +70,14 @@ def test_a_training_notices_each_difference() -> None:
         training.assert_serial(trained, reads=wrong)
     with pytest.raises(AssertionError, match="drains at"):
         testing.assert_equal(replace(trained, drains=[3]), trained)
+    other = {name: {key: value + 1 for key, value in state.items()} for name, state in trained.optimizer.items()}
+    with pytest.raises(AssertionError, match=r"the optimizer's .*momentum_buffer is not the same"):
+        testing.assert_equal(replace(trained, optimizer=other), trained)
 
 
 @pytest.mark.processes
 def test_processes_give_the_bits_of_one() -> None:
     training = testing.tiny(plan=(1, 1), schedule="1f1b", microbatches=2)
-    testing.assert_equal(training.pipeline(2), training.pipeline())
+    several, alone = training.pipeline(2), training.pipeline()
+    testing.assert_equal(several, alone)
+    assert set(several.optimizer) == set(alone.optimizer), "also those of the other process"

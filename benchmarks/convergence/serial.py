@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.runtime.update.rotation import RotatedStep
-from pipedream.testing import CompensationRule, Loop, Passes, Turn
+from pipedream.testing import CompensationRule, Loop, MethodRules, Passes
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -96,8 +96,10 @@ def train(
     names = [[str(s * size + i) for i in range(size)] for s in range(stages)]
     ends = [round(turn.until * len(batches)) for turn in arm.turns]
     methods = zip([0, *ends[:-1]], (turn.method for turn in arm.turns), strict=True)
-    turns = {
-        begin: Turn(method.paper(stages, m := method.parts(stages)), m, compensation=Changes(method, stages, annealed))
+    rules = {
+        begin: MethodRules(
+            method.paper(stages, m := method.parts(stages)), m, compensation=Changes(method, stages, annealed)
+        )
         for begin, method in methods
     }
 
@@ -109,10 +111,10 @@ def train(
             Passes(copy.deepcopy(nn.Sequential(*units)), names, total),
             batches,
             optimizer,
-            turns,
+            rules,
             scheduler=partial(LambdaLR, lr_lambda=factor),
             watch=lambda n, value, loop: watch(n, value, loop.output),
-            kept=2 * stages + 1,
+            max_versions=2 * stages + 1,
         )
         .run()
         .state

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import pipedream as pd
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.checkpoint import writer
-from pipedream.testing import Loop, Passes, Turn
+from pipedream.testing import Loop, MethodRules, Passes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))
 import delayed
@@ -80,7 +80,9 @@ def _answer_late(
     moved = [(x.to(device), y.to(device)) for x, y in batches]
     reads, rounds = PAPERS[method](len(stages), parts), parts == 1
     passes = Passes(model, stages, loops.summed_loss, loops.SEED)
-    answer = Loop(passes, moved, partial(torch.optim.SGD, **loops.SGD), {0: Turn(reads, parts, rounds=rounds)}).run()
+    answer = Loop(
+        passes, moved, partial(torch.optim.SGD, **loops.SGD), {0: MethodRules(reads, parts, rounds=rounds)}
+    ).run()
     return loops.Trained(list(answer.losses.values()), {name: tensor.cpu() for name, tensor in answer.state.items()})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from compensated import Spike
 
 import pipedream as pd
-from pipedream.testing import Reads, Turn
+from pipedream.testing import MethodRules, Reads
 
 
 def pipelined_backprop(p: int, m: int) -> Reads:
@@ -169,11 +169,11 @@ def turn(
     weight_decay: float = 0.0,
     momentum: float = 0.0,
     **settings: Any,
-) -> Turn:
+) -> MethodRules:
     """Returns a method with momentum SGD.
 
     Args:
         rate: (s, updates of the input stage since the start) -> factor on the learning rate.
         spike: s -> delay that spike compensation makes up for.
     """
-    return Turn(reads, m, compensation=_Rated(rate, weight_decay, momentum, spike))
+    return MethodRules(reads, m, compensation=_Rated(rate, weight_decay, momentum, spike))

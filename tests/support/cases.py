@@ -22,7 +22,15 @@ import pipedream as pd
 from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.experimental.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
-from pipedream.testing import CompensationRule, Reads, Trained, Training, Turn, assert_equal, assert_near as assert_near
+from pipedream.testing import (
+    CompensationRule,
+    MethodRules,
+    Reads,
+    Trained,
+    Training,
+    assert_equal,
+    assert_near as assert_near,
+)
 
 FLUSHING = tuple(name for name in pd.schedules.SCHEDULES if pd.schedules.properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -282,26 +290,24 @@ def check(
 
 def by_hand(case: Case, outcome: Trained | None, rule: CompensationRule | None, optimizer: Any) -> dict[str, Any]:
     """Returns what a training's loop takes from the papers."""
-    training, turns = case.training(), {}
+    training, rules = case.training(), {}
     schedules = training.make_schedules()
-    for number, (begin, _) in (outcome.turns if outcome else {0: (0, 0)}).items():
+    for number, (begin, _) in (outcome.phases if outcome else {0: (0, 0)}).items():
         name = read_phases(case.phases)[number].name if case.phases else case.schedule
-        turns[begin] = turn_of(case, name, schedules[number].microbatches, rule or CompensationRule())
+        rules[begin] = rules_of(case, name, schedules[number].microbatches, rule or CompensationRule())
+        rules[begin] = replace(rules[begin], norm_delay=training.norm_delay(schedules[number]))
     reducer = agreements.PUBLISHED.get(case.sums or "")
     reference = zoo.make(case.animal, case.dtype).reference
-    how = {"turns": turns, "reducer": reducer, "rounding": encoded.rounded, "model": reference}
+    how = {"rules": rules, "reducer": reducer, "rounding": encoded.rounded, "model": reference}
     return how | {"optimizer": optimizer or OPTIMIZERS[case.optimizer]}
 
 
-def turn_of(case: Case, name: str, m: int, rule: CompensationRule) -> Turn:
-    """Returns a method as its paper says it. A delayed global norm is late by what the input stage has in flight."""
+def rules_of(case: Case, name: str, m: int, rule: CompensationRule) -> MethodRules:
+    """Returns a method as its paper says it."""
     plan = case.plan()
     flushes = pd.schedules.properties_of(name).flushes and not dict(case.options).get("delay")
     rounds = m == 1 and not flushes
     per_update = plan.replicas if rounds else ()
-    late = 0 if flushes else None
-    if case.clip == "delayed_global" and not flushes:
-        late = plan.in_flight[0] + plan.update_delay[0] if rounds else -(-plan.in_flight[0] * plan.replicas[0] // m)
     if name.removesuffix("_sc") in delayed.PAPERS:
         reads = delayed.reads_of(name.removesuffix("_sc"), plan, m, case.replicas, dict(case.options))
         if name == "pb_lwp_sc":
@@ -311,7 +317,7 @@ def turn_of(case: Case, name: str, m: int, rule: CompensationRule) -> Turn:
         reads = Reads(lambda s, k: k // m)
     else:
         reads = _read_versions("pipedream_2bw" if name == "roundpipe" else name, plan, m)  # of its `delay`
-    return Turn(reads, m, per_update, rounds, None if case.clip == "local" else late, rule)
+    return MethodRules(reads, m, per_update, rounds, compensation=rule)
 
 
 def check_same(outcome: Trained, alone: Trained, rank: int, bound: float = 0.0) -> None:

@@ -24,7 +24,7 @@ from pipedream.core.schedule.compensation import ErrorFeedback, LearningRateResc
 from pipedream.core.schedule.lowering import with_common_channels
 from pipedream.core.schedule.phase import phase_at, phases_text, read_phases
 from pipedream.runtime.results import recorder
-from pipedream.testing import Reads, Trained, Turn
+from pipedream.testing import MethodRules, Reads, Trained
 from pipedream.training.job import profile_recipe
 from pipedream.workflows.prepare import check_phases_fit
 
@@ -32,9 +32,9 @@ by = partial(delayed.turn, **OPTIMIZERS["sgd"].keywords)
 SYNCHRONOUS = {m: by(Reads(lambda s, k, m=m: k // m), m) for m in (3, 4)}
 
 
-def check_papers(case: Case, outcome: Trained, turns: dict[int, Turn]) -> None:
+def check_papers(case: Case, outcome: Trained, rules: dict[int, MethodRules]) -> None:
     """Checks a run against the phases' papers."""
-    case.training().assert_serial(outcome, 1e-9, turns=turns)
+    case.training().assert_serial(outcome, 1e-9, rules=rules)
 
 
 def latest(outcome: Trained, phase: int) -> list[int]:
@@ -57,7 +57,7 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
     late = by(delayed.pipemare(3, 2), 2, rate=t1(30, tau))
     outcome = run(PIPEMARE)
     check_papers(PIPEMARE, outcome, {0: SYNCHRONOUS[4], 13: late})
-    assert [begin for begin, _ in outcome.turns.values()] == [0, 13]
+    assert [begin for begin, _ in outcome.phases.values()] == [0, 13]
     assert latest(outcome, 1) == [2, 1, 0]
     for wrong in (by(late.reads, 2, t1(43, tau)), replace(late, reads=delayed.paci(3, 2))):
         with pytest.raises(AssertionError):
@@ -109,13 +109,13 @@ def test_compensations_change_with_the_phase() -> None:
     late = lambda s: 2 - s  # noqa: E731
     stash = Reads(lambda s, k: max(0, k - late(s)))
     case = phased("pipedream+spike:17,1f1b/4:29,pipedream+none:41,pipedream+spike+t1=60")
-    turns = {
+    rules = {
         0: by(stash, 1, spike=late),
         17: SYNCHRONOUS[4],
         29: by(stash, 1),
         41: by(stash, 1, rate=t1(60, late), spike=late),
     }
-    check_papers(case, run(case), turns)
+    check_papers(case, run(case), rules)
 
 
 RUNS = [
@@ -143,9 +143,9 @@ def test_a_run_in_phases_trains_as_plain_pytorch(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
     chosen, size = read_phases(case.phases), len(zoo.make(case.animal).batches)
-    assert sorted(outcome.turns) == list(range(len(chosen)))
-    assert outcome.turns[len(chosen) - 1][1] == case.epochs * size
-    for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.turns.items())):
+    assert sorted(outcome.phases) == list(range(len(chosen)))
+    assert outcome.phases[len(chosen) - 1][1] == case.epochs * size
+    for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.phases.items())):
         assert begin == end
         assert end in outcome.drains, "a change of phase is a recorded drain"
         intended = chosen[phase].until or chosen[phase].until_epoch * size

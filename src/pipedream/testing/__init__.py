@@ -5,19 +5,19 @@ from pipedream.testing.models import tiny
 from pipedream.testing.passes import Passes
 from pipedream.testing.reducers import Reducer
 from pipedream.testing.results import Trained, assert_equal, assert_near
-from pipedream.testing.rules import CompensationRule, Reads, Turn
+from pipedream.testing.rules import CompensationRule, MethodRules, Reads
 from pipedream.testing.serial import Loop
 from pipedream.testing.training import Training, mean_loss
 
 __all__ = [
     "CompensationRule",
     "Loop",
+    "MethodRules",
     "Passes",
     "Reads",
     "Reducer",
     "Trained",
     "Training",
-    "Turn",
     "assert_equal",
     "assert_near",
     "check_compensation",

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedream import schedules
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.messages import MessageEncoding
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
@@ -48,7 +48,7 @@ def check_schedule(name: str, *, reads: Reads | None = None) -> None:
     trainings = list(small_trainings(name))
     assert trainings, f"{name} can train with none of the small plans"
     for training in trainings:
-        training.check(1e-9, reads=reads if training.made_plan.replicas == (1, 1, 1) else None)
+        training.check(1e-9, reads=reads if training.resolved_plan.replicas == (1, 1, 1) else None)
     with TemporaryDirectory() as folder:
         check_resumes(replace(trainings[0], model=perceptron), Path(folder))
 
@@ -164,7 +164,7 @@ def check_encoding(
         full = replace(training, messages=None).pipeline().sent_bytes
         # Two cuts, in both directions, and the targets that the first worker sends the last one.
         values = 4 * samples * width * 8
-        shares = MessageEncoding.parse(encoding, value_bits=64).shares
+        shares = replace(Choices.resolve(command={"messages": encoding}).messages, value_bits=64).shares
         assert sum(full.values()) - sum(sent.values()) == 2 * values * (2 - sum(shares)), f"{name} sent {sent}"
 
 

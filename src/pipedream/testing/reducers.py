@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Values = dict[str, Tensor]
+from pipedream.testing.rules import Values
 
 
 class Reducer:

@@ -22,7 +22,7 @@ class Trained:
         drains: minibatches at each drain, the last one at the end; at: the same -> the model's state.
         skipped: for each stage the updates that were skipped.
         position: epochs, and minibatches of the next one.
-        turns: phase -> range of its minibatches.
+        phases: phase -> range of its minibatches.
         left_at: minibatches at which the loop was left.
         staleness: stage -> what its gradients had; by_phase: the same for each phase.
         peak_versions: rank -> most versions of weights at once.
@@ -41,7 +41,7 @@ class Trained:
     at: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     skipped: tuple[int, ...] = ()
     position: tuple[int, int] = (0, 0)
-    turns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    phases: dict[int, tuple[int, int]] = field(default_factory=dict)
     left_at: int | None = None
     staleness: dict[int, set[int]] = field(default_factory=dict)
     by_phase: dict[int, dict[int, set[int]]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Trained:
 
 
 def assert_equal(actual: Trained, expected: Trained, bound: float = 0.0) -> None:
-    """Checks that two runs gave the same, as far as both tell: losses, weights, evaluations, statistics, averages.
+    """Checks that two runs gave the same, in what both have: losses, weights, evaluations, statistics, averages.
 
     Args:
         bound: greatest distance, as a share of the norm that is expected; 0 asks for the same bits.

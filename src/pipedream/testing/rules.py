@@ -67,8 +67,8 @@ class CompensationRule:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A method that trains until the next one takes its turn.
+class MethodRules:
+    """All that the serial rule needs of a method.
 
     Attributes:
         microbatches: m.

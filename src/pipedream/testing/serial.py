@@ -18,7 +18,7 @@ from pipedream.testing.batches import split_batch
 from pipedream.testing.passes import Passes
 from pipedream.testing.reducers import Reducer
 from pipedream.testing.results import Trained
-from pipedream.testing.rules import Turn, Values, copy_values
+from pipedream.testing.rules import MethodRules, Values, copy_values
 from pipedream.testing.stages import Copy, Factory, Stage, average_buffers
 
 
@@ -29,7 +29,7 @@ class Loop:
     Attributes:
         passes: the model, its stages, its loss.
         optimizer, scheduler: factories, of each stage.
-        turns: the minibatch at which a method takes its turn -> the method.
+        rules: minibatch -> the method that trains from there on.
         replicas: of each stage; () for 1.
         drains: minibatches before which each stage is at its newest weights, from which versions are counted.
         clip: greatest norm of an update's gradients.
@@ -37,13 +37,13 @@ class Loop:
         ema: decay of an average of the weights.
         reducer: how replicas agree.
         watch: called with minibatches so far, the last one's loss, and the loop; says whether to go ahead.
-        kept: newest versions that are kept; by default all.
+        max_versions: how many of the newest versions of each stage are kept; by default all.
     """
 
     passes: Passes
     batches: Sequence[Any]
     optimizer: Factory
-    turns: Mapping[int, Turn]
+    rules: Mapping[int, MethodRules]
     replicas: Sequence[int] = ()
     drains: Sequence[int] = ()
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -52,7 +52,7 @@ class Loop:
     ema: float | None = None
     reducer: Reducer | None = None
     watch: Callable[[int, float, Loop], bool] = lambda n, loss, loop: True
-    kept: int | None = None
+    max_versions: int | None = None
 
     def run(self) -> Trained:
         """Returns what the training gives; the model has its weights then."""
@@ -60,13 +60,13 @@ class Loop:
         rows = zip(names, self.replicas or (1,) * len(names), strict=True)
         of_copies = self.optimizer, self.scheduler
         self._stages = [Stage(model, layers, self.reducer or Reducer(), count, *of_copies) for layers, count in rows]
-        self._trained, self._clock, self._base, self._turn = Trained(), 0, 0, self.turns[0]
-        self.passes.repeats_forwards = any(turn.reads.rule == "recompute" for turn in self.turns.values())
+        self._trained, self._clock, self._base, self._method = Trained(), 0, 0, self.rules[0]
+        self.passes.repeats_forwards = any(each.reads.rule == "recompute" for each in self.rules.values())
         self._norms: list[float] = []
         self._norms_at_drain = 0
         with self.passes.hooks():
             for n, batch in enumerate(self.batches):
-                if n in self.drains or n in self.turns:
+                if n in self.drains or n in self.rules:
                     self._drain(n)
                 self._run_minibatch(n, batch)
                 if not self.watch(n + 1, self._trained.losses[n], self):
@@ -84,24 +84,24 @@ class Loop:
         with torch.no_grad():
             return self.passes.run({name: w for stage in self._stages for name, w in stage.weights().items()}, inputs)
 
-    # -- minibatches, drains and turns ------------------------------------------------------------------------------
+    # -- minibatches and drains -----------------------------------------------------------------------------------
 
     def _run_minibatch(self, n: int, batch: Any) -> None:
-        turn, loss, loss_weight = self._turn, 0.0, 0.0
-        for part, (piece, samples) in enumerate(split_batch(batch, turn.microbatches)):
-            number = n * turn.microbatches + part
+        method, loss, loss_weight = self._method, 0.0, 0.0
+        for part, (piece, samples) in enumerate(split_batch(batch, method.microbatches)):
+            number = n * method.microbatches + part
             k = number - self._base
             gradients, part_loss, part_weight = self._differentiate(piece, number, k) if samples else ({}, 0.0, 0.0)
             loss, loss_weight = loss + part_loss, loss_weight + part_weight
             for stage in self._stages:
-                stage.add(k, gradients, 1.0 if turn.rounds else part_weight)
+                stage.add(k, gradients, 1.0 if method.rounds else part_weight)
             self._update([s for s in range(len(self._stages)) if (k + 1) % self._per_update(s) == 0])
         self._trained.losses[n], self._trained.weights[n] = loss / loss_weight, loss_weight
         self._trained.rates[n] = next((stage.rate for stage in self._stages if stage.rate is not None), 0.0)
 
     def _differentiate(self, batch: Any, number: int, k: int) -> tuple[Values, float, float]:
         """Returns the gradients of a microbatch, its loss and its weight."""
-        reads, old, new, buffers = self._turn.reads, Values(), Values(), Values()
+        reads, old, new, buffers = self._method.reads, Values(), Values(), Values()
         for s, stage in enumerate(self._stages):
             versions = stage.copy_of(k).versions
             read = versions[reads.forward(s, k)]
@@ -113,7 +113,7 @@ class Loop:
                 share = 0.0 if reads.share is None else reads.share ** (v - reads.forward(s, k))
                 newer = versions[v].predict(reads.by, reads.back(s))
                 new |= {name: (1 - share) * w + share * read.weights[name] for name, w in newer.items()}
-        slopes = self.passes.differentiate(batch, number, old, new, buffers, reads.rule, self._turn.rounds)
+        slopes = self.passes.differentiate(batch, number, old, new, buffers, reads.rule, self._method.rounds)
         for stage in self._stages:
             replica = stage.buffers_of(k)
             replica |= {name: buffers[name].detach() for name in replica}
@@ -126,15 +126,15 @@ class Loop:
             average_buffers(stage)
             for each in stage.copies:
                 each.versions = each.versions[-1:]
-        if n in self.turns:
+        if n in self.rules:
             self._clock += self._stages[0].updates
-            self._turn = self.turns[n]
+            self._method = self.rules[n]
             for s, stage in enumerate(self._stages):
-                stage.updates, reads = 0, self._turn.reads
+                stage.updates, reads = 0, self._method.reads
                 for each in stage.copies:
                     by = reads.by if reads.ahead(s) or reads.back(s) else ""
                     each.switch_to(by, reads.gamma(s) if by == "average" else 0.0, self._rates(s, each))
-        self._base, self._norms_at_drain = n * self._turn.microbatches, len(self._norms)
+        self._base, self._norms_at_drain = n * self._method.microbatches, len(self._norms)
         if n:
             self._trained.drains.append(n)
             self._trained.at[n] = self._state()
@@ -151,7 +151,7 @@ class Loop:
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def _per_update(self, s: int) -> int:
-        return self._turn.per_update[s] if self._turn.per_update else self._turn.microbatches
+        return self._method.per_update[s] if self._method.per_update else self._method.microbatches
 
     def _clock_of(self, s: int) -> int:
         """Returns the updates of the input stage that an update of stage s comes after: one clock for all stages."""
@@ -160,14 +160,14 @@ class Loop:
     def _rates(self, s: int, each: Copy, present: float = 1.0) -> list[float]:
         """Returns the rates of the groups at the next update: each minibatch moves all stages equally."""
         clock = self._clock_of(s)
-        factor = self._per_update(s) / self._per_update(0) * self._turn.compensation.rate(s, clock) * present
+        factor = self._per_update(s) / self._per_update(0) * self._method.compensation.rate(s, clock) * present
         return [rate * factor for rate in each.rates.at(clock)]
 
     def _update(self, due: Sequence[int]) -> None:
         """Makes, or skips, an update of some stages."""
         finite = {s: self._stages[s].is_finite() for s in due}
         steps = [s for s in due if not self.skips or (all(finite.values()) if self.skips == "together" else finite[s])]
-        means = {s: self._stages[s].mean_gradients(1.0 if self._turn.rounds else None) for s in steps}
+        means = {s: self._stages[s].mean_gradients(1.0 if self._method.rounds else None) for s in steps}
         bounds = self._find_bounds(means) if self.clip is not None else {}
         for s in steps:
             self._step(s, means[s], bounds.get(s, ()))
@@ -181,8 +181,8 @@ class Loop:
                     each.finish_update(self._rates(s, each))
                 else:
                     each.versions.append(each.versions[-1])
-                if self.kept:
-                    each.versions[: -self.kept] = [None] * (len(each.versions) - self.kept)
+                if self.max_versions:
+                    each.versions[: -self.max_versions] = [None] * (len(each.versions) - self.max_versions)
             stage.clear()
 
     def _find_bounds(self, means: Mapping[int, Sequence[Values]]) -> dict[int, list[float]]:
@@ -190,7 +190,7 @@ class Loop:
         norms = {
             s: [float(sum((g.abs() ** 2).sum() for g in mean.values())) ** 0.5 for mean in means[s]] for s in means
         }
-        delay = self._turn.norm_delay
+        delay = self._method.norm_delay
         if delay is None or not norms:
             return norms
         assert len(norms) == len(self._stages), "stages without a common update have no common norm"
@@ -202,8 +202,8 @@ class Loop:
         return {s: [max(late, norm)] for s, (norm,) in norms.items()}
 
     def _step(self, s: int, means: Sequence[Values], bounds: Sequence[float]) -> None:
-        stage, rule = self._stages[s], self._turn.compensation
-        present = stage.present if self._turn.rounds and not stage.reducer.averages else 1.0
+        stage, rule = self._stages[s], self._method.compensation
+        present = stage.present if self._method.rounds and not stage.reducer.averages else 1.0
         for number, (each, mean) in enumerate(zip(stage.copies, means, strict=True)):
             if each.optimizer is None:
                 continue

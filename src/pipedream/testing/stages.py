@@ -38,19 +38,19 @@ class Copy:
         self.rates = _Rates(optimizer(list(probed.items())) if weights else None, scheduler)
         self.ema, self.newest = copy_values(self.weights), copy_values(self.weights)
         self.versions: list[Any] = [Version(copy_values(self.weights))]
-        self._kept: tuple[str, float] = "", 0.0
+        self._predicted_by: tuple[str, float] = "", 0.0
 
     def switch_to(self, by: str, gamma: float, coming: list[float]) -> None:
         """Predicts by another way from now on; if the one before was the same, its average continues."""
-        if self._kept != (by, gamma):
-            self._kept, self.versions[-1].added = (by, gamma), {}
+        if self._predicted_by != (by, gamma):
+            self._predicted_by, self.versions[-1].added = (by, gamma), {}
         if by == "velocity":
             self.versions[-1].added[by] = self._find_velocity(coming)
 
     def finish_update(self, coming: list[float]) -> None:
         """Takes what forwards read from now on as a version; `coming` are the groups' next rates."""
         old, new = self.versions[-1], Version(copy_values(self.newest))
-        by, gamma = self._kept
+        by, gamma = self._predicted_by
         if by == "velocity":
             new.added[by] = self._find_velocity(coming)
         elif by:

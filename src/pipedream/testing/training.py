@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.messages import MessageEncoding
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import Phase, read_phases
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.pipeline import Pipeline
 from pipedream.planner import manual_plan
@@ -27,13 +26,13 @@ from pipedream.schedules import stage_order_of
 from pipedream.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of
 from pipedream.testing.losses import total_of
 from pipedream.testing.passes import Passes, Rounding
-from pipedream.testing.processes import start
+from pipedream.testing.processes import run_in_processes
 from pipedream.testing.reducers import Reducer
 from pipedream.testing.results import Trained, assert_equal
-from pipedream.testing.rules import CompensationRule, Reads, Turn
+from pipedream.testing.rules import CompensationRule, MethodRules, Reads
 from pipedream.testing.serial import Loop
 from pipedream.testing.tags import check_tags
-from pipedream.workflows.prepare import build_phase
+from pipedream.workflows.prepare import build_phase, read_run_phases
 
 Watch = Callable[[Pipeline], Any]
 
@@ -64,7 +63,7 @@ class Training:
     plan: Plan | Sequence[int] = (1, 1)
     schedule: str | Schedule = ""
     microbatches: int | None = None
-    phases: str | Sequence[Phase] = ()
+    phases: str | Sequence[Any] = ()
     epochs: int = 1
     test: Sequence[Any] = ()
     evaluate_at: Sequence[int] = ()
@@ -86,7 +85,7 @@ class Training:
         return copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
 
     @cached_property
-    def made_plan(self) -> Plan:
+    def resolved_plan(self) -> Plan:
         """The plan; of workers alone one whose layers are dealt evenly, on workers in the order of the method."""
         if isinstance(self.plan, Plan):
             return self.plan
@@ -105,7 +104,7 @@ class Training:
         shared = ("seed", "scheduler", "clip_grad_norm", "clip", "on_nan", "ema", "autocast", "compensation")
         options = {name: getattr(self, name) for name in (*shared, "sums", "messages")}
         how = {"loss": self.loss, "optimizer": self.optimizer, "check": False} | method | options | {**self.options}
-        return Pipeline(self.make_model(), self.made_plan, **how)
+        return Pipeline(self.make_model(), self.resolved_plan, **how)
 
     # -- by the library --------------------------------------------------------------------------------------------
 
@@ -129,9 +128,10 @@ class Training:
         """
         how = {"folder": folder, "save_at": save_at, "resume": resume, "watch": watch, **saving}
         if processes > 1:
-            first, *others = start(processes, self.pipeline, how)
+            first, *others = run_in_processes(processes, self.pipeline, how)
             for other in others:
                 assert_equal(replace(other, state=first.state, ema=first.ema), first)
+                first.optimizer |= other.optimizer
             return cast(Trained, first)
         trained = Trained()
         with self.make_pipeline() as pipeline:
@@ -208,7 +208,7 @@ class Training:
         like: Trained | None = None,
         *,
         reads: Reads | None = None,
-        turns: Mapping[int, Turn] | None = None,
+        rules: Mapping[int, MethodRules] | None = None,
         compensation: CompensationRule | None = None,
         optimizer: Any = None,
         reducer: Reducer | None = None,
@@ -219,22 +219,22 @@ class Training:
 
         Args:
             like: a pipeline's run, whose drains and phases the loop has, and whose evaluations it repeats.
-            reads: the paper's, in place of the schedule's. turns: the same for all of a method, by its first minibatch.
+            reads: the paper's, in place of the schedule's. rules: all of a method's, by the minibatch that begins it.
             compensation: the paper's rule. optimizer: that it steps, by default the pipeline's.
             reducer, rounding: how replicas agree, and what arrives of a message, as docs/less_communication.md says.
             model: in place of `self.model`.
         """
-        like, plan = like or Trained(turns={0: (0, 0)}), self.made_plan
+        like, plan = like or Trained(phases={0: (0, 0)}), self.resolved_plan
         schedules = self.make_schedules()
-        if turns is None:
+        if rules is None:
             rule = compensation or CompensationRule()
-            turns = {begin: self._turn_of(schedules[phase], reads, rule) for phase, (begin, _) in like.turns.items()}
+            rules = {begin: self._rules_of(schedules[phase], reads, rule) for phase, (begin, _) in like.phases.items()}
         together = plan.tied_weights or all(schedule.flushes for schedule in schedules)
         skips = self.on_nan == "skip" or self.options.get("grad_scaler") is not None
         assert reducer is not None or self.sums in (None, "full"), (
             f"sums={self.sums}: give the reducer that its page says"
         )
-        messages, ranks = MessageEncoding.parse(self.messages), schedules[0].placement.ranks
+        messages, ranks = Choices.resolve(command={"messages": self.messages}).messages, schedules[0].placement.ranks
         assert rounding is not None or not messages, f"messages={messages}: give the rounding that its page says"
         loop = Loop(
             Passes(
@@ -250,7 +250,7 @@ class Training:
             ),
             list(self.data) * self.epochs,
             optimizer or self.optimizer,
-            turns,
+            rules,
             schedules[0].placement.replicas,
             like.drains,
             self.scheduler,
@@ -265,29 +265,35 @@ class Training:
             trained.evaluated[number] = mean_loss(
                 loop.passes.model, self.test or self.data, loop.passes.total, loop.passes.inputs
             )
-        if any(type(turn.compensation) is not CompensationRule for turn in turns.values()):
+        if any(type(each.compensation) is not CompensationRule for each in rules.values()):
             trained.optimizer = {}  # in the coordinates of the paper
         return trained
 
     def make_schedules(self) -> tuple[Schedule, ...]:
         """Returns the schedule of each phase."""
-        phases = self.phases or (Phase(self.schedule, microbatches=self.microbatches),)
-        phases = read_phases(phases) if isinstance(phases, str) else phases
-        return tuple(build_phase(self.made_plan, phase) for phase in phases)
+        schedule, microbatches = (None, None) if self.phases else (self.schedule, self.microbatches)
+        phases = read_run_phases(schedule, microbatches, self.phases)
+        return tuple(build_phase(self.resolved_plan, phase) for phase in phases)
 
-    def _turn_of(self, schedule: Schedule, reads: Reads | None, compensation: CompensationRule) -> Turn:
-        updates, delay, plan = schedule.updates, None, self.made_plan
-        if self.clip != "local" and (schedule.flushes or self.clip == "delayed_global"):
-            # docs/couplings.md: the updates in flight at the first stage, and its update delay.
-            in_flight = -(-plan.in_flight[0] * plan.replicas[0] // updates.per_update[0]) + plan.update_delay[0]
-            delay = 0 if schedule.flushes else in_flight
-        chosen = reads or reads_of(schedule)
-        return Turn(chosen, schedule.microbatches, updates.per_update, updates.mean_of_rounds, delay, compensation)
+    def norm_delay(self, schedule: Schedule) -> int | None:
+        """Returns the updates by which the global norm that clips is late, None without one (docs/couplings.md)."""
+        if self.clip == "local" or not (schedule.flushes or self.clip == "delayed_global"):
+            return None
+        plan, per_update = self.resolved_plan, schedule.updates.per_update[0]
+        updates_in_flight = -(-plan.in_flight[0] * plan.replicas[0] // per_update)
+        return 0 if schedule.flushes else updates_in_flight + plan.update_delay[0]
+
+    def _rules_of(self, schedule: Schedule, reads: Reads | None, compensation: CompensationRule) -> MethodRules:
+        updates, delay = schedule.updates, self.norm_delay(schedule)
+        how = schedule.microbatches, updates.per_update, updates.mean_of_rounds
+        return MethodRules(reads or reads_of(schedule), *how, delay, compensation)
 
     def check(self, bound: float | None = None, **of_loop: Any) -> Trained:
         """Trains both ways, and checks that they give the same; returns what the pipeline gave."""
         trained = self.pipeline()
-        self.assert_serial(trained, bound, **of_loop)
+        expected = self.assert_serial(trained, bound, **of_loop)
+        missing = expected.optimizer.keys() - trained.optimizer.keys()
+        assert not missing, f"the pipeline's optimizers have no state of {', '.join(sorted(missing))}"
         return trained
 
     def assert_serial(self, trained: Trained, bound: float | None = None, **of_loop: Any) -> Trained:
@@ -300,7 +306,7 @@ class Training:
         expected = self.loop(trained, **of_loop)
         double = all(t.dtype == torch.float64 for t in expected.state.values() if t.is_floating_point())
         assert_equal(trained, expected, bound or (1e-10 if double else 1e-5))
-        if not self.phases and set(self.made_plan.replicas) == {1}:
+        if not self.phases and set(self.resolved_plan.replicas) == {1}:
             for number, rate in trained.rates.items():
                 assert abs(rate - expected.rates[number]) <= 1e-12, f"rate {rate} of minibatch {number}"
         return expected
@@ -355,9 +361,9 @@ class _Fresh:
 def _collect(pipeline: Pipeline, trained: Trained, begin: int, data: Sequence[Any]) -> None:
     trained.state = pipeline.state_dict()
     trained.ema = pipeline.state_dict(ema=True) if pipeline._options.ema is not None else {}
-    trained.drains, trained.position, trained.turns = list(pipeline.drains), pipeline.position, pipeline.trained
+    trained.drains, trained.position, trained.phases = list(pipeline.drains), pipeline.position, pipeline.trained
     trained.skipped, trained.sent_bytes = pipeline.skipped_updates(), pipeline.sent_bytes()
-    for phase, (first, end) in trained.turns.items():
+    for phase, (first, end) in trained.phases.items():
         timeline = pipeline.timeline(phase)
         tags = timeline.gradient_versions
         if end > begin:
@@ -372,6 +378,6 @@ def _collect(pipeline: Pipeline, trained: Trained, begin: int, data: Sequence[An
             is_first = pipeline.program.placement.ranks[stage][0] == worker.rank  # of replicas, which may differ
             stepped = state.optimizer.stepped if is_first and state.optimizer is not None else {}
             for name, parameter in stepped.items():
-                kept: dict[str, Any] = state.optimizer.optimizer.state.get(parameter, {})
-                values = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in kept.items()}
+                items: dict[str, Any] = state.optimizer.optimizer.state.get(parameter, {})
+                values = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in items.items()}
                 trained.optimizer.setdefault(name, values)
