@@ -144,7 +144,7 @@ def _index_stream(run: Unrolled, rank: int) -> None:
         move, number, index = instruction
         if move in SUMS:
             if (move, number) not in summed:
-                raise run.error(rank, position, f"a {SUMS[move]} ({number}), of which this rank is not one")
+                raise run.error(rank, position, f"a {SUMS[move]} ({number}) that this rank is not part of")
             if run.sums.setdefault((rank, instruction), position) != position:
                 raise run.error(rank, position, "this sum was joined before")
             continue
