@@ -241,11 +241,13 @@ IN_PROCESSES = {
 
 def test_weights_behind_the_prediction() -> None:
     """What SpecTrain and LWP evaluate: w, where what is stored is y = w - lr T v, or w + T (w - w before)."""
-    for name, optimizer, compensation in (
-        ("velocity", "sgd", "velocity_prediction"),
-        ("feedback", "adamw", "error_feedback:1"),
+    for name, optimizer, compensation, replicas in (
+        ("velocity", "sgd", "velocity_prediction", None),
+        ("velocity", "sgd", "velocity_prediction", (2, 1, 1)),  # whose stages have other rates
+        ("feedback", "adamw", "error_feedback:1", None),
     ):
-        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=compensation, evaluate_at=())
+        how = {"optimizer": optimizer, "compensation": compensation, "replicas": replicas, "evaluate_at": ()}
+        case = Case("mlp", "pipedream", 3, **how)
         animal = zoo.make(case.animal)
         with cases.pipeline_of(case) as pipeline:
             done = list(pipeline.train(cases.Fresh(animal.batches), epochs=case.epochs))

@@ -11,6 +11,7 @@ from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.activations import WINDOW_SHARE, window_bytes
 from pipedream.core.units import format_bytes
 
 LAYER = pd.LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
@@ -156,6 +157,18 @@ def test_recomputation_and_offloading_exclude_each_other() -> None:
     assert all(stage.offload for stage in moved.stages)
     with pytest.raises(ValueError, match="has no activations to offload"):
         replace(moved.stages[0], recompute=True)
+
+
+def test_a_stage_recomputes_or_offloads() -> None:
+    """Where copies are hidden it offloads; where they would be longer than passes it recomputes."""
+    for rate, kind in ((1e9, (False, True)), (100_000 / 1.151, (True, False))):
+        stages = plan_of(int(0.6 * max(NEEDS)), rate, recompute="auto").stages
+        assert [(stage.recompute, stage.offload) for stage in stages] == [kind] * 2 + [(False, False)] * 2
+
+
+@given(st.integers(0, 10**12).map(lambda eighths: 8 * eighths))
+def test_two_windows_stay_on_the_gpu(moved_bytes: int) -> None:
+    assert window_bytes(moved_bytes) == 2 * WINDOW_SHARE * moved_bytes
 
 
 GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))

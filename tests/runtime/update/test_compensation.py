@@ -153,6 +153,9 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
     versions = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
+        rate = RATE if t <= 50 else RATE / 4  # the gap stays that of the greatest rate
+        for group in optimizer.optimizer.param_groups:
+            group["lr"] = rate
         g = gradient(versions[0])
         handle.grad = g.clone()
         optimizer.compensator.penalise({"w": handle.detach()}, {"w": versions[0]})
@@ -168,7 +171,7 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
             step = step + decay * w if name == "adamw" else step
-        w = w - RATE * step
+        w = w - rate * step
         mean = beta * mean + (1 - beta) * step**2
         # The step is known to rounding of the weights, over the rate.
         assert (handle - w).abs().max() <= 1e-9, f"update {t}"
