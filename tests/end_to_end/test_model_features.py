@@ -2,10 +2,10 @@
 
 import importlib.util
 import shutil
-from bisect import bisect_right
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
@@ -26,13 +26,13 @@ from split_training import (
     plain_loop,
     profile_of,
     train_with,
-    train_with_each,
-)
+)  # fmt: skip
 from torch import Tensor, nn
 from training import train
 from zoo import CASES
 
 import pipedream as pd
+from pipedream.testing import Reads, Training
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -43,11 +43,7 @@ needs_hf = pytest.mark.skipif(
     reason="transformers is not installed; pip install torch-pipedream[hf]",
 )
 FIVE = ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
-UNTIED = ("resnet", "attention_lstm")
-QUICK = {
-    "resnet": ("recompute split", "replicas", "another plan"),
-    "tied_gpt": ("recompute split", "replicas", "another plan"),
-}
+QUICK = {"resnet": ("recompute split", "replicas"), "tied_gpt": ("recompute split", "replicas")}
 
 
 def _marks(name: str, quick: bool) -> list[pytest.MarkDecorator]:
@@ -55,9 +51,8 @@ def _marks(name: str, quick: bool) -> list[pytest.MarkDecorator]:
 
 
 @cache
-def _profile(name: str) -> pd.Profile:
-    case = CASES[name]
-    return profile_of(case, batches_of(case)[0])
+def _profile(name: str, dropout: bool = False) -> pd.Profile:
+    return profile_of(CASES[name], batches_of(CASES[name])[0], dropout=dropout)
 
 
 @pytest.mark.parametrize(
@@ -70,98 +65,62 @@ def _profile(name: str) -> pd.Profile:
         )
     ),
 )
-def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:
+def test_features_equal_the_plain_loop(name: str, feature: str) -> None:
     expected = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)
-    actual = train_with(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
+    actual = train_with(CASES[name], _profile(name), FLUSHING[feature])
     if name == "resnet" and feature == "replicas":  # each replica has running statistics of its own
         assert actual.losses == pytest.approx(expected.losses, rel=1e-9)
         return
     check_same(expected, actual, 1e-5 if CASES[name].needs_hf else 1e-9)  # losses and norms compute in float32 there
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "workers"), [slow("attention_lstm", 2), pytest.param("hf_t5", 3, marks=_marks("hf_t5", False))]
-)
-def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
-    chosen = {
-        word: feature
-        for word, feature in FEATURES.items()
-        if feature.workers == workers and not (feature.schedule == "pipedream" and name not in UNTIED)
-    }
-    _check_processes(name, workers, chosen, tmp_path)
+def _train_with_each(name: str, profile: pd.Profile, words: list[str]) -> dict[str, Trained]:
+    return {word: train_with(CASES[name], profile, FEATURES[word]) for word in words}
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    _check_processes("tied_gpt", 2, {"another plan": FEATURES["another plan"]}, tmp_path)
-
-
-def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder: Path) -> None:
-    profile = _profile(name)
-    first, *others = processes.team(workers).results(
-        train_with_each, name, profile.to_json(), chosen, folder / "several"
-    )
-    alone = train_with_each(name, profile.to_json(), chosen, folder / "one")
-    for word, expected in alone.items():
+@pytest.mark.parametrize("workers", [2, 3])
+def test_processes_equal_one(workers: int) -> None:
+    how = "attention_lstm", _profile("attention_lstm"), [w for w in FEATURES if FEATURES[w].workers == workers]
+    first, *others = processes.team(workers).results(_train_with_each, *how)
+    for word, expected in _train_with_each(*how).items():
         check_same(expected, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed
         for other in others:
-            assert other[word].losses == first[word].losses
-            assert other[word].evaluated == first[word].evaluated
+            assert (other[word].losses, other[word].evaluated) == (first[word].losses, first[word].evaluated)
+
+
+def training(name: str, feature: Feature, **options: Any) -> Training:
+    """Returns the training of a model with dropout, whose layers are modules."""
+    case = CASES[name]
+    how = {"schedule": feature.schedule, "microbatches": feature.microbatches, "loss": case.loss} | options
+    return Training(
+        model=model_of(case, dropout=True), data=batches_of(case, (*LENGTHS, *LENGTHS)), optimizer=make_optimizer,
+        plan=feature.plan(_profile(name, dropout=True)), options={"inputs": case.inputs}, **how,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["resnet", "tied_gpt"])
+def test_a_run_goes_on_with_another_plan(name: str, tmp_path: Path) -> None:
+    other = training(name, Feature(config=(1, 1, 1)))
+    training(name, Feature()).resumed(tmp_path, (3,), other, bound=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "stages", "microbatches"),
+    ("name", "schedule", "stages", "m"),
     [
         ("resnet", "pipedream", 3, 1),
         slow("unet", "pipedream", 4, 1),
         ("tied_gpt", "pipedream_2bw", 3, 4),
         slow("resnet", "pipedream_2bw", 2, 2),
-        slow("attention_lstm", "pipedream", 2, 1),
         pytest.param("hf_gpt2", "pipedream_2bw", 3, 2, marks=[needs_hf, pytest.mark.slow]),
     ],
 )
-def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, microbatches: int) -> None:
-    """For minibatch k, and stage s of p, whose parameters are w_s:
-
-    PipeDream (SOSP 2019, section 3.3)   w(k+1) = w(k) - lr grad f(w_0(k-p+1), ..., w_{p-1}(k))
-    2BW (ICML 2021, section 3.1)         w(k+1) = w(k) - lr grad f(w(k-1))
-    """
-    case, layers = CASES[name], _profile(name).graph.layers
-    batches = batches_of(case, (*LENGTHS, *LENGTHS))
-    cuts = tuple(i * len(layers) // stages for i in range(1, stages))
-    # Of a tied parameter any holder's version is read, as all are the same.
-    stage_of = {name: bisect_right(cuts, at) for at, layer in enumerate(layers) for name in layer.parameters}
-
-    def version(parameter: str, k: int) -> int:
-        return max(0, k - (1 if schedule == "pipedream_2bw" else stages - 1 - stage_of[parameter]))
-
-    late, plain = plain_loop(case, batches, microbatches, version), plain_loop(case, batches, microbatches)
-    plan = pd.plan(_profile(name), pd.Cluster.local(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
-    losses, state = train(model_of(case), plan, batches, loss=case.loss, optimizer=make_optimizer)
-    actual = Trained(losses, state)
-    check_same(Trained(late.losses, late.state), actual, 1e-12 if not case.needs_hf else 1e-6)
-    assert abs(plain.losses[-1] - losses[-1]) > 1e-10, "nothing was late"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=_marks(name, name == "checkpointed"))
-        for name in ("checkpointed", "checkpointed_reentrant", "tied_gpt", "glue_dropout", "hf_t5")
-    ],
-)
-def test_masks_are_the_same_when_a_forward_is_repeated(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    profile = profile_of(case, batches_of(case)[0], dropout=True)
-    once = train_with(name, profile, Feature("gpipe", dropout=True), tmp_path)
-    whole = train_with(name, profile, Feature("gpipe", config=(1,), dropout=True), tmp_path)
-    again = train_with(name, profile, Feature(config=(1, 1, 1), recompute=True, dropout=True), tmp_path)
-    check_same(whole, once, 1e-9)
-    check_same(once, again, 1e-9)
-    undropped = plain_loop(case, batches_of(case), 2)
-    assert abs(undropped.losses[0] - once.losses[0]) > 1e-3, "nothing was dropped"
+def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, m: int) -> None:
+    """Stage s of p reads version k - (p - 1 - s) in PipeDream (SOSP 2019, section 3.3), k - 1 in 2BW (ICML 2021)."""
+    reads = Reads(lambda s, k: max(0, k // m - (1 if schedule == "pipedream_2bw" else stages - 1 - s)))
+    late = training(name, Feature(schedule, m, (1,) * stages), total=CASES[name].total)
+    late.check(1e-5 if CASES[name].needs_hf else 1e-9, reads=reads)
 
 
 def _drop_after_first(self: nn.Module, x: Tensor) -> Tensor:
@@ -187,8 +146,8 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
             outputs = list(pipeline.predict(batches))
             assert all(module.training for module in model.modules())
             losses += [done.loss for done in pipeline.train(batches)]
-            states.append(Trained(losses, pipeline.state_dict(), predicted=outputs))
-    check_same(*states, 1e-5)
+            states.append((losses, pipeline.state_dict(), outputs))
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +158,10 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
         slow("attention_lstm", Feature(), "aot_eager"),
     ],
 )
-def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:
+def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str) -> None:
     torch.compiler.reset()
-    expected = train_with(name, _profile(name), feature, tmp_path)
-    actual = train_with(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
+    expected = train_with(CASES[name], _profile(name), feature)
+    actual = train_with(CASES[name], _profile(name), replace(feature, options={"compile": backend}))
     check_same(expected, actual, 1e-5 if CASES[name].needs_hf else 1e-9)
 
 
@@ -252,11 +211,11 @@ def test_layers_of_a_chain_are_compiled() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, such as g++")
-def test_compiled_by_inductor(tmp_path: Path) -> None:
+def test_compiled_by_inductor() -> None:
     torch.compiler.reset()
     feature = Feature("1f1b", 2)
-    expected = train_with("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
-    actual = train_with("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
+    expected = train_with(CASES["tied_gpt"], _profile("tied_gpt"), feature)
+    actual = train_with(CASES["tied_gpt"], _profile("tied_gpt"), replace(feature, options={"compile": True}))
     check_same(expected, actual, 1e-6)
 
 

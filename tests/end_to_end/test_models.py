@@ -9,9 +9,10 @@ from typing import Any
 
 import processes
 import pytest
-from marks import slow, spread
+from marks import spread
 from random_models import random_case
 from split_training import (
+    Feature,
     Trained,
     batches_of,
     check_same,
@@ -21,7 +22,8 @@ from split_training import (
     pipelined,
     plain_loop,
     profile_of,
-)
+    train_on,
+)  # fmt: skip
 from zoo import CASES, Case
 
 import pipedream as pd
@@ -33,7 +35,8 @@ pytestmark = pytest.mark.filterwarnings(
 DEFAULT = ("resnet", "tied_gpt", "attention_lstm")
 QUICK = ("attention_lstm",)
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
-WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "hf_bert", "hf_t5", "hf_swin")
+WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "hf_bert", "hf_t5", "hf_swin", "checkpointed")
+WITH_DROPOUT += ("checkpointed_reentrant",)
 # fmt: off
 ALIKE = {
     "hf_bert": ("hf_roberta", "hf_distilbert", "hf_electra", "hf_bert_classes", "hf_bert_answers", "hf_modernbert"),
@@ -114,33 +117,31 @@ def test_twenty_lengths(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", spread(pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)))
 def test_random_models_at_random_cuts(seed: int) -> None:
-    case = random_case(seed)
+    case, schedule = random_case(seed), ("1f1b", "gpipe")[seed % 2]
     batches = batches_of(case)
-    actual = pipelined(
-        case, batches, stages=2 + seed % 3, schedule=("1f1b", "gpipe")[seed % 2], microbatches=3, seed=seed
-    )
+    actual = pipelined(case, batches, stages=2 + seed % 3, schedule=schedule, microbatches=3, seed=seed)
     check_same(plain_loop(case, batches, 3), actual, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["value_branch", slow("number_carried")])
-def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
-    case = CASES[name]
+def test_samples_that_depend_on_each_other_are_refused() -> None:
+    case = CASES["value_branch"]
     assert not parts_make_whole(case, batches_of(case)[0], 3)
     with pytest.raises(pd.errors.WorkerError, match=r"microbatches make .*computes with several samples at once"):
         pipelined(case, batches_of(case), microbatches=3, check=True)
     check_same(_plain(case, 1), pipelined(case, batches_of(case), check=True), case.tolerance)
 
 
-@pytest.mark.parametrize("case", spread(_chosen(WITH_DROPOUT, default=("glue_dropout",)), every=3))
-def test_dropout_does_not_depend_on_the_cut(case: Case) -> None:
+@pytest.mark.parametrize("case", spread(_chosen(WITH_DROPOUT, default=("glue_dropout", "checkpointed")), every=3))
+def test_masks_depend_neither_on_the_cut_nor_on_a_repeated_forward(case: Case) -> None:
     batches = batches_of(case)
-    run = {"microbatches": 2, "profile": profile_of(case, batches[0], dropout=True), "dropout": True}
-    on_two, two = (pipelined(case, batches, stages=stages, seed=stages, **run) for stages in (2, 4))
-    assert on_two.cuts != two.cuts
-    check_same(on_two, two, case.tolerance)
-    assert abs(on_two.losses[0] - _plain(case, 2).losses[0]) > 1e-3, "nothing was dropped"
-    other = pipelined(case, batches[:1], stages=3, **run)
-    assert abs(other.losses[0] - on_two.losses[0]) < 1e-9
+    profile = profile_of(case, batches[0], dropout=True)
+    whole, *others = (
+        train_on(case, Feature(config=(1,) * stages, recompute=stages == 3).plan(profile), batches, dropout=True)
+        for stages in (1, 2, 3)
+    )
+    for other in others:
+        check_same(whole, other, case.tolerance)
+    assert abs(whole.losses[0] - _plain(case, 2).losses[0]) > 1e-3, "nothing was dropped"
 
 
 def _in_process(name: str, stages: int, microbatches: int) -> Trained:
@@ -155,7 +156,6 @@ def test_processes_equal_the_plain_loop(case: Case) -> None:
     check_same(_plain(case, 4), first, case.tolerance)
     for other in others:
         assert other.losses == first.losses
-        assert other.cuts == first.cuts
 
 
 def test_the_docs_name_the_tested_models() -> None:

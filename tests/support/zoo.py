@@ -383,6 +383,17 @@ class Case:
         """Returns the model's inputs from a batch."""
         return batch if self.loss is None else batch[0]
 
+    def mean_loss(self, output: Any, batch: Any) -> Tensor:
+        """Returns the loss, as a training loop computes it."""
+        if self.loss is None:
+            return output.loss
+        is_torchs = getattr(self.loss, "func", self.loss).__module__ == "torch.nn.functional"
+        return self.loss(output, batch[1] if is_torchs else batch)
+
+    def total(self, output: Any, batch: Any) -> tuple[Tensor, float]:
+        """Returns the sum of the losses, which is the mean times the amount, and the amount."""
+        return self.mean_loss(output, batch) * self.amount(batch), self.amount(batch)
+
 
 # -- data of cases: (seed, samples, length) -> batch ------------------------------------------------------------------
 
