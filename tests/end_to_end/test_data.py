@@ -1,22 +1,169 @@
 """The data of real runs: each sample loaded once, by whoever trains on it, in the order of a plain loop."""
 
 import multiprocessing
+import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import loading
+import numpy as np
 import processes
 import pytest
 import torch
+import torch.distributed as dist
+import zoo
+from cases import make_pipeline
 from loaders import seed_all
-from loading import SEED, Job, Notes, loader_of
 from marks import long, slow
-from torch.utils.data import DataLoader, RandomSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import pipedream as pd
+from pipedream.runtime.data import source
+
+SIZE, BATCH, SEED = 50, 12, 10
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run.
+
+    Attributes:
+        kind: kind of loader, see `loader_of`.
+        replicas: replicas of each stage.
+        drain_at, leave_at: minibatches after which the loop evaluates, and is left and begun again; negative for never.
+        fails_at: index whose loading fails; negative for never.
+        machines: those of the ranks; by default one.
+    """
+
+    kind: str
+    replicas: tuple[int, ...]
+    schedule: str = "pipedream"
+    microbatches: int | None = None
+    drain_at: int = -1
+    leave_at: int = -1
+    fails_at: int = -1
+    machines: str = ""
+
+
+@dataclass
+class Ran:
+    """Results of a run, and whether the generators of the process were left alone."""
+
+    dones: list[pd.Done]
+    state: dict[str, Tensor]
+    drains: list[int]
+    position: tuple[int, int]
+    still: bool
+
+
+class Notes(Dataset[tuple[Tensor, Tensor]]):
+    """Samples; each index that is loaded is written to a file of the rank."""
+
+    def __init__(self, folder: str, fails_at: int = -1) -> None:
+        x, y = (torch.cat(part) for part in zip(*zoo.make("mlp").batches, strict=True))
+        self.x, self.y, self.fails_at = x, y, fails_at
+        self.file = Path(folder) / str(dist.get_rank() if dist.is_initialized() else 0)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.fails_at:
+            raise ZeroDivisionError("a sample that fails")
+        with self.file.open("a") as file:
+            file.write(f"{index}\n")
+        return self.x[index], self.y[index]
+
+
+class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
+    """The samples in an order that is drawn on the way."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rest = list(range(SIZE))
+        while rest:
+            yield self.notes[rest.pop(random.randrange(len(rest)))]
+
+
+class Stateful:
+    """A loader with a state of its own, after torchdata's StatefulDataLoader."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.order: list[int] = []
+        self.at = 0
+        self.restored = False
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.restored:
+            self.order, self.at = np.random.permutation(SIZE).tolist(), 0
+        self.restored = False
+        while self.at < SIZE:
+            indices = self.order[self.at : self.at + BATCH]
+            self.at += BATCH
+            x, y = zip(*(self.notes[i] for i in indices), strict=True)
+            yield torch.stack(x), torch.stack(y)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": torch.tensor(self.order), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at, self.restored = state["order"].tolist(), state["at"], True
+
+
+def loader_of(kind: str, notes: Notes) -> Any:
+    """Returns a loader: 'map', 'ahead' (two processes load), 'own' generator, 'iterable', 'stateful'."""
+    if kind == "iterable":
+        return DataLoader(Drawn(notes), batch_size=BATCH)
+    if kind == "stateful":
+        return Stateful(notes)
+    workers = {"num_workers": 2, "persistent_workers": kind == "persistent"} if kind in ("ahead", "persistent") else {}
+    generator = torch.Generator().manual_seed(random.randrange(1000)) if kind == "own" else None
+    return DataLoader(notes, batch_size=BATCH, shuffle=True, generator=generator, **workers)
+
+
+def pipeline_of(job: Job) -> pd.Pipeline:
+    options = {"schedule": job.schedule, "microbatches": job.microbatches, "seed": 3, "check": False}
+    return make_pipeline("mlp", job.replicas, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9), **options)
+
+
+def run(job: Job, folder: str) -> Ran:
+    """Does a job; each rank has its own seed, and the loop draws numbers of its own."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with patch.object(source, "read_machine", lambda: job.machines[rank : rank + 1]), pipeline_of(job) as pipeline:
+        others = loader_of(job.kind, Notes(str(Path(folder) / "evaluated")))
+        seed_all(SEED + rank)
+        loader = loader_of(job.kind, Notes(folder, job.fails_at))
+        before = torch.get_rng_state(), random.getstate()
+        dones = []
+        still = True
+        for done in pipeline.train(loader, epochs=3):
+            dones.append(done)
+            if done.number == job.drain_at:
+                pipeline.evaluate(others)
+            if done.number == job.leave_at:
+                still = torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+                torch.rand(1 + rank), random.random(), np.random.rand()
+                break
+        if job.leave_at >= 0:
+            pipeline.drain()
+            dones += list(pipeline.train(loader, epochs=3 - pipeline.position[0]))
+        return Ran(dones, pipeline.state_dict(), pipeline.drains, pipeline.position, still)
+
+
+def run_all(jobs: list[Job], folder: str) -> list[Ran]:
+    """Does one job after the other, each in a folder of its own."""
+    return [run(job, str(Path(folder) / str(i))) for i, job in enumerate(jobs)]
+
 
 KINDS = ("map", "ahead", "persistent", "own", "iterable", "stateful")
 SHARDED = ("map", "ahead", "persistent", "own")
@@ -52,12 +199,12 @@ def folders(root: Path, count: int) -> Path:
     return root
 
 
-def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
+def plain_order(kind: str, folder: Path) -> list[int]:
     """Returns what a loop in a script loads where nothing else draws."""
     folder.mkdir()
     seed_all(SEED)
     loader = loader_of("map" if kind in ("ahead", "persistent") else kind, Notes(str(folder)))
-    for _ in range(epochs):
+    for _ in range(3):
         list(loader)
     return written(folder)[0]
 
@@ -71,7 +218,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
 ) -> None:
     job = Job(kind, replicas, **rest)
-    ran = loading.run_all([job], str(folders(tmp_path, 1)))[0]
+    ran = run_all([job], str(folders(tmp_path, 1)))[0]
     expected = plain_order(kind, tmp_path / "plain")
     assert ran.still, "the generators of the process have not moved"
     assert ran.position == (3, 0)
@@ -83,7 +230,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
     else:
         # An iterable that was left has been read one minibatch ahead, and is iterated again from the epoch's start
         # where it has no state of its own.
-        assert len(loaded) - len(expected) <= (loading.BATCH if kind == "stateful" else 50)
+        assert len(loaded) - len(expected) <= (BATCH if kind == "stateful" else 50)
         assert Counter(loaded) >= Counter(expected)
         assert loaded[-50:] == expected[-50:]
 
@@ -94,8 +241,8 @@ def test_one_process_loads_what_a_plain_loop_loads(
 def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, tmp_path: Path) -> None:
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
-    of_ranks = processes.team(workers).results(loading.run_all, jobs, str(apart), timeout_s=120.0)
-    alone_runs = loading.run_all(jobs, str(alone))
+    of_ranks = processes.team(workers).results(run_all, jobs, str(apart), timeout_s=120.0)
+    alone_runs = run_all(jobs, str(alone))
     for number, (job, alone_run) in enumerate(zip(jobs, alone_runs, strict=True)):
         # gloo adds up three gradients in another order than one process does
         bound = 1e-12 if max(job.replicas) > 2 else 0.0
@@ -120,7 +267,7 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
             ahead = Counter(loaded.pop(1))
             if job.kind not in ("ahead", "persistent"):
                 assert ahead >= Counter(expected), f"{job}: it reads whole minibatches"
-                assert ahead.total() <= len(expected) + loading.BATCH, "one of them in vain before it is left"
+                assert ahead.total() <= len(expected) + BATCH, "one of them in vain before it is left"
             readers.remove(1)
         assert set(loaded) == readers, str(job)
         if job.kind not in ("ahead", "persistent"):  # processes that load ahead do so in vain before a break
@@ -129,35 +276,6 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
             assert set(Counter(expected).values()) == {3}
             evaluated = written(apart / str(number) / "evaluated")
             assert sum(map(len, evaluated.values())) == (50 if job.drain_at >= 0 else 0)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
-    kinds = ("map", "own", "iterable", "stateful")
-    first = [Job(kind, (2, 1), leave_at=6) for kind in kinds] + [Job(kind, (1, 1), leave_at=7) for kind in kinds]
-    of_three = processes.team(3).results(loading.run_all, first[:4], str(folders(tmp_path / "three", 4)))[0]
-    of_one = loading.run_all(first[4:], str(folders(tmp_path / "one", 4)))
-    places = []
-    for run in (*of_three, *of_one):
-        drained = run.drains[0]
-        places.append(((drained // 5, drained % 5), run.data_state))
-        assert run.data_state["epoch"] == drained // 5
-    seconds = [Job(kind, (1, 1, 1), "1f1b", 4) for kind in kinds] + [Job(kind, (2, 1)) for kind in kinds]
-    root = folders(tmp_path / "on", 8)
-    on = [(job, str(root / str(i)), *places[i]) for i, job in enumerate(seconds)]
-    counts = loading.resume_all(on[:4]) + processes.team(3).results(loading.resume_all, on[4:])[0]
-    for i, (job, folder, position, _) in enumerate(on):
-        done = position[0] * 50 + position[1] * 12
-        expected = plain_order(job.kind, tmp_path / f"plain{i}")
-        loaded = list(chain(*written(Path(folder)).values()))
-        assert counts[i] == 15 - 5 * position[0] - position[1]
-        if job.kind == "iterable":
-            assert loaded == expected[50 * position[0] :], "it has to be iterated from the start of the epoch"
-        elif i < 4:
-            assert loaded == expected[done:], str(job)
-        else:
-            assert Counter(loaded) == Counter(expected[done:]), str(job)
 
 
 @pytest.mark.slow
@@ -170,9 +288,9 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
     caught = None
     if job.fails_at >= 0:
         with pytest.raises(pd.errors.WorkerError, match="a sample that fails") as caught:
-            loading.run(job, str(tmp_path))
+            run(job, str(tmp_path))
     else:
-        assert loading.run(job, str(tmp_path)).position == (3, 0)
+        assert run(job, str(tmp_path)).position == (3, 0)
     assert set(multiprocessing.active_children()) <= before, caught
 
 
@@ -180,7 +298,7 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
-    ends = processes.launch(loading.run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
+    ends = processes.launch(run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
     assert any("a sample that fails" in str(end.error) for end in ends)
     for rank, end in enumerate(ends):
         assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
@@ -193,7 +311,7 @@ def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_pa
     loaded = []
     for looks in (False, True):
         (tmp_path / str(looks)).mkdir()
-        with loading.pipeline_of(Job("", replicas)) as pipeline:
+        with pipeline_of(Job("", replicas)) as pipeline:
             shared = torch.Generator().manual_seed(7)
             seed_all(SEED)
             train, test = (
@@ -217,6 +335,6 @@ def test_the_first_batch_of_a_recipe_does_not_move_the_order(kind: str, tmp_path
         loader = loader_of(kind, Notes(str(tmp_path / str(looks))))
         if looks:
             recipe = pd.Recipe(model, None, torch.optim.SGD, loader)  # type: ignore[arg-type]
-            assert len(recipe.first_batch()[0]) == loading.BATCH
+            assert len(recipe.first_batch()[0]) == BATCH
         orders.append([batch[0] for batch in loader])
     assert all(torch.equal(a, b) for a, b in zip(*orders, strict=True))
