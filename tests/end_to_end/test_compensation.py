@@ -1,6 +1,5 @@
 """Compensations of delay in the running pipeline: each equals its paper's equation, in the coordinates of the paper."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +15,6 @@ from cases import OPTIMIZERS, Case, check, make_pipeline, run
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream import schedules
-from pipedream.cli import main
 from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,
@@ -25,9 +22,7 @@ from pipedream.core.schedule.compensation import (
     Nesterov,
     SpikeCompensation,
 )
-from pipedream.testing import CompensationRule as Rule
-from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
-from pipedream.training.train import train_recipe
+from pipedream.testing import CompensationRule as Rule, Training
 
 BOUND = 1e-9
 SGD, ADAMW, MUON = (OPTIMIZERS[name] for name in ("sgd", "adamw", "muon"))
@@ -177,12 +172,6 @@ def test_compensation_with_all_that_an_update_does(name: str, case: Case) -> Non
     check_published(name, case)
 
 
-def test_nadam_with_long_momentum_needs_nothing_of_the_library() -> None:
-    """Ajanthan et al. train by torch's NAdam with beta1 = 0.99 on stashed weights."""
-    case = Case("mlp", "pipedream", 4, optimizer="nadam")
-    check(case, run(case))
-
-
 def test_compensations_of_one_update_go_together() -> None:
     """T1 on the rate of a step along the velocity, by gradients that are gap-aware."""
     case = Case("mlp", "pipedream", 3, compensation=[f"t1:{K}", "gap_aware:0.9", "spike"])
@@ -208,16 +197,20 @@ def test_compensations_of_one_update_go_together() -> None:
 def test_to_climb_the_negative_is_to_go_down(compensation: str | None) -> None:
     """The optimizer adds the decay of the weights to the gradient's negative then."""
 
-    def trained(sign: float) -> dict[str, torch.Tensor]:
-        animal = zoo.make("mlp")
-        factory = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0)
-        loss, weight = lambda output, batch: sign * animal.loss(output, batch[1]), lambda batch: len(batch[1])
-        how = {"schedule": "pipedream", "loss": loss, "weight": weight, "compensation": compensation}
-        with make_pipeline(animal, (1, 1, 1), optimizer=factory, **how) as pipeline:
-            list(pipeline.train(cases.Fresh(animal.batches), epochs=3))
-            return pipeline.state_dict()
-
-    cases.assert_near(trained(-1.0), trained(1.0), 1e-12)
+    animal, states = zoo.make("mlp"), []
+    for sign in (1.0, -1.0):
+        training = Training(
+            model=zoo.make("mlp").model,
+            data=animal.batches,
+            loss=lambda output, batch, sign=sign: sign * animal.loss(output, batch[1]),
+            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0),
+            plan=zoo.plan_of(animal, 3),
+            schedule="pipedream",
+            epochs=3,
+            compensation=compensation,
+        )
+        states.append(training.pipeline().state)
+    cases.assert_near(*states, 1e-12)
 
 
 PRESETS = ("ftpipe_ga", "ftpipe_msnag", "nesterov_async", "pipedream_lr")
@@ -239,32 +232,32 @@ IN_PROCESSES = {
 }
 
 
-def test_weights_behind_the_prediction() -> None:
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("velocity", Case("mlp", "pipedream", 3, compensation="velocity_prediction")),
+        ("velocity", Case("mlp", "pipedream", 3, compensation="velocity_prediction", replicas=(2, 1, 1))),
+        ("feedback", Case("mlp", "pipedream", 3, compensation="error_feedback:1", optimizer="adamw")),
+    ],
+    ids=str,
+)
+def test_weights_behind_the_prediction(name: str, case: Case) -> None:
     """What SpecTrain and LWP evaluate: w, where what is stored is y = w - lr T v, or w + T (w - w before)."""
-    for name, optimizer, compensation, replicas in (
-        ("velocity", "sgd", "velocity_prediction", None),
-        ("velocity", "sgd", "velocity_prediction", (2, 1, 1)),  # whose stages have other rates
-        ("feedback", "adamw", "error_feedback:1", None),
-    ):
-        how = {"optimizer": optimizer, "compensation": compensation, "replicas": replicas, "evaluate_at": ()}
-        case = Case("mlp", "pipedream", 3, **how)
-        animal = zoo.make(case.animal)
-        with cases.pipeline_of(case) as pipeline:
-            done = list(pipeline.train(cases.Fresh(animal.batches), epochs=case.epochs))
-            state, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
-        assert done
-        rule = PUBLISHED[name, optimizer].rule(delays(case))
-        evaluated: dict[str, torch.Tensor] = {}
-        predict = rule.predict
+    case = replace(case, evaluate_at=())
+    outcome = case.training().pipeline(watch=lambda pipeline: pipeline.state_dict(predicted=False))
+    published, evaluated = PUBLISHED[name, case.optimizer], dict[str, torch.Tensor]()
+    rule = published.rule(delays(case))
+    predict = rule.predict
 
-        def look(stage: int, stepper: Any, w: Any, predict: Any = predict, evaluated: Any = evaluated) -> Any:
-            evaluated |= {n: p.detach().clone() for n, p in w.items()}
-            return predict(stage, stepper, w)
+    def look(stage: int, stepper: Any, w: Any) -> Any:
+        evaluated.update({n: p.detach().clone() for n, p in w.items()})
+        return predict(stage, stepper, w)
 
-        rule.predict = look  # type: ignore[method-assign]
-        cases.answer(case, None, rule, PUBLISHED[name, optimizer].optimizer)
-        cases.assert_near(state, evaluated, BOUND)
-        assert any(not torch.equal(state[n], stored[n]) for n in state)
+    rule.predict = look  # type: ignore[method-assign]
+    cases.answer(case, None, rule, published.optimizer)
+    (state,) = outcome.watched
+    cases.assert_near(state, evaluated, BOUND)
+    assert any(not torch.equal(state[n], outcome.state[n]) for n in state)
 
 
 # -- what is asked ----------------------------------------------------------------------------------
@@ -316,79 +309,27 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         for done in pipeline.train(cases.Fresh(zoo.make("mlp").batches)):
             assert done.rate == 0.05, "the user's"
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
-    schedule = schedules.build("nesterov_async", pd.Plan.uniform(2))
-    assert schedule.with_compensation(()).updates.compensation == ()
-    with make_pipeline("mlp", schedule="one_step_ef", microbatches=3) as pipeline:
-        assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
-    with make_pipeline("mlp", schedule="one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
-        assert pipeline.schedule.updates.compensation == (ErrorFeedback(0.5),), "in the place of the method's own"
-
-
-def recipe(compensation: Any = None) -> pd.Recipe:
-    animal = zoo.make("mlp")
-    return pd.Recipe(
-        animal.model, animal.loss, SGD, animal.batches, animal.batches, compensation=compensation, epochs=2
-    )
-
-
-def trained(out: Path, recipe_object: pd.Recipe, **options: Any) -> dict[str, Any]:
-    return train_recipe(
-        lambda seed: recipe_object, plan=zoo.plan_of(zoo.make("mlp"), 2), out=out, quiet=True, **options
-    )
+    for options, strength in (({}, 1.0), ({"compensation": "error_feedback:0.5"}, 0.5)):  # in place of the method's own
+        with make_pipeline("mlp", schedule="one_step_ef", microbatches=3, **options) as pipeline:
+            assert pipeline.schedule.updates.compensation == (ErrorFeedback(strength),)
 
 
 def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> None:
-    def used(summary: dict[str, Any]) -> list[str]:
-        names: list[str] = summary["configuration"]["compensation"]
-        return names
-
-    assert used(trained(tmp_path / "1", recipe("spike"))) == ["spike"]
-    assert used(trained(tmp_path / "2", recipe("spike"), compensation=["t1:5"])) == ["t1:5"]
-    assert used(trained(tmp_path / "3", recipe("spike"), compensation=[])) == []
-    assert used(trained(tmp_path / "4", recipe("spike"), schedule="1f1b", microbatches=2)) == [], "no gradient is stale"
-    assert used(trained(tmp_path / "5", recipe(), schedule="one_step_ef", microbatches=2)) == ["error_feedback:1.0"]
-    with pytest.raises(pd.errors.ScheduleError, match="flushes"):
-        trained(tmp_path / "6", recipe(), schedule="1f1b", microbatches=2, compensation="spike")
-    # What is not said is the checkpoint's.
-    again = trained(tmp_path / "2", recipe("spike"), resume=tmp_path / "2", epochs=3)
-    assert used(again) == ["t1:5"]
-    assert again["resumed_from"] == 10
-    assert used(trained(tmp_path / "5", recipe("spike"), resume=tmp_path / "5", epochs=3)) == ["error_feedback:1.0"]
-
-
-@pytest.mark.slow
-def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(RECIPE, encoding="utf-8")
-    options = ["train", str(file), "--workers", "1", "--epochs", "1", "--json"]
-    assert main([*options, "--out", str(tmp_path / "1"), "--compensation", "spike", "--compensation", "t1:500"]) == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out)["configuration"]["compensation"] == ["spike", "t1:500"], err
-    assert main([*options, "--out", str(tmp_path / "2"), "--compensation", "none"]) == 0
-    assert json.loads(capfd.readouterr().out)["configuration"]["compensation"] == []
-    assert main([*options, "--out", str(tmp_path / "3"), "--compensation", "sipke"]) == 2
-    assert "compensation 'sipke' is not known; choose one of basis_rotation, error_feedback" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", schedules.COMPENSATED)
-def test_named_methods_are_emulated_and_planned(name: str) -> None:
-    plan = scale_plan(pd.Plan.uniform(2, 1e-4, 1e-4))
-    with build_emulated_pipeline(plan, schedule=name) as pipeline:
-        assert len(list(pipeline.train(list(make_emulated_batches(pipeline, 4))))) == 4
-    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
-    chosen = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
-    assert chosen.schedule == name
-    copies = 1 if name in ("ftpipe_ga", "one_step_ef") else 0
-    assert [stage.memory.optimizer_bytes for stage in chosen.stages] == [copies * 2000] * 2
-
-
-RECIPE = """
-from functools import partial
-import torch, zoo
-import pipedream as pd
-
-def recipe():
     animal = zoo.make("mlp")
-    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    return pd.Recipe(animal.model, animal.loss, sgd, animal.batches, compensation="nesterov")
-"""
+
+    def used(folder: str, by_recipe: Any, **options: Any) -> list[str]:
+        """Trains; returns the compensation that the summary names."""
+        recipe = pd.Recipe(zoo.make("mlp").model, animal.loss, SGD, animal.batches, compensation=by_recipe, epochs=2)
+        how = {"plan": zoo.plan_of(animal, 2), "out": tmp_path / folder, "quiet": True} | options
+        return list(pd.run(lambda seed: recipe, **how)["configuration"]["compensation"])
+
+    assert used("1", "spike") == ["spike"]
+    assert used("2", "spike", compensation=["t1:5"]) == ["t1:5"]
+    assert used("3", "spike", compensation=[]) == []
+    assert used("4", "spike", schedule="1f1b", microbatches=2) == [], "no gradient is stale"
+    assert used("5", None, schedule="one_step_ef", microbatches=2) == ["error_feedback:1.0"]
+    with pytest.raises(pd.errors.ScheduleError, match="flushes"):
+        used("6", None, schedule="1f1b", microbatches=2, compensation="spike")
+    # What is not said is the checkpoint's.
+    assert used("2", "spike", resume=tmp_path / "2", epochs=3) == ["t1:5"]
+    assert used("5", "spike", resume=tmp_path / "5", epochs=3) == ["error_feedback:1.0"]

@@ -449,16 +449,16 @@ GROWING = partial(
 )
 def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> None:
     batches, m = [(x.float(), y) for x, y in marked((), count=24, samples=8)], 1 if schedule == "pipedream" else 2
-    plain, given, scaler = trapped().float(), GROWING(), GROWING()
-    for each in (given, scaler):
+    plain, asked_for, scaler = trapped().float(), GROWING(), GROWING()
+    for each in (asked_for, scaler):
         each.load_state_dict(each.state_dict() | {"_growth_tracker": 2})
     plan = plan_of(trapped(), batches[0][0].double(), ()) if m == 1 else trap_plan(schedule)
-    how = {"loss": steep, "clip_grad_norm": clip, "options": {"grad_scaler": given}, "on_nan": "error"}
+    how = {"loss": steep, "clip_grad_norm": clip, "options": {"grad_scaler": asked_for}, "on_nan": "error"}
     how |= {"microbatches": None if m == 1 else m}
     trained = replace(trap(schedule, plan=plan, data=batches, **how), model=plain).pipeline(watch=scale_of)
     skips = plain_scaled(plain, batches, steeply, scaler, m, clip)
     assert trained.watched == [scaler.get_scale()]
-    assert given.get_scale() == 2.0**126, "the user's is left alone"
+    assert asked_for.get_scale() == 2.0**126, "the user's is left alone"
     assert trained.skipped == (skips,) * len(plan.stages)
     assert 0 < skips < 20
     cases.assert_near(trained.state, dict(plain.state_dict()), 1e-5)

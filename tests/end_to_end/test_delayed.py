@@ -108,50 +108,6 @@ def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
         schedules.build(name, pd.Plan.uniform(3)).with_compensation(compensation)
 
 
-def test_the_comparison_can_fail() -> None:
-    case = _case("mlp", "spectrain", epochs=2, evaluate_at=())
-    outcome = run(case)
-    # (By the difference it would be the same: it is what SGD's velocity has just added.)
-    check(case, outcome, BOUND)
-    check(replace(case, options=_options(by="difference")), outcome, BOUND)
-    wrong = [
-        {"schedule": "pipeoptim"},
-        {"schedule": "spectrain_v2"},
-        {"schedule": "pipelined_backprop"},
-        {"options": _options(backward_rule="recompute")},
-    ]
-    for change in wrong:
-        with pytest.raises(AssertionError):
-            check(replace(case, **change), outcome, BOUND)
-
-
-def test_stashing_without_accumulation_is_pipedream() -> None:
-    case = Case("cnn", "paci", 3, microbatches=1, epochs=2, evaluate_at=(), options=_options(backward_rule="stash"))
-    stashing, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
-    cases.assert_near(stashing.state, other.state, BOUND)
-    assert [[kept.peak for _, kept in sorted(ran.watched[-1].items())] for ran in (stashing, other)] == [[3, 2, 1]] * 2
-    assert stashing.staleness == other.staleness
-
-
-@pytest.mark.parametrize("rule", ["graph", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_the_ends_of_an_interpolation(rule: str) -> None:
-    """With no share of the stash it is V-TiMePReSt, to the bit; with all of it, stashing: true gradients."""
-    none, whole, newest = (
-        run(_case("mlp", name, epochs=2, evaluate_at=(), options=_options(backward_rule=rule, **more)))
-        for name, more in (
-            ("timeprest_interpolated", {"share": 0.0}),
-            ("timeprest_interpolated", {"share": 1.0}),
-            ("v_timeprest", {}),
-        )
-    )
-    assert all(torch.equal(none.state[name], newest.state[name]) for name in newest.state)
-    stash = replace(delayed.PAPERS["timeprest_interpolated"](3, 3), backward=None)
-    training = _case("mlp", "v_timeprest", epochs=2, evaluate_at=()).training()
-    training.assert_serial(whole, BOUND, reads=stash)
-    with pytest.raises(AssertionError):
-        training.assert_serial(none, BOUND, reads=stash)
-
-
 IN_PROCESSES = {
     2: [
         _case("mlp", "pipelined_backprop", 2),
@@ -179,17 +135,6 @@ IN_PROCESSES = {
 # -- tags ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", delayed.PAPERS)
-def test_the_static_table_is_the_papers(name: str) -> None:
-    """`run` holds the tags of each run to the table."""
-    schedule = schedules.build(name, pd.Plan.uniform(3), PARTS.get(name))
-    paper = delayed.PAPERS[name](3, schedule.microbatches)
-    for s in range(3):
-        for k in range(45):
-            assert schedule.weights.forward_version(s, k) == paper.forward(s, k)
-            assert schedule.weights.backward_version(s, k) == (paper.backward or paper.forward)(s, k)
-
-
 def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be the table's also if a run read other weights, were they not taken from these."""
     peek = Versions.peek
@@ -205,27 +150,6 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {tag.stage for tag in wrong} == {1, 2}
     with pytest.raises(AssertionError, match="forward_version"):
         run(_case("mlp", "timeprest", epochs=3, evaluate_at=()))
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "delays_updates"),
-    [
-        (3, 2, [2, 1, 0]),
-        pytest.param(4, 3, [2, 2, 1, 0], marks=pytest.mark.slow),
-        pytest.param(3, 4, [1, 1, 0], marks=pytest.mark.slow),
-        pytest.param(4, 8, [1, 1, 1, 0], marks=pytest.mark.slow),
-    ],
-)
-def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> None:
-    """As a reproduction measured them where forwards read the newest weights; under a tag all are the input stage's."""
-    for name, expected in (
-        ("v_timeprest", delays_updates),
-        ("timeprest", [delays_updates[0]] * p),
-        ("timeprest_interpolated", delays_updates),
-    ):
-        case = Case("mlp", name, p, microbatches=m, epochs=2, evaluate_at=())
-        outcome = run(case)
-        assert [max(outcome.staleness[s]) for s in range(p)] == expected
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -313,42 +237,6 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
 
 
 def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """A run that goes on gives the same bits; without the last difference it would not."""
-
-    def go(until: int, resume: Path | None, forget: bool = False) -> dict[str, torch.Tensor]:
-        animal = zoo.make("mlp")
-        plan = zoo.plan_of(animal, 3)
-        schedule, optimizer = pb_lwp(plan, by="difference"), partial(torch.optim.RMSprop, lr=0.01)
-        with make_pipeline(animal, plan, schedule=schedule, optimizer=optimizer) as pipeline:
-            if resume is not None:
-                pipeline.load(resume)
-                states = cases.stage_states(pipeline)
-                assert [state.predictions is not None for state in states] == [True, True, False]
-                for state in states[:2] if forget else ():
-                    state.predictions.restore({})
-            for done in pipeline.train(cases.Fresh(animal.batches), epochs=4 - pipeline.position[0]):
-                if done.number + 1 == 8 and resume is None:
-                    pipeline.save(tmp_path / "kept")
-                if done.number + 1 == until:
-                    break
-            return pipeline.state_dict()
-
-    whole = go(20, None)
-    again = go(20, tmp_path / "kept")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    lost = go(20, tmp_path / "kept", forget=True)
-    assert not all(torch.equal(whole[name], lost[name]) for name in whole)
-
-
-@pytest.mark.parametrize("name", ["pipelined_backprop", "spectrain_v2", "timeprest"])
-def test_a_drain_leaves_the_weights_in_the_model(name: str) -> None:
-    """Not a view of them. `run` counts the versions that a drain leaves."""
-    with make_pipeline("mlp", (1, 1, 1), schedule=name, microbatches=PARTS.get(name)) as pipeline:
-        for done in pipeline.train(zoo.make("mlp").batches, epochs=3):
-            if done.number == 7:
-                pipeline.drain()
-                state = pipeline.state_dict()
-                for stage_state in cases.stage_states(pipeline):
-                    assert all(
-                        torch.equal(state[key], leaf) for key, leaf in stage_state.versions.peek().leaves.items()
-                    )
+    case = _case("mlp", "pb_lwp", evaluate_at=())
+    schedule, optimizer = pb_lwp(case.plan(), by="difference"), partial(torch.optim.RMSprop, lr=0.01)
+    replace(case.training(), schedule=schedule, optimizer=optimizer).resumed(tmp_path, (8,))
