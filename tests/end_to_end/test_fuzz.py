@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from cases import make_pipeline
 from hypothesis import HealthCheck, given, settings, strategies as st
 from marks import slow
 from torch import nn
@@ -44,20 +45,9 @@ CHECKPOINT = Checkpoint(
 )  # fmt: skip
 
 
-def profile() -> pd.Profile:
-    """Returns a small profile with times of its own."""
-    from pipedream.capture import capture
-    from pipedream.core.model.profile import LayerProfile
-
-    animal = zoo.make("mlp")
-    graph = capture(animal.model, (animal.batches[0][0],)).graph
-    rows = tuple(LayerProfile(1e-3 * (i + 1), 2e-3, 400, 100 * i) for i in range(len(graph.layers)))
-    return pd.Profile("Sequential", graph, rows, 12, input_shapes=((12, 6),), dtype="float32", device="cpu: test")
-
-
 NOUNS: dict[str, Artifact] = {
     "plan": PLAN,
-    "profile": profile(),
+    "profile": zoo.alike_layers(4),
     "cluster": pd.Cluster.flat(3, 1e9, 1e-4),
     "checkpoint": CHECKPOINT,
 }
@@ -132,12 +122,6 @@ def tried(
         return None, error
 
 
-def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs the command here; returns its exit status and what it printed on standard error."""
-    status = main(arguments)
-    return status, capsys.readouterr().err
-
-
 COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
     "plan": lambda file, out: ["simulate", file, "--minibatches", "6"],
     "profile": lambda file, out: ["plan", file, "--workers", "3", "--bandwidth", "1e9", "-o", out],
@@ -157,7 +141,7 @@ def test_the_command_on_a_spoiled_file(
     text = data.draw(spoiled(NOUNS[name]))
     file.write_text(text, encoding="utf-8", errors="replace")
     out.write_text("mine")
-    status, err = run_and_read_error(COMMANDS[name](str(file), str(out)), capsys)
+    status, err = main(COMMANDS[name](str(file), str(out))), capsys.readouterr().err
     assert status in (0, 2)
     if status:
         assert err.startswith("pipedream: ")
@@ -201,14 +185,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pipeline() -> pd.Pipeline:
     """Returns a pipeline of one worker with a scheduler."""
-    animal = zoo.make("mlp")
-    return pd.Pipeline(
-        animal.model,
-        zoo.plan_of(zoo.make("mlp"), 1),
-        loss=animal.loss,
-        optimizer=partial(torch.optim.AdamW, lr=0.1),
-        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3),
-    )
+    return make_pipeline("mlp", (1,), scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3))
 
 
 WORDS = st.sampled_from(

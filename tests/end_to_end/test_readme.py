@@ -17,7 +17,6 @@ import pytest
 
 import pipedream
 from pipedream import cli
-from pipedream.options import ModelOptions
 from pipedream.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -71,16 +70,10 @@ def without_code(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_readme_is_one_page_with_one_program() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     assert len(blocks(ROOT / "README.md", "python")) == 1
-    assert len(blocks(DOCS / "quickstart.md", "python")) == 4
-    assert len(shown()) >= 5
-    assert sum(len(block.splitlines()) for page in PAGES for block in blocks(page, "sh")) >= 20
-
-
-def test_readme_is_one_page() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
+    assert len(shown()) >= 5, "there is something to check"
 
 
 @pytest.mark.slow
@@ -140,13 +133,6 @@ def test_the_published_layouts_are_found() -> None:
     exec(compile(blocks(DOCS / "partition.md", "python")[-2], "partition.md", "exec"), space)
     assert [str(space[name].rules) for name in ("found", "more", "whole")] == ["a:m2,c:m1", "a:m2,b:m3,c:m1", ""]
     assert space["report"].peak == 75
-
-
-def test_callbacks_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    space: dict[str, Any] = {"__name__": "quickstart"}
-    exec(compile(blocks(DOCS / "quickstart.md", "python")[3], "quickstart.md", "exec"), space)
-    assert not list(ModelOptions(**space["logged"]).problems())
 
 
 def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,15 +236,3 @@ def test_glossary_has_names_that_exist() -> None:
     assert [word for word, count in Counter(words).items() if count > 1 and not word.startswith("--")] == []
     avoided = {word for row in rows if len(row) == 3 for word in row[2].split(", ")} - {"not", "---", ""}
     assert sorted(avoided & set(words)) == ["tag"], "a tag is gloo's, and only gloo's"
-
-
-def test_the_start_page_has_three_cards() -> None:
-    text = (DOCS / "index.md").read_text(encoding="utf-8")
-    titles, _, pictures, links = (row.strip("|").split(" | ") for row in text.splitlines() if row.startswith("|"))
-    assert len(titles) == len(pictures) == len(links) == 3
-    for title, picture in zip(titles, pictures, strict=True):
-        [(image, target)] = re.findall(r"^\[!\[.+\]\((\S+\.svg)\)\]\((\S+)\)$", picture.strip())
-        assert title.strip().endswith(f"]({target})"), "the picture leads where the title does"
-        assert (DOCS / target).is_file()
-        assert (DOCS / image).is_file()
-    assert text.count(":hidden:") == text.count("{toctree}"), "the side bar lists the pages"
