@@ -176,21 +176,14 @@ def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, i
         ("alexnet", (4, 4), (12e9, 1.25e9), 0.015099494, None),
         # These come from running the published program.
         ("gnmt", (3, 2, 2), (12e9, 5e9, 1e9), 0.013566999999999996, None),
-        ("resnet18", (4, 2), (12e9, 1.25e9), 0.042310609600000056, None),
         ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.07354704906666668, None),
-        ("gnmt_large", (2,), (1e9,), 0.26335300000000006, None),
         # And these with --straight_pipeline.
-        ("vgg16", (4,), (1e9,), 0.411041792, "straight"),
-        ("vgg16", (16,), (2.5e9,), 0.3288334336, "straight"),
         ("vgg16", (4, 4), (12e9, 1.25e9), 0.23559, "straight"),
         ("alexnet", (2, 2, 2), (12e9, 5e9, 1e9), 0.032171, "straight"),
         ("gnmt", (8,), (1.25e9,), 0.019285, "straight"),
         ("resnet18", (4, 4), (12e9, 1.25e9), 0.0822083584, "straight"),
-        ("resnet18", (2,), (1e9,), 0.201601, "straight"),
-        ("squeezenet1_0", (8,), (1.25e9,), 0.0764411904, "straight"),
         ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.088182, "straight"),
         ("resnet50", (4,), (1e9,), 0.258149, "straight"),
-        ("resnet50", (16,), (2.5e9,), 0.1644167168, "straight"),
     ],
 )
 def test_published_answers(
@@ -218,18 +211,16 @@ def test_replicated_pipelines_are_flattened_and_said() -> None:
 def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
     even = pd.Profile.of_chain((pd.LayerProfile(1.0, 0.0, 0, 0),) * 4)
     assert classic(even, pd.Cluster.flat(2)).plan.config == "2"
-    heavy = pd.LayerProfile(4.0, 0.0, 0, 4_000)
-    free = pd.LayerProfile(0.0, 0.0, 0, 0)
+    heavy, free = pd.LayerProfile(4.0, 0.0, 0, 4_000), pd.LayerProfile(0.0, 0.0, 0, 0)
     plan = classic(pd.Profile.of_chain((heavy, free, heavy)), pd.Cluster.flat(2, 1e3)).plan
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
 
 
 def test_a_profile_keeps_what_it_knows() -> None:
-    costs = (pd.LayerProfile(1.0, 1.0, 8, 4000, 100), pd.LayerProfile(1.0, 1.0, 8, 4000, 100))
-    graph = pd.LayerGraph.chain((pd.Layer("a", "Linear", ("a.weight",)), pd.Layer("b", "Linear")))
-    profile = pd.Profile("net", graph, costs, batch=32, update_s=0.5, optimizer="Adam", optimizer_bytes=16_000)
+    costs = (pd.LayerProfile(1.0, 1.0, 8, 4000, 100),) * 2
+    profile = pd.Profile.of_chain(costs, batch=32, update_s=0.5, optimizer_bytes=16_000)
     plan = classic(profile, pd.Cluster.flat(2, 1e3)).plan
-    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("net", 32, "1-1", "noam")
+    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("chain", 32, "1-1", "noam")
     assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
     assert all(stage.peak_bytes > 0 for stage in plan.stages)
 

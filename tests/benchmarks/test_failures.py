@@ -1,6 +1,5 @@
 """The trials of failures: which there are, what is counted, and one of them."""
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -46,23 +45,6 @@ def test_random_kills_end_as_one_process_does(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "1 runs (seeds 0 to 0), " in ended.out
     assert "; 0 hangs, 0 orphans; failing seeds: none" in ended.out
-
-
-def test_random_kills_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(RUN.parent))
-    kills = importlib.import_module("kills")
-    trials = [
-        kills.Trial(7, "2-1", kills=2, restarts=1),
-        kills.Trial(8, "2-1 to 1-1", kills=1, restarts=1, lost=1, difference=2e-15),
-        kills.Trial(9, problem="hang"),
-        kills.Trial(10, problem="orphans"),
-        kills.Trial(11, "3 to 2", restarts=1, lost=1, difference=0.1, problem="difference 1.0e-01"),
-    ]
-    assert kills.describe(trials) == (
-        "5 runs (seeds 7 to 11), 3 processes killed, 3 restarts, 2 workers lost: 1 runs kept their workers and ended "
-        "bit-equal, 1 went on with fewer and ended equal to 2.0e-15; 1 hangs, 1 orphans; failing seeds: 9 (hang), 10 "
-        "(orphans), 11 (difference 1.0e-01)"
-    )
 
 
 @pytest.mark.long

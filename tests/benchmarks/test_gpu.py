@@ -17,7 +17,7 @@ import pipedream as pd
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
-findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
+profiles = importlib.import_module("profiles")
 
 SPEED = {"host", "throughput", "store", "recurrent", "clock"}  # their bounds are a card's
 SLOW = {"waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
@@ -72,12 +72,8 @@ def test_every_check_has_a_row_until_the_limit() -> None:
 
 
 def test_the_most_decisive_checks_come_first() -> None:
-    assert list(run.CHECKS)[:2] == ["equality", "links"]
-    assert (
-        tuple(name for name in run.CHECKS if name in run.SHARING)
-        == run.SHARING
-        == tuple(run.CHECKS)[: len(run.SHARING)]
-    )
+    assert run.SHARING[:2] == ("equality", "links")
+    assert tuple(run.CHECKS)[: len(run.SHARING)] == run.SHARING
     assert max(run.LIMITS_S.values()) + run.CHECK_LIMIT_S < run.LIMIT_S
 
 
@@ -93,21 +89,6 @@ def test_checks_that_can_share_the_card() -> None:
     rows = list(run.rows(["clock", "equality", "facts", "links"], start))
     assert {row["name"] for row in rows[:2]} == set(ends[:2]) == {"equality", "links"}
     assert [row["name"] for row in rows[2:]] == ends[2:] == ["clock", "facts"]
-
-
-@pytest.mark.parametrize(
-    ("sign", "ok"), [("<=", (True, True, False)), (">=", (False, True, True)), ("==", (False, True, False))]
-)
-def test_a_finding_is_compared_with_its_bound(sign: str, ok: tuple[bool, ...]) -> None:
-    assert tuple(findings.Finding("x", number, sign, 2.0).ok for number in (1.0, 2.0, 3.0)) == ok
-    assert not findings.Finding("x", float("nan"), sign, 2.0).ok
-
-
-def test_differing_weights_are_counted() -> None:
-    first, other = (loops.Trained(state={"w": torch.tensor([1.0, 2.0, last])}) for last in (3.0, 3.0000002))
-    assert loops.differing_bits(first, first) == 0
-    assert loops.differing_bits(first, other) == 1
-    assert 1e-9 < loops.distance(first, other) < 1e-6
 
 
 def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +137,13 @@ def test_the_bounds_of_facts_are_those_of_the_card(card: str, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_check_that_fails_or_hangs_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_check_that_fails_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = tmp_path / "table.jsonl"
     rows, wrong = run._start("no such check", TINY, 60.0, table)
     assert rows == []
     assert wrong.startswith("ended with status 1: Traceback")
     assert wrong.endswith("KeyError: 'no such check'")
     assert (tmp_path / "table.no_such_check.stderr").read_text(encoding="utf-8").startswith("Traceback")
-    rows, wrong = run._start("facts", TINY, 0.1, table)
-    assert (rows, wrong[:19]) == ([], "stopped after 0.1 s")
     assert run.main([*TINY, "--check", "nccl", "--out", str(table)]) == 0
     out = capsys.readouterr().out
     assert table.read_text(encoding="utf-8") == out

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import Built
 from commands import Started
 from hypothesis import given, strategies as st
 from torch import nn
@@ -43,21 +44,12 @@ def test_largest_count_is_found_in_few_trials_if_the_first_is_close(most: int, f
     assert len(tried) <= 2 + 2 * off.bit_length()
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.relu(self.inner(self.norm(x))))
-
-
 def _profile(blocks: int) -> pd.Profile:
-    model = nn.Sequential(nn.Embedding(11, 8), *(_Block(8) for _ in range(blocks)), nn.LayerNorm(8), nn.Linear(8, 11))
+    def block() -> nn.Module:
+        parts = {"norm": nn.LayerNorm(8), "inner": nn.Linear(8, 16), "outer": nn.Linear(16, 8)}
+        return Built(lambda block, x: x + block.outer(torch.relu(block.inner(block.norm(x)))), **parts)
+
+    model = nn.Sequential(nn.Embedding(11, 8), *(block() for _ in range(blocks)), nn.LayerNorm(8), nn.Linear(8, 11))
     loss = lambda output: output.float().mean()  # noqa: E731
     momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     return pd.profile(model, torch.zeros(4, 3, dtype=torch.int64), loss=loss, optimizer=momentum, warmup=0, runs=1)
@@ -67,25 +59,9 @@ def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
     longer, measured = largest.lengthen(_profile(3), 6), _profile(6)
     assert longer.optimizer_bytes == measured.optimizer_bytes
     for layer, other in zip(longer.layers, measured.layers, strict=True):
-        sizes = [
-            {name: size for name, size in asdict(costs).items() if name.endswith("_bytes")} for costs in (layer, other)
-        ]
-        assert sizes[0] == sizes[1]
+        assert all(getattr(other, name) == size for name, size in asdict(layer).items() if name.endswith("_bytes"))
     assert [layer.name for layer in longer.graph.layers] == [layer.name for layer in measured.graph.layers]
     assert longer.graph.edges == measured.graph.edges
-
-
-def test_table_shows_the_ratio_and_what_does_not_train() -> None:
-    common = {"workers": 2, "planned_layers": 20, "limit_bytes": 10**9, "room_bytes": 7 * 10**8}
-    rows = [
-        common | {"way": "torch DDP", "workers": 1, "layers": 0},
-        common
-        | {"way": "1F1B", "layers": 21, "peak_bytes": 6 * 10**8, "rise_bytes": 63 * 10**7, "samples_per_s": 9.04},
-    ]
-    (head, table) = largest.tables(rows)
-    assert "2 workers of 1.00 GB, of which Python and torch leave 700 MB" in head
-    assert "| torch DDP | 0 | 20 | - | - | - | - |" in table
-    assert "| 1F1B | 21 | 20 | 9.04 | 600 MB | 630 MB | 1.05 |" in table
 
 
 @pytest.mark.parametrize("model", bubble.MODELS, ids=lambda model: model.name)

@@ -1,7 +1,6 @@
 """Profiles made of a graph.txt, planned for like any other: graphs with branches, published profiles, Table 1."""
 
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -92,19 +91,6 @@ def test_the_converter_refuses(
         convert(graph, *options)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_order_of_the_lines_does_not_matter() -> None:
-    draw = random.Random(0)
-    seconds = set()
-    nodes = list(NODES)
-    for _ in range(3):
-        profile = GraphText.parse(text(nodes)).profile()
-        plan = pd.plan(profile, pd.Cluster.flat(3, 1e9))
-        assert plan == pd.plan(profile, pd.Cluster.flat(3, 1e9))
-        seconds.add(plan.slowest_stage_s)
-        draw.shuffle(nodes)
-    assert len(seconds) == 1
 
 
 EXACT = ["alexnet", "densenet121", "gnmt", "gnmt_large", "resnet18", "resnet50", "resnet101", "resnext50", "resnext101"]

@@ -92,14 +92,6 @@ def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
     assert "| torch DDP | 2 microbatches | - |" in curve.tables(rows), "it was refused"
 
 
-def test_accumulating_adds_up_8_minibatches_of_each_worker(curve: Any) -> None:
-    assert {v.samples // 2 for v in curve.VARIANTS if "accumulating" in v.name} == {8}
-    rows = _rows(1.0, 50.0, 99.0)
-    rows.append(rows[1] | {"variant": "torch DDP, accumulating", "microbatches_per_update": 16})
-    assert "| torch DDP, accumulating | 16 microbatches |" in curve.tables(rows)
-    assert "DDP, accumulating 8" in curve.pictures([*rows, *_rows(4.0, 16.0, 98.0)])["vgg.svg"]
-
-
 def test_a_choice_is_compared_with_what_it_was_allowed_to_choose(curve: Any) -> None:
     rows = _rows(1.0, 50.0, 90.0)
     rows += [rows[1] | {"variant": "PipeDream, full, int8", "samples_per_s": 200.0, "microbatches_per_update": 1}]
@@ -207,19 +199,6 @@ def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_
     assert figures["seconds_to_target"] == pytest.approx(ends_s[epochs - 1])
     assert figures["bytes_to_target"] == 100 * epochs
     assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
-
-
-def test_what_runs_out_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, curve: Any) -> None:
-    limited = importlib.import_module("limited")
-    common = {"bytes_per_s": 1.25e7, "limit_bytes": 9e8}
-    rows = [
-        common | {"variant": "torch DDP", "peak_bytes": 8e8, "why": "RuntimeError: can't allocate memory"},
-        common | {"variant": "1F1B, full", "peak_bytes": 4e8, "samples_per_s": 9.0, "predicted_per_s": 10.0,
-                  "rise_bytes": 3.8e8},
-    ]  # fmt: skip
-    text = limited.tables(rows)
-    assert "| torch DDP | out of memory | 800 MB | - |" in text
-    assert "| 1F1B, full | 9 (90%) | 400 MB | 380 MB |" in text
 
 
 @pytest.fixture
