@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.schedule.timeline import Span
-from pipedream.core.units import format_number
 from pipedream.report.charts import average_neighbours, curve_svg
 from pipedream.report.lanes import assign_rows, middle_window, start_window
 from pipedream.report.style import COLOURS, LINES, page_style, ticks
@@ -51,9 +50,10 @@ def test_falling_losses_fall_in_the_picture() -> None:
 
 
 @pytest.mark.parametrize("title", ["", "Test accuracy"])
-def test_labels_do_not_cover_each_other(title: str) -> None:
+def test_labels_are_whole_and_do_not_cover_each_other(title: str) -> None:
+    """A label that begins or is centred at the right edge would be cut."""
     points = [(45.0, 0.88), (90.0, 0.9), (135.0, 0.961)]
-    drawn = curve_svg(points, title=title, y_label="accuracy", width_px=480, height_px=180)
+    drawn = curve_svg(points, title=title, y_label="accuracy", named=[(133, "2bw")], width_px=480, height_px=180)
     boxes = []
     for label in ElementTree.fromstring(drawn).iter(f"{SVG}text"):
         tall = float(label.get("font-size", "11"))
@@ -61,17 +61,9 @@ def test_labels_do_not_cover_each_other(title: str) -> None:
         left = float(label.get("x", "")) - {"end": wide, "middle": wide / 2}.get(label.get("text-anchor", ""), 0.0)
         boxes.append((left, left + wide, float(label.get("y", "")) - 0.75 * tall, float(label.get("y", ""))))
     for i, (left, right, top, bottom) in enumerate(boxes):
+        assert right <= 480
         for a, b, c, d in boxes[:i]:
             assert right <= a or b <= left or bottom <= c or d <= top, (boxes[i], (a, b, c, d))
-
-
-def test_labels_at_the_right_edge_are_whole() -> None:
-    """A label that begins or is centred there would be cut."""
-    drawn = curve_svg([(x, 1.0) for x in range(0, 10_001, 100)], named=[(9_900, "pipedream_2bw")], width_px=400)
-    for label in ElementTree.fromstring(drawn).iter(f"{SVG}text"):
-        wide = 6 * len(label.text or "")
-        right = {"end": 0.0, "middle": wide / 2, "start": wide}[label.get("text-anchor", "start")]
-        assert float(label.get("x", "")) + right <= 400, label.text
 
 
 # -- ticks of an axis -------------------------------------------------------------------------------------------------
@@ -91,10 +83,6 @@ def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) ->
     assert len(marks) >= most // 5
 
 
-def test_figures() -> None:
-    assert [format_number(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]
-
-
 # -- lanes and windows of a timeline ----------------------------------------------------------------------------------
 
 
@@ -112,25 +100,18 @@ def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, f
     assert max(rows, default=-1) + 1 == max(alive, default=0)
 
 
-def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:
-    timeline = simulated("pipedream", total=100)
+def test_windows(simulated: Simulated) -> None:
+    """The steady part keeps away from drains and shows whole minibatches; a start may be shorter than asked for."""
+    timeline, short = simulated("pipedream", total=100), simulated("pipedream", total=3)
     window = middle_window(timeline, 12, [10, 30, 90])
-    assert (window.first, window.last) == (54, 66)
-    assert window.end_s - window.start_s == 36.0
+    assert (window.first, window.last, window.end_s - window.start_s) == (54, 66, 36.0)
     assert middle_window(timeline, 12, range(0, 100, 20)) is None
-
-
-def test_steady_window_shows_whole_minibatches(simulated: Simulated) -> None:
     window = middle_window(simulated("gpipe", split=4, total=68), 8)
     assert (window.first, window.last) == (28, 36)  # the middle would be 30
-
-
-def test_start_window(simulated: Simulated) -> None:
-    timeline = simulated("pipedream", total=40)
-    window = start_window(timeline, 12)
-    assert (window.first, window.last, window.start_s) == (0, 12, 0.0)
-    short = start_window(simulated("pipedream", total=3), 12)
-    assert (short.last, short.end_s) == (3, simulated("pipedream", total=3).makespan_s)
+    for run, last in ((timeline, 12), (short, 3)):
+        window = start_window(run, 12)
+        assert (window.first, window.last, window.start_s) == (0, last, 0.0)
+    assert window.end_s == short.makespan_s
     assert start_window(pd.Timeline("x", "measured", 1, (), 0), 12) is None
 
 

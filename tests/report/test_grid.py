@@ -12,38 +12,16 @@ from pipedream.core.schedule.timeline import Span
 from pipedream.report.text import choose_slot, grid, grid_rich
 from tests.report.conftest import Simulated
 
-PICTURES = {
-    ("gpipe", 3, 3): """\
-time   | 0 s             4 s             8 s
-rank 0 | F0  F1  F2  .   .   .   B0  ==  B1  ==  B2  =='
-rank 1 | .   F0  F1  F2  B0  ==  B1  ==  B2  =='""",
-    ("pipedream", None, 4): """\
-time   | 0 s             4 s             8 s             12 s
-rank 0 | F0  F1  .   .   B0  ==' F2  B1  ==' F3  B2  ==' .   B3  =='
-rank 1 | .   F0  B0  ==' F1  B1  ==' F2  B2  ==' F3  B3  =='""",
-}
-
-
-@pytest.mark.parametrize(("name", "split", "total"), PICTURES, ids=str)
-def test_pictures(simulated: Simulated, name: str, split: int | None, total: int) -> None:
-    assert grid(simulated(name, split=split, total=total)) == PICTURES[name, split, total]
-
 
 def test_updates_that_fill_a_column_are_ops(simulated: Simulated) -> None:
     picture = grid(simulated("naive", split=1, total=1, backward_s=1.0, update_s=1.0))
-    assert picture.splitlines()[1:] == ["rank 0 | F0 .  .  B0 U1", "rank 1 | .  F0 B0 U1"]
+    assert picture.splitlines() == ["time   | 0 s", "rank 0 | F0 .  .  B0 U1", "rank 1 | .  F0 B0 U1"]
 
 
 DOCSTRINGS = {
-    name: [
-        row.strip()
-        for row in (import_module(build.__module__).__doc__ or "").splitlines()
-        if row.strip().startswith("rank ")
-    ]
+    name: re.findall(r"^ *(rank .*)", import_module(build.__module__).__doc__ or "", re.M)
     for name, build in pd.schedules.SCHEDULES.items()
 }
-
-
 SPLIT_IN_TWO = ("pipedream_2bw", "pipemare", "xpipe", "paci", "timeprest", "v_timeprest", "timeprest_interpolated")
 
 
