@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mishaps
@@ -24,7 +25,6 @@ from built import Built
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream import testing
 from pipedream.runtime.comm import shared_memory
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -63,7 +63,7 @@ def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
     for state, answer in zip(states, (means, averaged), strict=True):
         model = zoo.make("cnn").model
         model.load_state_dict(state)
-        mean = testing.mean_loss(model, batches, lambda output, batch: animal.total(output, batch[1]))
+        mean = pd.testing.mean_loss(model, batches, lambda output, batch: animal.total(output, batch[1]))
         assert answer["loss"] == pytest.approx(mean, rel=1e-12)
         model.eval()
         expected = float((model(x.clone()).argmax(1) == y).double().mean())
@@ -83,14 +83,13 @@ def test_training_in_evaluation_mode_warns() -> None:
     assert not any(module.training for module in animal.model.modules())
 
 
-@pytest.mark.parametrize(("workers", "schedule"), [(2, "pipedream"), (3, "pipedream"), (2, "gpipe")])
-def test_another_batch_than_the_profiled_one_warns_once(workers: int, schedule: str) -> None:
+def test_another_batch_than_the_profiled_one_warns_once() -> None:
     animal = zoo.make("mlp")
-    plan = zoo.plan_of(animal, 2, (workers - 1, 1))
+    plan = zoo.plan_of(animal, 2, (2, 1))
     for planned, warned in ((1, 0), (12, 0), (5, 1)):  # 1: the plan does not say
         with (
             warnings.catch_warnings(record=True) as caught,
-            pipeline_on(replace(plan, batch=planned), animal, schedule=schedule, microbatches=None) as pipeline,
+            pipeline_on(replace(plan, batch=planned), animal) as pipeline,
         ):
             warnings.simplefilter("always")
             pipeline.evaluate(animal.batches)
@@ -104,19 +103,13 @@ def test_another_batch_than_the_profiled_one_warns_once(workers: int, schedule: 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_gradients_that_depend_on_the_whole_minibatch_are_not_split(kind: Any) -> None:
-    def train(microbatches: int) -> None:
-        model = nn.Sequential(kind(5, 4, scale_grad_by_freq=True), nn.Flatten(), nn.LazyLinear(2))
-        data = [(torch.randint(5, (6, 3)), torch.randint(2, (6,)))]
-        model(data[0][0])
-        plan = pd.plan(pd.profile(model, data[0][0], runs=1, warmup=0), pd.Cluster.flat(2, 1e9), shape="pipeline")
-        options: Any = {"schedule": "1f1b", "microbatches": microbatches}
-        optimizer = partial(torch.optim.SGD, lr=0.1)
-        with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=optimizer, **options) as pipeline:
-            list(pipeline.train(data))
-
-    train(1)
+    model = nn.Sequential(kind(5, 4, scale_grad_by_freq=True), nn.Flatten(), nn.LazyLinear(2)).double()
+    data = [(torch.randint(5, (6, 3)), torch.randint(2, (6,)))]
+    model(data[0][0])
+    training = pd.testing.tiny(lambda: copy.deepcopy(model), data=data, test=data, schedule="1f1b", microbatches=1)
+    training.check()
     with pytest.raises(pd.PipelineError, match=r"'0' has scale_grad_by_freq=True"):
-        train(2)
+        replace(training, microbatches=2).pipeline()
 
 
 @pytest.mark.parametrize(
@@ -164,32 +157,6 @@ def test_a_prediction_that_did_not_end_leaves_nothing(ends: str) -> None:
         assert len(list(pipeline.train(animal.batches))) == len(animal.batches)
 
 
-@pytest.mark.parametrize("batch_dim", [1, {0: 1}])
-def test_minibatches_are_cut_along_the_dimension_of_the_samples(batch_dim: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    batches = [torch.randn(4, size, 2, dtype=torch.float64) for size in (5, 4, 2)]
-    animal = zoo.Animal(model, [(x, x) for x in batches], None, lambda output, targets: (output, 1.0), {2: (1,)})
-
-    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-        assert output.shape[:2] == batch[0].shape[:2]
-        return (output - batch[1].sum(2, keepdim=True)).square().sum(), output.shape[1]
-
-    expected = []
-    plain = copy.deepcopy(model)
-    optimizer = SGD(plain.parameters())
-    for x in batches:
-        value = (plain(x) - x.sum(2, keepdim=True)).square().sum() / x.shape[1]
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
-    chosen = {"schedule": "gpipe", "microbatches": 3, "loss": loss, "batch_dim": batch_dim}
-    with pipeline_of(animal, stages=2, **chosen) as pipeline:
-        dones = list(pipeline.train(animal.batches))
-    assert [done.samples for done in dones] == [5, 4, 2]
-    assert [done.loss for done in dones] == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
     animal = zoo.make("cnn")
     warm = {name: value + 1 for name, value in animal.model.state_dict().items()}
@@ -202,16 +169,11 @@ def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
         assert all(torch.equal(value, warm[name]) for name, value in pipeline.state_dict(ema=True).items())
         list(pipeline.train(animal.batches))
         assert not torch.equal(pipeline.state_dict()["0.weight"], warm["0.weight"])
+        prefixed = {f"module.{name}": value for name, value in warm.items()}
         for wrong, words in (
             ({}, r"lacks '0\.weight'"),
             ({**warm, "8.bias": torch.zeros(7)}, r"'8\.bias' has shape"),
-            *(
-                (
-                    {prefix + name: value for name, value in warm.items()},
-                    f"lacks '0.weight', but has '{prefix}0.weight'",
-                )
-                for prefix in ("module.", "_orig_mod.")
-            ),
+            (prefixed, "lacks '0.weight', but has 'module.0.weight'"),
         ):
             with pytest.raises(pd.PipelineError, match=words):
                 pipeline.load_state_dict(wrong)
@@ -244,35 +206,6 @@ def test_a_state_dict_has_every_name_of_a_tied_weight() -> None:
         state = pipeline.state_dict()
     assert state.keys() == model.state_dict().keys()
     assert torch.equal(state["head.weight"], state["embed.weight"])
-
-
-def test_a_warm_start_trains_as_the_model_it_came_from() -> None:
-    losses = []
-    for warm in (False, True):
-        animal = zoo.make("mlp")
-        with torch.no_grad():
-            started = {name: value * 0.5 for name, value in copy.deepcopy(animal.model).state_dict().items()}
-        if not warm:
-            animal.model.load_state_dict(started)
-        with pipeline_of(animal) as pipeline:
-            if warm:
-                pipeline.load_state_dict(started)
-            losses.append([done.loss for done in pipeline.train(animal.batches)])
-    assert losses[0] == losses[1]
-
-
-def test_the_optimizer_gets_named_parameters_once_a_stage() -> None:
-    animal, names = zoo.make("mlp"), []
-
-    def factory(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        names.append([name for name, _ in named])
-        slow = [p for name, p in named if name.endswith("bias")]
-        fast = [p for name, p in named if not name.endswith("bias")]
-        return torch.optim.SGD([{"params": fast}, {"params": slow, "lr": 0.01}], lr=0.1)
-
-    with pipeline_of(animal, stages=2, optimizer=factory) as pipeline:
-        list(pipeline.train(animal.batches))
-    assert names == [["0.weight", "0.bias"], ["3.weight", "3.bias", "6.weight", "6.bias"]]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -313,23 +246,6 @@ def test_a_loader_draws_from_the_generator_as_without_a_pipeline() -> None:
     with pipeline_of(animal) as pipeline:
         list(pipeline.train(piped))
     assert piped.drawn == plain.drawn
-
-
-def test_loggers_hear_of_every_minibatch() -> None:
-    class Log:
-        def __init__(self) -> None:
-            self.heard: list[pd.Done] = []
-
-        def log(self, done: pd.Done) -> None:
-            self.heard.append(done)
-
-    log, animal = Log(), zoo.make("mlp")
-    with pipeline_of(animal, loggers=[log]) as pipeline:
-        for done in pipeline.train(animal.batches, epochs=3):
-            if done.number == 4:
-                break
-        drained = pipeline.drain()
-    assert [done.number for done in log.heard] == list(range(drained)), "those too that the loop did not hear of"
 
 
 WEIGHTS = list(nn.Linear(2, 2).parameters())
@@ -393,12 +309,6 @@ def test_an_error_names_rank_stage_and_op(kind: str, stages: int) -> None:
     with pytest.raises(pd.PipelineError, match=WHERE[kind]) as caught:
         mishaps.train(kind, stages)
     assert (caught.value.__cause__ is not None) == (kind != "nan")
-
-
-def test_a_loss_that_is_nan_can_be_passed_over() -> None:
-    losses = mishaps.train("nan", 2, on_nan="continue")
-    assert len(losses) == 20
-    assert losses[5] != losses[5]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -493,43 +403,19 @@ def _count(kind: str, most: float = 0) -> int:
     return count
 
 
-def _count_threads(over_gloo: bool) -> list[int]:
-    """Returns this process's threads, also those that Python does not see, in and after two pipelines that live on;
-    then the process groups of the second.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if over_gloo:  # as between machines
-            patch.setattr(shared_memory, "is_supported", lambda: False)
-        animal, pipelines, within, after, groups = zoo.make("mlp"), [], 0, [], dist.distributed_c10d._world.pg_map
-        gc.disable()
-        for _ in range(2):
-            plan = zoo.plan_of(animal, 2, (2, 1))
-            with pipeline_on(plan, animal) as pipeline:
-                list(pipeline.train(animal.batches))
-                within, groups_within = len(os.listdir("/proc/self/task")), len(groups)
-            pipelines.append(pipeline)
-            after.append(_count("task", most=min(after, default=0)))
-        gc.enable()
-    return [within, *after, groups_within - len(groups)]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("over_gloo", [False, True])
-def test_a_closed_pipeline_leaves_no_thread(over_gloo: bool) -> None:
-    results = processes.team(3).results(_count_threads, over_gloo)
-    for rank, (within, first, second, groups) in enumerate(results):
-        assert second <= first < within
-        assert groups == 1 + over_gloo + (rank < 2), "of all, upward, of replicas; none for checkpoints"
-
-
 def _count_left(fails: str) -> list[list[int]]:
-    """Returns this process's threads, descriptors and process groups before and after pipelines that fail."""
+    """Returns this process's threads, descriptors and process groups before and after pipelines that end or fail.
+
+    The pipelines live on. "over gloo", as between machines, they end as they should.
+    """
     animal, counts, pipelines = zoo.make("mlp"), [], []
     workers = dist.get_world_size() if dist.is_initialized() else 2
     plan = zoo.plan_of(animal, 2, (workers - 1, 1))
 
     for kind in ("", fails, fails):
-        with contextlib.suppress(ZeroDivisionError, pd.PipelineError):
+        with contextlib.suppress(ZeroDivisionError, pd.PipelineError), pytest.MonkeyPatch.context() as patch:
+            if fails == "over gloo":
+                patch.setattr(shared_memory, "is_supported", lambda: False)
             differs = kind == "connecting" and dist.get_rank() == 0
             with pipeline_on(plan, animal, microbatches=4 if differs else 2) as pipeline:
                 pipelines.append(pipeline)
@@ -550,22 +436,20 @@ def _count_left(fails: str) -> list[list[int]]:
     [
         (1, "everywhere"),
         *(pytest.param(2, fails, marks=pytest.mark.processes) for fails in ("rank 0", "connecting")),
-        pytest.param(2, "everywhere", marks=[pytest.mark.processes, pytest.mark.slow]),
-        pytest.param(3, "everywhere", marks=pytest.mark.processes),
+        *(pytest.param(3, fails, marks=pytest.mark.processes) for fails in ("everywhere", "never", "over gloo")),
         pytest.param(3, "rank 0", marks=[pytest.mark.processes, pytest.mark.slow]),
     ],
 )
-def test_a_failed_pipeline_leaves_nothing(workers: int, fails: str) -> None:
+def test_a_pipeline_that_ended_or_failed_leaves_nothing(workers: int, fails: str) -> None:
     ends = processes.team(workers).results(_count_left, fails) if workers > 1 else [_count_left(fails)]
     for before, first, second in ends:
         assert all(left <= here for after in (first, second) for left, here in zip(after, before, strict=True))
 
 
 def test_what_a_drain_has_finished_is_ready() -> None:
-    """A checkpoint in the loop holds minibatches whose results the loop has not heard of."""
-    animal = zoo.make("mlp")
-    heard = []
-    with pd.Pipeline(animal.model, zoo.plan_of(animal, 3), loss=animal.loss, optimizer=SGD) as pipeline:
+    """A checkpoint in the loop holds minibatches whose results the loop has not heard of, but the loggers have."""
+    animal, heard, logged = zoo.make("mlp"), [], []
+    with pipeline_of(animal, loggers=[SimpleNamespace(log=logged.append)]) as pipeline:
         for done in pipeline.train(animal.batches, epochs=3):
             heard.append(done)
             if done.number == 4:
@@ -574,6 +458,7 @@ def test_what_a_drain_has_finished_is_ready() -> None:
                 coming = tuple(pipeline.ready)
                 assert [done.number for done in coming] == list(range(5, drained))
                 assert coming
+                assert logged == [*heard, *coming]
     assert tuple(heard[5:drained]) == coming
 
 
@@ -584,7 +469,7 @@ OWN_LOSSES = {
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_a_loss_of_output_and_targets_states_the_rule(name: str) -> None:
+def test_a_loss_or_metric_of_output_and_targets_states_the_rule(name: str) -> None:
     animal = zoo.make("mlp")
     batches = [list(batch) for batch in animal.batches]  # as a DataLoader's
     with (
@@ -592,6 +477,12 @@ def test_a_loss_of_output_and_targets_states_the_rule(name: str) -> None:
         pipeline_of(animal, loss=OWN_LOSSES[name]) as pipeline,
     ):
         list(pipeline.train(batches))
+    of_batch = {"loss": lambda output, batch: F.cross_entropy(output, batch[1])}
+    with (
+        pytest.raises(pd.PipelineError, match=r"the metric 'own' was called with the output and what targets="),
+        pipeline_of(zoo.make("mlp"), metrics={"own": OWN_LOSSES[name]}, **of_batch) as pipeline,
+    ):
+        list(pipeline.train(animal.batches))
     options = {"loss": OWN_LOSSES["targets"], "targets": lambda batch: batch[1]}
     with pipeline_of(zoo.make("mlp"), **options) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]
@@ -599,25 +490,13 @@ def test_a_loss_of_output_and_targets_states_the_rule(name: str) -> None:
         assert losses == [done.loss for done in pipeline.train(batches)]
 
 
-def test_a_metric_of_output_and_targets_states_the_rule() -> None:
-    animal = zoo.make("mlp")
-    options = {"loss": lambda output, batch: F.cross_entropy(output, batch[1])}
-    hits = {"hits": lambda output, targets: F.cross_entropy(output, targets)}
-    with (
-        pytest.raises(pd.PipelineError, match=r"the metric 'hits' was called with the output and what targets="),
-        pipeline_of(animal, metrics=hits, **options) as pipeline,
-    ):
-        list(pipeline.train(animal.batches))
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
-def test_autocast_by_name(name: str) -> None:
+def test_autocast_by_name() -> None:
     losses = []
-    for dtype in (name, torch.bfloat16):
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
         animal = zoo.make("mlp", torch.float32)
         with pipeline_of(animal, autocast=dtype) as pipeline:
             losses.append([done.loss for done in pipeline.train(animal.batches)])
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict", "state_dict", "save_pretrained"])

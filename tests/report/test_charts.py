@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.schedule.timeline import Span
+from pipedream.core.units import format_number
 from pipedream.report.charts import average_neighbours, curve_svg
 from pipedream.report.lanes import assign_rows, middle_window, start_window
 from pipedream.report.style import COLOURS, LINES, page_style, ticks
@@ -81,6 +82,10 @@ def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) ->
         assert f"{steps[0]:.0e}"[0] in "125"
     # Not fewer than need be: half as many would be the next rounder step.
     assert len(marks) >= most // 5
+
+
+def test_figures() -> None:
+    assert [format_number(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]
 
 
 # -- lanes and windows of a timeline ----------------------------------------------------------------------------------
