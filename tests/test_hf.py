@@ -34,15 +34,6 @@ def libraries() -> tuple[Any, Any]:
     return import_module("transformers"), import_module("pipedream.hf")
 
 
-def make_model() -> nn.Module:
-    transformers, _ = libraries()
-    torch.manual_seed(0)
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
-    config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **no_dropout)
-    return transformers.GPT2LMHeadModel(config)
-
-
 def make_data(samples: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(1, 32, (samples, 8), generator=generator)
@@ -55,141 +46,10 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]))}
 
 
-@cache
-def make_plan(schedule: str, microbatches: int | None) -> pd.Plan:
-    batch = torch.utils.data.default_collate(make_data(4))
-    profile = pd.profile(make_model(), batch, runs=1)
-    cluster = pd.Cluster.flat(2)
-    return pd.plan(profile, cluster, shape="pipeline", schedule=schedule, microbatches=microbatches)
-
-
 SETTINGS: dict[str, Any] = {
     **{"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"},
     **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False},
 }
-
-
-KWARGS, BEST = "gradient_accumulation_kwargs", {"load_best_model_at_end": True, "eval_strategy": "steps"}
-
-
-def make_trainer(kind: str, folder: Path, callbacks: Any = None, rest: Any = None, **changes: Any) -> Any:
-    """Returns a Trainer: "plain", that of a "pipeline", or one with an "own loss"."""
-    transformers, hf = libraries()
-
-    class OwnLoss(hf.Trainer):
-        def compute_loss(self, *positional: Any, **options: Any) -> Any:
-            return 2 * super().compute_loss(*positional, **options)
-
-    kinds = {"plain": transformers.Trainer, "pipeline": hf.Trainer, "own loss": OwnLoss}
-    settings = {"gradient_accumulation_steps": 2, "weight_decay": 0.1, "warmup_steps": 2}
-    settings |= {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2}
-    args = transformers.TrainingArguments(str(folder), **SETTINGS | settings | changes)
-    rest = rest or {}
-    if kind == "pipeline":
-        steps = args.gradient_accumulation_steps
-        rest = {"plan": make_plan(rest.get("schedule", "1f1b"), steps if steps > 1 else None)} | rest
-    return kinds[kind](
-        make_model(),
-        args,
-        train_dataset=make_data(18),
-        eval_dataset=make_data(5),
-        compute_metrics=accuracy,
-        callbacks=callbacks,
-        **rest,
-    )
-
-
-def entries(trainer: Any, *keys: str) -> list[list[float]]:
-    return [[entry[key] for key in keys] for entry in trainer.state.log_history if all(key in entry for key in keys)]
-
-
-def check_equal(trainer: Any, plain: Any) -> None:
-    """Losses, rates, evaluations and weights are those of the plain Trainer."""
-    for keys in (("step", "learning_rate", "loss"), ("step", "eval_loss", "eval_accuracy")):
-        expected = entries(plain, *keys)
-        np.testing.assert_allclose(entries(trainer, *keys), expected, rtol=1e-4, err_msg=str(keys))
-        assert expected
-    weights, expected_weights = trainer.model.state_dict(), plain.model.state_dict()
-    assert weights.keys() == expected_weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(value, expected_weights[name], rtol=1e-3, atol=3e-4)
-
-
-@pytest.mark.slow
-def test_a_trainer_in_a_pipeline_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
-    transformers, _ = libraries()
-    plain, trainer = make_trainer("plain", tmp_path / "plain"), make_trainer("pipeline", tmp_path / "pipeline")
-    expected, output = plain.train(), trainer.train()
-    assert output.global_step == expected.global_step == 10
-    assert output.training_loss == pytest.approx(expected.training_loss, rel=1e-4)
-    check_equal(trainer, plain)
-    assert not any({"grad_norm", "total_flos"} & entry.keys() for entry in trainer.state.log_history)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
-    prediction, expected_prediction = trainer.predict(make_data(3)), plain.predict(make_data(3))
-    np.testing.assert_allclose(prediction.predictions, expected_prediction.predictions, rtol=1e-2, atol=1e-3)
-    trainer.save_model(str(tmp_path / "end"))
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end")
-    assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in saved.state_dict().items())
-    names = {path.name for path in (tmp_path / "plain").iterdir()}
-    assert {path.name for path in (tmp_path / "pipeline").iterdir()} == names
-
-
-@pytest.mark.slow
-def test_a_trainer_resumes_under_a_method_without_a_flush(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
-    rest = {"schedule": "pipedream", "options": {"clip": "local"}}
-    first = make_trainer("pipeline", tmp_path, rest=rest, **changes)
-    first.train()
-    second = make_trainer("pipeline", tmp_path, rest=rest, **changes)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    check_equal(second, first)
-
-
-@pytest.mark.slow
-def test_callbacks_steps_and_low_precision(tmp_path: Path) -> None:
-    transformers, _ = libraries()
-
-    class StopAtThree(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    changes = {"max_steps": 7, "bf16": True, "save_strategy": "no", "eval_strategy": "no"}
-    plain = make_trainer("plain", tmp_path, **changes)
-    trainer = make_trainer("pipeline", tmp_path, **changes)
-    stopped = make_trainer("pipeline", tmp_path, callbacks=[StopAtThree], **changes)
-    plain.train(), trainer.train(), stopped.train()
-    np.testing.assert_allclose(entries(trainer, "loss"), entries(plain, "loss"), rtol=5e-3)
-    assert len(entries(trainer, "loss")) == 7
-    assert entries(stopped, "loss") == entries(trainer, "loss")[:3]
-
-
-@pytest.mark.slow
-def test_the_best_model_is_loaded(tmp_path: Path) -> None:
-    changes = BEST | {"eval_steps": 2, "learning_rate": 0.2, "save_total_limit": 1}
-    plain = make_trainer("plain", tmp_path / "plain", **changes)
-    trainer = make_trainer("pipeline", tmp_path / "pipeline", **changes)
-    plain.train(), trainer.train()
-    assert Path(trainer.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "name"),
-    [
-        ("pipeline", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ("pipeline", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
-        ("own loss", {}, "a compute_loss of your own"),
-        ("pipeline", BEST | {"save_only_model": True}, "load_best_model_at_end with save_only_model"),
-        ("pipeline", {"optim": "lomo"}, "optim"),
-        ("pipeline", {"accelerator_config": {KWARGS: {"sync_each_batch": True}}}, KWARGS),
-    ],
-)
-def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
-    with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
-        make_trainer(kind, tmp_path, **changes)
-
-
-# -- against the plain Trainer, in float64 --------------------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -215,9 +75,9 @@ class Words(nn.Module):
 
 
 @cache
-def plan_words(microbatches: int | None) -> pd.Plan:
+def make_plan(schedule: str, microbatches: int | None) -> pd.Plan:
     profile = pd.profile(Words().double(), torch.utils.data.default_collate(make_data(8)), runs=1)
-    return pd.plan(profile, pd.Cluster.flat(2), shape="pipeline", schedule="1f1b", microbatches=microbatches)
+    return pd.plan(profile, pd.Cluster.flat(2), shape="pipeline", schedule=schedule, microbatches=microbatches)
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -228,27 +88,26 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(make_data(self.samples))
 
 
-def run_words(
+def make_trainer(
     kind: str,
     folder: Path,
     samples: Any = 9,
     callbacks: Any = (),
     methods: Any = None,
-    resume: str | None = None,
     rest: Any = None,
     **changes: Any,
 ) -> Any:
-    """Returns a Trainer of `Words` after its training: "plain" or of a "pipeline", with `methods` of that base."""
+    """Returns a Trainer of `Words`: "plain" or of a "pipeline", with `methods` of that base."""
     transformers, hf = libraries()
     base = hf.Trainer if kind == "pipeline" else transformers.Trainer
     settings = SETTINGS | {"gradient_accumulation_steps": 4, "save_strategy": "no"}
     args = transformers.TrainingArguments(str(folder / base.__module__), **settings | changes)
     trainer_class = type("Own", (base,), {name: method(base) for name, method in (methods or {}).items()})
-    rest = dict(rest or {})
+    rest = rest or {}
     if kind == "pipeline":
         steps = args.gradient_accumulation_steps
-        rest["plan"] = plan_words(steps if steps > 1 else None)
-    trainer = trainer_class(
+        rest = {"plan": make_plan(rest.get("schedule", "1f1b"), steps if steps > 1 else None)} | rest
+    return trainer_class(
         Words().double().eval(),  # as from_pretrained leaves it
         args,
         train_dataset=make_data(samples) if isinstance(samples, int) else samples,
@@ -256,16 +115,23 @@ def run_words(
         callbacks=[callback() for callback in callbacks],
         **rest,
     )
-    trainer.train(**{} if resume is None else {"resume_from_checkpoint": f"{args.output_dir}/{resume}"})
+
+
+def run(kind: str, folder: Path, resume: str | None = None, **options: Any) -> Any:
+    """Returns a Trainer after its training."""
+    trainer = make_trainer(kind, folder, **options)
+    trainer.train(**{} if resume is None else {"resume_from_checkpoint": f"{trainer.args.output_dir}/{resume}"})
     return trainer
 
 
+KWARGS, SAVING = "gradient_accumulation_kwargs", {"save_strategy": "steps", "save_steps": 2}
+BEST = SAVING | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
 UNTIMED = ("runtime", "_per_second", "grad_norm", "total_flos")
 
 
 def assert_same(folder: Path, **options: Any) -> Any:
     """Logs, state and weights are those of the plain Trainer; returns this one."""
-    plain, trainer = (run_words(kind, folder, **options) for kind in ("plain", "pipeline"))
+    plain, trainer = (run(kind, folder, **options) for kind in ("plain", "pipeline"))
     histories = [
         [{k: v for k, v in entry.items() if not k.endswith(UNTIMED)} for entry in each.state.log_history]
         for each in (trainer, plain)
@@ -279,6 +145,20 @@ def assert_same(folder: Path, **options: Any) -> Any:
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=1e-8)
     return trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type"),
+        (BEST | {"save_only_model": True}, "load_best_model_at_end with save_only_model"),
+        ({"optim": "lomo"}, "optim"),
+        ({"accelerator_config": {KWARGS: {"sync_each_batch": True}}}, KWARGS),
+    ],
+)
+def test_what_a_pipeline_cannot_follow_is_refused(tmp_path: Path, changes: Any, name: str) -> None:
+    with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
+        make_trainer("pipeline", tmp_path, **changes)
 
 
 def acting(event: str, step: int, act: Callable[..., Any]) -> Callable[[], Any]:
@@ -312,6 +192,8 @@ SAME: dict[str, dict[str, Any]] = {
     "optimizer": {"optim": "adafactor", "weight_decay": 0.1, "max_grad_norm": 0.0},
     "evaluations": {"eval_strategy": "epoch", "eval_on_start": True, "rest": {"compute_metrics": accuracy}},
     "evaluations by steps": {"eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "epoch"},
+    "best": BEST | {"learning_rate": 0.2, "save_total_limit": 1},
+    "bfloat16": {"bf16": True, "max_steps": 3},
     "schedule": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}, "warmup_steps": 1},
 }
 
@@ -366,7 +248,7 @@ UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) -> None:
     event, act, message = UNFOLLOWED[name]
     with pytest.raises(pd.PipelineError, match=message):
-        run_words("pipeline", tmp_path, callbacks=[acting(event, 1, act)])
+        run("pipeline", tmp_path, callbacks=[acting(event, 1, act)])
 
 
 def with_own_loader(base: Any) -> Any:
@@ -421,11 +303,11 @@ def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, 
 def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str) -> None:
     method = "get_batch_samples" if " " in name else name
     with pytest.raises(pd.PipelineError, match=f"{name} of your own"):
-        run_words("pipeline", tmp_path, methods={method: calling(method)})
+        run("pipeline", tmp_path, methods={method: calling(method)})
 
 
 def test_a_second_training_is_refused(tmp_path: Path) -> None:
-    trainer = run_words("pipeline", tmp_path, num_train_epochs=1)
+    trainer = run("pipeline", tmp_path, num_train_epochs=1)
     with pytest.raises(pd.PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
         trainer.train()
     trainer.compute_loss = lambda *_: None
@@ -435,13 +317,13 @@ def test_a_second_training_is_refused(tmp_path: Path) -> None:
 
 def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pd.PipelineError, match="ended after 1 of an update's 4 batches"):
-        run_words("pipeline", tmp_path, samples=Stream(10), max_steps=5)
+        run("pipeline", tmp_path, samples=Stream(10), max_steps=5)
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool) -> None:
     """Tokens and epochs too; also after a callback had ended an epoch, which the plain Trainer does not know then."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "include_num_input_tokens_seen": "all"}
+    saving = SAVING | {"include_num_input_tokens_seen": "all"}
     callbacks = [acting("on_step_end", 1, setting("should_epoch_stop"))] if stops else []
     assert_same(tmp_path, callbacks=callbacks, **EPOCHS | saving)
     assert_same(tmp_path, resume="checkpoint-4", **EPOCHS | saving)
@@ -519,32 +401,55 @@ def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
             hf.Trainer(Words(), args, train_dataset=make_data(2), **others)
 
 
+OF_RANKS: dict[str, Any] = {
+    **{"include_num_input_tokens_seen": "all", "eval_strategy": "epoch"} | SAVING,
+    **{"samples": 18, "rest": {"compute_metrics": accuracy}},
+}
+
+
 def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
     """Trains, and again from a checkpoint; returns the log and the weights of both as this rank has them."""
     rank = str(torch.distributed.get_rank())
     # As torchrun sets them, for accelerate.
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     warnings.simplefilter("ignore")
-    first, second = (make_trainer("pipeline", folder, include_num_input_tokens_seen="all") for _ in range(2))
-    first.train()
-    second.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-    for trainer in (first, second):
+    trainers = [run("pipeline", folder, resume, **OF_RANKS) for resume in (None, "checkpoint-4")]
+    for trainer in trainers:
         trainer.evaluate()
-    return [(trainer.state.log_history, trainer.model.state_dict()) for trainer in (first, second)]
+    return [(trainer.state.log_history, trainer.model.state_dict()) for trainer in trainers]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
-    plain = make_trainer("plain", tmp_path / "plain", include_num_input_tokens_seen="all")
-    plain.train()
-    for ended in processes.results(train_as_a_rank, 2, tmp_path / "run", timeout_s=240.0):
+    plain = run("plain", tmp_path, **OF_RANKS)
+    for ended in processes.results(train_as_a_rank, 2, tmp_path, timeout_s=240.0):
         for history, weights in ended:
             for key in ("loss", "eval_loss", "eval_accuracy", "learning_rate", "epoch", "num_input_tokens_seen"):
                 expected, actual = (
                     [entry[key] for entry in log if key in entry] for log in (plain.state.log_history, history)
                 )
                 np.testing.assert_allclose(actual[: len(expected)], expected, rtol=1e-4, err_msg=key)
-            for key, value in weights.items():
-                torch.testing.assert_close(value, plain.model.state_dict()[key], rtol=1e-3, atol=3e-4)
+            torch.testing.assert_close(weights, dict(plain.model.state_dict()), rtol=0, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_predictions_and_files_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    plain, trainer = (run(kind, tmp_path, **SAVING) for kind in ("plain", "pipeline"))
+    expected, actual = (each.predict(make_data(3)).predictions for each in (plain, trainer))
+    np.testing.assert_allclose(actual, expected, atol=1e-8)
+    places = [Path(each.args.output_dir) for each in (plain, trainer)]
+    trainer.save_model(str(places[1] / "end"))
+    saved = import_module("safetensors.torch").load_file(places[1] / "end" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())
+    names = [{path.name for path in place.iterdir()} for place in places]
+    assert names[1] == names[0] | {"end"}
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_under_a_method_without_a_flush(tmp_path: Path) -> None:
+    how = EPOCHS | ALONE | SAVING | {"rest": {"schedule": "pipedream", "options": {"clip": "local"}}}
+    first, second = (run("pipeline", tmp_path, resume, **how) for resume in (None, "checkpoint-6"))
+    assert second.state.log_history[-2] == first.state.log_history[-2]
+    torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), rtol=0, atol=1e-8)
