@@ -20,6 +20,10 @@ def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> pd.Cluster:
     return make_cluster(workers, bandwidth or ("1",) * len(workers), 0.0, None)
 
 
+def run(**options: Any) -> object:
+    return pd.run(lambda: None, workers=2, quiet=True, **options)  # type: ignore[arg-type]
+
+
 def named(text: str) -> pd.Cluster:
     return read_cluster(Path(text))
 
@@ -27,7 +31,6 @@ def named(text: str) -> pd.Cluster:
 def test_unequal_machines_are_joined_by_plus() -> None:
     joined = cluster("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
     assert joined.levels == (pd.Level(4, 12e9, sizes=(4, 4, 2)), pd.Level(3, 1.25e9))
-    assert (joined.workers, joined.starts(1)) == (10, (0, 4, 8, 10))
     assert cluster("2,2", bandwidth=("2,1",)).levels == (pd.Level(2, 2.0), pd.Level(2, 1.0))
     assert cluster("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
 
@@ -43,10 +46,8 @@ def test_unequal_machines_are_joined_by_plus() -> None:
         (lambda: named("nowhere"), "cluster 'nowhere' is neither a file nor known by that name"),
         (lambda: named("pipedream-a:two"), "write NAME:MACHINES with a whole number"),
         (lambda: named("absent.json"), r"absent\.json"),
-        (
-            lambda: pd.run(lambda: None, cluster=pd.Cluster.flat(3), workers=2, quiet=True),  # type: ignore[arg-type]
-            "the cluster has 3 workers, 2 were asked for; start as many as it has",
-        ),
+        (lambda: run(cluster=pd.Cluster.flat(3)), "the cluster has 3 workers, 2 were asked for; start as many as it"),
+        (lambda: run(shape="2-1"), "the plan 2-1 is for 3 workers, 2 were asked for"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -108,12 +109,3 @@ def test_training_gets_the_cluster_that_is_described(
     assert run_command("train", DIGITS, *arguments.split())[0] == 0
     cluster = received.get("cluster")
     assert (cluster.levels if cluster else None, received.get("memory_bytes")) == (levels, memory_bytes)
-
-
-def test_training_with_links_that_make_no_sense(tmp_path: Path, refused: Refused) -> None:
-    three = pd.Cluster.flat(3).save(tmp_path / "three.json")
-    for options, message in (
-        (("--cluster", three, "--memory", "1GB"), "the cluster determines these"),
-        (("--plan", "none.json", "--bandwidth", 1), "a plan has its own stages, workers, links"),
-    ):
-        assert message in refused("train", DIGITS, *options)

@@ -1,5 +1,6 @@
 """The command as a whole: what it loads, its help, its version, how it is started."""
 
+import dataclasses
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from commands import Refused, Run
 
 import pipedream as pd
 from pipedream import cli
+from pipedream.options import TrainingOptions
 
 
 def test_commands_load_only_what_they_need(files: Path) -> None:
@@ -90,11 +92,9 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
         ("show pipedraem_2bw", "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         ("train none.py", "the recipe none.py does not exist"),
         ("train mine.py --plan none.json", "none.json does not exist"),
-        (
-            "train imports.py --workers 1",
-            "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'",
-        ),
+        ("train imports.py --workers 1", "does not import: ModuleNotFoundError: No module named 'nothing"),
         ("train imports.py --workers 1", "imports.py, line 1"),
+        ("show 1f1b --csv no/such/file", "there is no folder no/such; make it first"),
         ("checkpoint verify nowhere", "there is no complete checkpoint in nowhere"),
     ],
 )
@@ -105,6 +105,13 @@ def test_first_mistakes(files: Path, arguments: str, message: str, refused: Refu
     assert message in error
     assert error.startswith("pipedream: ")
     assert error.count("\n") == 1, "one line"
+
+
+def test_train_has_a_flag_for_each_training_option() -> None:
+    """Of the others it takes flags of shape, --memory, or --json."""
+    flags = {param.name for param in cli.load("train").params}
+    fields = {field.name for field in dataclasses.fields(TrainingOptions)}
+    assert fields - flags == {"shape", "memory_bytes", "quiet"}
 
 
 def test_a_misspelt_command_is_corrected(refused: Refused) -> None:
@@ -131,12 +138,6 @@ def test_what_cannot_be_written_is_one_message(command: str, out: str, files: Pa
     error = refused(*command.split(), out)
     assert (error.count("\n"), out in error) == (1, True), error
     assert not [*files.rglob(".*")], "nothing half written is left"
-
-
-def test_a_folder_that_is_missing_is_not_made(files: Path, refused: Refused) -> None:
-    for option in ("--csv", "--svg"):
-        assert "there is no folder no/such; make it first" in refused("show", "1f1b", option, "no/such/file")
-        assert not Path("no").exists()
 
 
 @pytest.mark.parametrize(("command", "to"), [("show", "a pipe that nobody reads"), ("--version", "/dev/full")])

@@ -61,7 +61,8 @@ def ran(method: Path) -> bool:
     ("command", "name"),
     [
         *(("simulate", name) for name in ("mine.py", "mine.py:mine", "mine.py[a=1]", "./mine.PY", " mine.py [a=1]")),
-        *((command, "mine.py") for command in ("plan --check", "emulate", "show")),
+        *((command, "mine.py") for command in ("plan --check", "emulate", "show", "train recipe.py --plan")),
+        ("train recipe.py --schedule auto --plan", "mine.py"),
     ],
 )
 def test_a_plan_in_a_command(command: str, name: str, method: Path, refused: Refused) -> None:
@@ -86,12 +87,6 @@ def test_a_plan_in_python(method: Path) -> None:
     for verb in (pd.simulate, partial(pd.Pipeline, nn.Sequential(nn.Linear(3, 2)), **options)):
         with pytest.raises(pd.PipelineError, match=r"read the file and, if you trust it, .* schedule='mine.py' in Pyt"):
             verb(pd.Plan.load("plan.json"))
-
-
-def test_train_with_a_plan(method: Path, refused: Refused) -> None:
-    for more in ([], ["--schedule", "auto"]):
-        assert f"the plan 1 {NAMED}" in refused("train", "recipe.py", "--plan", "plan.json", *more)
-    assert not ran(method)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,12 @@
-"""`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses between them."""
+"""`pipedream layers`: the layers of a model, and what crosses between them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from built import Built
 from commands import Answer, Refused, Run
-from torch import nn
-from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.model.graph import Call, Value, ValueSite, crossings, layer_table
+from pipedream.core.model.graph import Call, Value, ValueSite, layer_table
 
 CHAIN = """
 import torch
@@ -56,32 +51,6 @@ def test_command_refuses_what_does_not_run(tmp_path: Path, chain: Path, refused:
     chain.write_text(CHAIN.replace("nn.Linear(6, 2)", "nn.Linear(5, 2)"), encoding="utf-8")
     assert "8x6 and 5x2" in refused("layers", chain)
     assert "does not exist" in refused("layers", tmp_path / "none.py")
-
-
-def test_capture_of_a_model_with_a_skip_connection() -> None:
-    """Over two linear layers, and a mask that only the second reads."""
-
-    def forward(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = model.stem(x)
-        return model.head(x + model.down(F.relu(model.up(x)) * mask))
-
-    parts = {"stem": nn.Linear(4, 4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "head": nn.Linear(4, 2)}
-    capture = pd.capture(Built(forward, **parts), (torch.randn(3, 4), torch.rand(3, 8)))
-    assert [layer.name for layer in capture.graph.layers] == ["stem", "up", "down", "head"]
-    across = crossings(capture.graph)
-    assert [[value.name for value in crossing.values] for crossing in across] == [
-        ["stem output", "input 1"],  # the mask is sent on until its last reader
-        ["stem output", "down argument 0"],
-        ["head argument 0"],
-    ]
-    assert [(crossing.bytes, crossing.gradient_bytes) for crossing in across] == [(144, 48), (144, 144), (48, 48)]
-    assert "stem output" in str(capture)
-
-
-@pytest.mark.parametrize("batch", [torch.randn(3, 4), (torch.randn(3, 4),)], ids=["tensor", "tuple"])
-def test_capture_takes_a_batch_as_the_model_does(batch: Any) -> None:
-    graph = pd.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph
-    assert [crossing.bytes for crossing in crossings(graph)] == [60]
 
 
 def test_table_names_ties_and_what_cannot_be_cut() -> None:

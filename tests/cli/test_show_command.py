@@ -8,21 +8,7 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
-from pipedream import schedules
 from pipedream.workflows.check import check_claims
-
-GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
-
-
-def test_ops_as_objects(answer: Answer) -> None:
-    ops = answer("show", "zb_h1", "--stages", 2, "--microbatches", 3)["ops"]
-    assert list(ops[0]) == ["rank", "kind", "stage", "index", "start_s", "end_s", "version", "microbatch"]
-    for kind in "FIW":
-        places = sorted((op["stage"], op["microbatch"]) for op in ops if op["kind"] == kind)
-        assert places == [(stage, k) for stage in (0, 1) for k in range(3)]
-    updates = [(op["stage"], op["index"], op["microbatch"]) for op in ops if op["kind"] == "U"]
-    assert updates == [(0, 1, None), (1, 1, None)]
-    assert {op["version"] for op in ops if op["kind"] == "F"} == {0}
 
 
 def test_a_number_that_training_refuses_is_refused(refused: Refused) -> None:
@@ -58,16 +44,16 @@ def test_simulate_means_the_same(run_command: Run, answer: Answer) -> None:
 
 
 def test_the_length_of_a_run() -> None:
-    plan, run_of = pd.Plan.uniform(4), schedules.run_of
+    plan, run_of = pd.Plan.uniform(4), pd.schedules.run_of
     assert run_of("1f1b", plan, usual=8).microbatches == 8
     assert run_of("1f1b", plan, 6, 2).microbatches == 12
     assert run_of("1f1b", plan, split=3).microbatches == 3
     # It does not take 8, and was not asked to: its own number.
-    interleaved = schedules.uniform("interleaved_1f1b", 3)
+    interleaved = pd.schedules.uniform("interleaved_1f1b", 3)
     assert run_of("interleaved_1f1b", interleaved, usual=8).schedule.microbatches == 12
     late = run_of("pipelined_backprop", pd.Plan.uniform(8), usual=8)
     assert (late.minibatches, str(late)) == (16, "a run of 16 minibatches")
-    built = schedules.build("paci", plan, 5)
+    built = pd.schedules.build("paci", plan, 5)
     assert run_of(built, plan, minibatches=2).microbatches == 10
     for method, counts, words in (
         (built, (4,), "built for 5 microbatches per minibatch, but 4 were asked for; leave the number out"),
@@ -122,7 +108,7 @@ def test_a_wrong_claim_is_found(run_command: Run, tmp_path: Path, claim: str, di
     assert run_command(*shown)[0] == 0
 
 
-@pytest.mark.parametrize("name", schedules.METHODS)
+@pytest.mark.parametrize("name", pd.schedules.METHODS)
 def test_claims_hold(name: str) -> None:
     claims = check_claims(name, 4)
     assert (claims.differences, bool(claims.compared)) == ((), True)
@@ -164,30 +150,6 @@ def test_a_plan_is_drawn_with_its_own_seconds(run_command: Run, tmp_path: Path, 
     for option in ("--stages", "--chunks", "--forward-s"):
         assert "a plan has its own stages" in refused("show", path, option, 2)
     assert "give one of them" in refused("show", "gpipe", "--schedule", "1f1b")
-
-
-def test_the_list_and_the_gallery_have_the_same_numbers(run_command: Run, answer: Answer) -> None:
-    """Staleness, weight sets, microbatches in flight and memory, at the m that both give."""
-    gallery = {}
-    for row in re.findall(r"^\| \[(\w+)\]\(#\w+\) \| (.+) \|$", GALLERY.read_text(encoding="utf-8"), re.M):
-        gallery.setdefault(row[0], row[1].split(" | "))
-    listed = answer("show")
-    assert list(gallery) == list(listed) == [line.split()[0] for line in run_command("show")[1].splitlines()[2:]]
-    for name, claims in listed.items():
-        cells, in_grid = gallery[name], not schedules.METHODS[name].compensates
-        m, late, versions = (cells[0], *cells[2:4]) if in_grid else cells[1:]
-        assert m == str(claims["microbatches"]), name
-        for cell, column in ((late, "staleness"), (versions, "versions")):
-            assert spread(cell) == claims[column], name
-        if in_grid and claims["in_flight"] is not None:
-            assert spread(cells[4]) == claims["in_flight"], name
-            assert [float(cell) for cell in cells[5:]] == [max(claims["activations"]), max(claims["weights"])], name
-
-
-def spread(cell: str) -> list[int]:
-    """Returns a number for each of four workers."""
-    numbers = [int(number) for number in cell.split(", ")]
-    return numbers * 4 if len(numbers) == 1 else numbers
 
 
 def test_more_stages_than_a_picture_can_show_are_refused(refused: Refused) -> None:

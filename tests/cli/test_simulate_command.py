@@ -92,13 +92,16 @@ def test_a_picture_is_never_of_another_kind(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_of_a_worker_share_its_seconds(answer: Answer, run_command: Run) -> None:
+def test_stages_of_a_worker_share_its_seconds(answer: Answer, run_command: Run, tmp_path: Path) -> None:
     """All methods run one model: a worker is as busy with two stages as with one."""
     for name in ("1f1b", "interleaved_1f1b", "zbv", "chimera"):
         summary = answer("simulate", "--uniform", 4, "--schedule", name, "--microbatches", 8)
         assert [row["busy_s"] for row in summary["per_rank"]] == [24.0] * 4, name
     printed = run_command("simulate", "--uniform", 4, "--schedule", "interleaved_1f1b", "--chunks", 3)[1]
     assert "each worker has 3 stages of 1.00 s per microbatch" in printed
+    path = pd.Plan.uniform(4).save(tmp_path / "plan.json")
+    printed = run_command("simulate", path, "--schedule", "interleaved_1f1b")[1]
+    assert "each worker has 1 stage of 3.00 s per microbatch" in printed, "a plan has no chunks"
 
 
 def test_stages_of_a_worker_share_its_bytes(answer: Answer) -> None:
@@ -152,22 +155,8 @@ def test_a_method_that_does_not_fit_says_why_in_its_row(answer: Answer, run_comm
         assert "2 methods were given; they are compared on equal stages" in refused(*chosen, *more)
 
 
-def test_a_layout_without_chunks_is_said(run_command: Run, tmp_path: Path) -> None:
-    path = pd.Plan.uniform(4).save(tmp_path / "plan.json")
-    printed = run_command("simulate", path, "--schedule", "interleaved_1f1b")[1]
-    assert "each worker has 1 stage of 3.00 s per microbatch" in printed
-
-
 def test_a_piped_grid_has_a_line_a_rank(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run_command("simulate", "--uniform", 3, "--minibatches", 200, "--grid")[1].splitlines()
     assert [line[:6] for line in lines[-4:]] == ["time  ", "rank 0", "rank 1", "rank 2"]
     assert all(len(line) > 2000 for line in lines[-3:])
-
-
-def test_units_have_no_powers_of_ten(run_command: Run, tmp_path: Path) -> None:
-    rows = (pd.Stage(0, 1, 1, 31e-6, 59e-6),)
-    path = pd.Plan(rows, (1,), pd.Cluster.flat(1), batch=64).save(tmp_path / "plan.json")
-    out = run_command("simulate", path, "--minibatches", 30, "--grid")[1]
-    assert "e+" not in out
-    assert "1240 us" in out
