@@ -43,23 +43,6 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
         assert admitted == {0: number, 1: number}, "else what the loop asks for now finds it further on"
 
 
-def test_a_worker_waits_for_a_message_and_the_others_go_on() -> None:
-    there, back = LocalChannel(), LocalChannel()
-
-    def asks() -> Generator[Any, None, None]:
-        for number in range(3):
-            there.send(Message(number))
-            yield (yield from waited(back.receive())).microbatch
-
-    def answers() -> Generator[Any, None, None]:
-        for _ in range(3):
-            message = yield from waited(there.receive())
-            back.send(Message(message.microbatch * 10))
-            yield "not the lead's"
-
-    assert list(run_in_process([asks(), answers()], [0])) == [0, 10, 20]
-
-
 def test_workers_that_wait_for_each_other_are_named() -> None:
     def waits() -> Generator[Any, None, None]:
         yield LocalChannel().receive()

@@ -29,21 +29,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def stage(replicas: int = 1, parameter_bytes: int = 3 * MIB) -> pd.Stage:
+def stage(replicas: int = 1) -> pd.Stage:
     seconds = {"forward_s": 0.04, "backward_s": 0.08, "update_s": 0.03}
-    sizes = {"output_bytes": 1000, "activation_bytes": 500, "parameter_bytes": parameter_bytes}
-    return pd.Stage(0, 1, replicas, **seconds, **sizes)
+    return pd.Stage(0, 1, replicas, **seconds, output_bytes=1000, activation_bytes=500, parameter_bytes=3 * MIB)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, clock: Clock) -> None:
-    layer = emulated.EmulatedStage(stage(), microbatches, sends=True)
+@pytest.mark.parametrize(("microbatches", "replicas"), [(1, 2), (2, 1)])
+def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, replicas: int, clock: Clock) -> None:
+    """Gradients of a replicated stage come one after the other."""
+    layer = emulated.EmulatedStage(stage(replicas), microbatches, sends=True)
+    came: list[float] = []
+    for weights in layer.parameters():
+        weights.register_post_accumulate_grad_hook(lambda _: came.append(clock.now_s))
     arrived = torch.zeros(1, 7, requires_grad=True)
     output = layer(arrived)
     forward_s = clock.now_s
     output.sum().backward()
     assert forward_s == pytest.approx(0.04 / microbatches)
-    assert clock.now_s - forward_s == pytest.approx(0.08 / microbatches)
+    pieces = 3 if replicas > 1 else 1
+    assert came == pytest.approx([forward_s + 0.08 / microbatches * piece / pieces for piece in range(1, pieces + 1)])
+    assert clock.now_s == came[-1]
     assert output.shape == (1, 250 // microbatches)  # 4 bytes each
     assert arrived.grad is not None
     assert arrived.grad.shape == (1, 7)
@@ -65,21 +70,6 @@ def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
         done = [weights.numel() for weights in deferred.run()]
         assert done == [weights.numel() for weights in reversed(layer.weights)]
         assert (middle_s - start_s, clock.now_s - middle_s) == pytest.approx(halves)
-
-
-def test_gradients_of_a_replicated_stage_come_one_after_the_other(clock: Clock) -> None:
-    layer = emulated.EmulatedStage(stage(replicas=2), 1, sends=False)
-    came: list[float] = []
-    for weights in layer.parameters():
-        weights.register_post_accumulate_grad_hook(lambda _: came.append(clock.now_s))
-    output = layer(torch.zeros(1, 1))
-    start_s = clock.now_s
-    output.sum().backward()
-    assert came == pytest.approx([start_s + 0.08 * piece / 3 for piece in (1, 2, 3)])
-
-
-def test_stage_without_weights_still_has_a_backward() -> None:
-    assert emulated.EmulatedStage(stage(parameter_bytes=0), 1, sends=True)(torch.zeros(1, 1)).requires_grad
 
 
 def test_update_waits_and_changes_nothing(clock: Clock) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,24 +101,16 @@ def test_a_module_is_initialised_as_in_its_constructor() -> None:
     assert torch.equal(model[2].weight_hh_l0, nn.LSTM(2, 2).weight_hh_l0)
 
 
-def test_values_that_are_there_stay() -> None:
+def test_values_that_are_there_stay_and_others_only_come_where_they_are_named() -> None:
     model = on_meta(mixed)
-    model[1] = nn.BatchNorm1d(2).double()
-    with torch.no_grad():
-        model[1].weight.fill_(3.0)
-    weight = model[1].weight
+    weight = model[1].weight = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64))
     model[0].second.requires_grad_(False)
-    initial.materialise(model, initial.named_state(model), CPU, 0)
+    initial.materialise(model, ["0.second", "1.weight", "1.running_mean"], CPU, 0)
     assert model[1].weight is weight
     assert torch.equal(weight, torch.full((2,), 3.0, dtype=torch.float64))
     assert not model[0].second.requires_grad
-
-
-def test_what_the_names_leave_out_stays_without_storage() -> None:
-    model = on_meta(mixed)
-    initial.materialise(model, ["0.second", "1.running_mean"], CPU, 0)
     filled = [name for name, tensor in initial.named_state(model).items() if not tensor.is_meta]
-    assert filled == ["0.second", "1.running_mean"]
+    assert filled == ["0.second", "1.weight", "1.running_mean"]
 
 
 class Partly(nn.Module):
@@ -144,16 +136,10 @@ class Failing(nn.Module):
     [
         (
             lambda: Built(None, scale=nn.Parameter(torch.ones(2))),
-            "parameter '0.scale' .* by reset_parameters.. of Built; fill",
+            "parameter '0.scale' .* by reset_parameters.. of Built",
         ),
-        (
-            lambda: Built(None, angles=nn.Buffer(torch.arange(3.0), persistent=False)),
-            "the buffer '0.angles' .* weights",
-        ),
-        (
-            lambda: Built(None, inner=nn.Linear(2, 2), mask=torch.ones(2)),
-            "0.mask of Built is a tensor on the meta device",
-        ),
+        (lambda: Built(None, angles=nn.Buffer(torch.ones(3), persistent=False)), "the buffer '0.angles' .* weights"),
+        (lambda: Built(None, inner=nn.Linear(2, 2), mask=torch.ones(2)), "0.mask of Built is a tensor on the meta dev"),
         (Partly, "the parameter '0.rows' is on the meta device and .* of Partly"),
         (Failing, "'0.inner' is on the meta device, and its initialisation by Failing raised KeyError: 'gain'"),
     ],
@@ -161,9 +147,6 @@ class Failing(nn.Module):
 def test_nothing_stays_uninitialised(kind: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(pd.errors.CaptureError, match=words):
         drawn(lambda: nn.Sequential(kind()))
-
-
-def test_a_name_of_another_model_is_refused() -> None:
     with pytest.raises(pd.errors.CaptureError, match=r"lists '0.third', but the Sequential has no parameter or buffer"):
         initial.materialise(on_meta(mixed), ["0.third"], CPU, 0)
 
@@ -257,10 +240,7 @@ def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
 
 
 def start(make: Callable[[], nn.Module], cuts: tuple[int, ...], weights: Any, meta: str = "all") -> dict[str, Tensor]:
-    """Returns the state that a pipeline starts with.
-
-    `meta` says at which ranks the model is on the meta device.
-    """
+    """Returns the state that a pipeline starts with; `meta` says at which ranks the model is on the meta device."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.manual_seed(5)
     model = on_meta(make) if meta == "all" or (meta == "others" and rank) else make()
@@ -322,12 +302,9 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     [
         (
             lambda state: {name: state[name] for name in state if name[0] != "3"},
-            r"lack '3.weight', '3.bias', and have names such as '0.bias'",
+            r"lack '3.weight', .* such as '0.bias'",
         ),
-        (
-            lambda state: state | {"0.weight": torch.zeros(2, 2)},
-            r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in",
-        ),
+        (lambda state: state | {"0.weight": torch.zeros(2, 2)}, r"'0.weight' has shape \(2, 2\) in .*, \(6, 4\) in"),
     ],
 )
 def test_states_that_do_not_fit_are_refused(change: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
@@ -335,7 +312,7 @@ def test_states_that_do_not_fit_are_refused(change: Callable[[Any], Any], words:
         start(untied, (2,), write(tmp_path, change(state_of(untied)), "file"))
 
 
-INDEX = "model.safetensors.index.json"
+INDEX, GIVE_AN_INDEX = "model.safetensors.index.json", "give an index of safetensors files"
 
 
 @pytest.mark.parametrize(
@@ -343,13 +320,10 @@ INDEX = "model.safetensors.index.json"
     [
         ("README.md", "", r"neither model\.safetensors nor"),
         ("model.safetensors", "no", r"cannot read weights from .*model\.safetensors"),
+        *((INDEX, index, GIVE_AN_INDEX) for index in ("{}", "[]", '{"weight_map": []}', "[" * 100_000)),
         *(
-            (INDEX, index, "give an index of safetensors files")
-            for index in ("{}", "[]", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"0.weight": 3}}')
-        ),
-        *(
-            (INDEX, json.dumps({"weight_map": {"0.weight": file}}), "give an index of safetensors files")
-            for file in ("../../x", "/etc/passwd", "..")
+            (INDEX, json.dumps({"weight_map": {"a": file}}), GIVE_AN_INDEX)
+            for file in (3, "../../x", "/etc/passwd", "..")
         ),
     ],
 )
@@ -382,13 +356,6 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     assert not empty
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_rank_0_alone_may_have_the_values() -> None:
-    results = processes.team(2).results(start, untied, (2,), None, "others")[0]
-    check_equal(results, state_of(untied))
-
-
 def lame() -> nn.Module:
     scaled = Built(lambda self, x: x * self.scale.sum(), scale=nn.Parameter(torch.ones(2)))
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), scaled)
@@ -404,9 +371,11 @@ def test_every_rank_raises_what_one_of_them_finds() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_values_from_the_meta_device_are_those_of_one_process() -> None:
+def test_processes_start_with_the_values_of_one_or_of_rank_0() -> None:
+    team = processes.team(2)
     for make in (untied, tied):
-        check_equal(processes.team(2).results(start, make, (2,), None)[0], start(make, (2,), None))
+        check_equal(team.results(start, make, (2,), None)[0], start(make, (2,), None))
+    check_equal(team.results(start, untied, (2,), None, "others")[0], state_of(untied))
 
 
 @pytest.mark.parametrize("make", [untied, tied])
@@ -485,45 +454,35 @@ def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path)
         pipeline.save_pretrained(tmp_path)
 
 
-# -- frozen stages and adapters ---------------------------------------------------------------------
+# -- frozen stages and weights ----------------------------------------------------------------------
 
 
-def adapted(size: int) -> nn.Module:
-    """Returns a frozen layer with a trained correction of low rank."""
-    low_rank = {"down": nn.Parameter(torch.randn(2, size)), "up": nn.Parameter(torch.randn(size, 2))}
-    forward = lambda self, x: self.base(x) + x @ self.down.T @ self.up.T  # noqa: E731
-    return Built(forward, base=nn.Linear(size, size).requires_grad_(False), **low_rank)
-
-
-def partly_frozen(kind: str) -> nn.Module:
+def partly_frozen(frozen: tuple[str, ...]) -> nn.Module:
+    """Returns a model in which the parameters whose names begin so are not trained."""
     torch.manual_seed(1)
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
-    if kind == "adapters":
-        layers = [layer if i in (0, 6) or i % 2 else adapted(6) for i, layer in enumerate(layers)]
-        frozen = [layers[0], layers[6]]
-    else:
-        frozen = [layers[{"first": 0, "middle": 2, "last": 6}[place]] for place in kind.split("+")]
-    for layer in frozen:
-        layer.requires_grad_(False)
-    return nn.Sequential(*layers).double()
+    model = nn.Sequential(*layers).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    return model
 
 
-KINDS = ["first", "middle", "last", "first+middle", "middle+last", "adapters"]
-SCHEDULES = [*zip(KINDS, cycle(["1f1b", "zb-h1"]), strict=False), *((kind, "pipedream") for kind in KINDS)]
+FROZEN = [("0",), ("2",), ("6",), ("0", "2"), ("2", "6"), ("0", "2.weight", "4.bias", "6")]
 
 
-def frozen(kind: str, schedule: str = "1f1b") -> Training:
+def frozen(names: tuple[str, ...], schedule: str = "1f1b") -> Training:
     parts = None if schedule == "pipedream" else 4
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "seed": 3, "ema": 0.5, "plan": (1, 1, 1, 1)}
-    return Training(model=partial(partly_frozen, kind), data=doubles(), schedule=schedule, microbatches=parts, **how)
+    return Training(model=partial(partly_frozen, names), data=doubles(), schedule=schedule, microbatches=parts, **how)
 
 
-@pytest.mark.parametrize(("kind", "schedule"), SCHEDULES)
-def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule: str) -> None:
-    trained = frozen(kind, schedule).check(1e-12)
-    start = partly_frozen(kind).state_dict()
-    for name, parameter in partly_frozen(kind).named_parameters():
-        assert torch.equal(trained.state[name], start[name]) is not parameter.requires_grad, name
+@pytest.mark.parametrize(
+    ("names", "schedule"), [*zip(FROZEN, cycle(["1f1b", "zb-h1"]), strict=False), *product(FROZEN, ["pipedream"])]
+)
+def test_frozen_stages_and_parts_of_stages_train_as_in_one_process(names: tuple[str, ...], schedule: str) -> None:
+    trained, begin = frozen(names, schedule).check(1e-12), partly_frozen(names)
+    for name, parameter in begin.named_parameters():
+        assert torch.equal(trained.state[name], parameter) is not parameter.requires_grad, name
 
 
 def repeated() -> nn.Module:
@@ -557,14 +516,14 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
 
 
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
-    sent = [sum(frozen(kind).pipeline().sent_bytes.values()) for kind in ("first+middle", "first", "last")]
+    sent = [sum(frozen(names).pipeline().sent_bytes.values()) for names in (("0", "2"), ("0",), ("6",))]
     assert sent[0] < sent[1] < sent[2]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["first+middle", "adapters"])
-def test_frozen_stages_in_processes_are_those_of_one(kind: str) -> None:
-    trained, alone = frozen(kind).pipeline(4), frozen(kind).pipeline()
+@pytest.mark.parametrize("names", [FROZEN[3], FROZEN[5]])
+def test_frozen_stages_in_processes_are_those_of_one(names: tuple[str, ...]) -> None:
+    trained, alone = frozen(names).pipeline(4), frozen(names).pipeline()
     assert trained.sent_bytes == alone.sent_bytes
     assert_equal(trained, alone)
