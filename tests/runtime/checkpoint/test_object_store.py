@@ -34,7 +34,8 @@ def test_a_run_continues_exactly(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_reader_reads_it(url: str) -> None:
+def test_torchs_reader_reads_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 512)
     (path,) = saving.save(url, (2, 1), epochs=1)
     with saving.pipeline(zoo.make("mlp"), (2, 1)) as trained:
         trained.load(url)
@@ -98,22 +99,7 @@ def test_a_second_run_takes_the_folder(url: str) -> None:
         next(batches)
         with pytest.raises(pd.PipelineError, match=f"another run has begun to write into the folder {url}"):
             first.save(url)
-        for _ in batches:
-            pass
-
-
-def test_the_manifest_is_written_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    opened = object_store.RemotePath.open
-
-    def recorded(self: object_store.RemotePath, mode: str) -> Any:
-        if mode == "wb":
-            order.append(self.name)
-        return opened(self, mode)
-
-    monkeypatch.setattr(object_store.RemotePath, "open", recorded)
-    saving.save(url, epochs=1)
-    assert order[-3:] == ["__0_0.distcp", ".metadata", folders.MANIFEST]
+        list(batches)
 
 
 class Unreachable(fsspec.AbstractFileSystem):
@@ -151,24 +137,20 @@ def test_urls_that_cannot_be_used_are_refused(folder: str | Path, words: str, mo
 
 def test_paths() -> None:
     path = object_store.RemotePath("memory://a/b/")
-    assert [str(path), path.name, str(path.parent)] == ["memory://a/b", "b", "memory://a"]
-    assert [str(path / "c"), str(path.parent.parent), str(path.parent.parent / "a")] == [
-        "memory://a/b/c",
-        "memory://",
+    assert [str(path), path.name, str(path.parent), str(path.parent.parent)] == [
+        "memory://a/b",
+        "b",
         "memory://a",
+        "memory://",
     ]
     assert object_store.any_path("C:/of/windows") == Path("C:/of/windows")
-    assert path == object_store.RemotePath("memory://a/b")
     assert {path: 1}[object_store.RemotePath("memory://a") / "b"] == 1
-    assert not path.exists()
-    assert list(path.glob("*")) == []
     (path / "c").write_text("text")
     assert (path.is_dir(), path.is_file(), (path / "c").is_file()) == (True, False, True)
-    assert ((path / "c").stat().st_size, (path / "c").read_text()) == (4, "text")
     with pytest.raises(FileNotFoundError):
         (path / "d").stat()
-    path.remove_folder()
-    path.remove_folder()
+    for _ in range(2):
+        path.remove_folder()
     assert not path.exists()
 
 

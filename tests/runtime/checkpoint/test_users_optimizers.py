@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from training import loop
 
 import pipedream as pd
-from pipedream.testing import Trained, Training, assert_near
+from pipedream.testing import Trained, Training, assert_near, tiny
 
 Named = list[tuple[str, nn.Parameter]]
 Factory = Callable[[Named], torch.optim.Optimizer]
@@ -156,21 +156,16 @@ def model() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.randint(3, (8,), generator=generator))
-        for _ in range(8)
-    ]
+BATCHES = (2 * tiny().data)[:8]
 
 
 @cache
 def plan(cut: int = 2) -> pd.Plan:
-    return plan_of(model(), batches()[0][0], (cut,))
+    return plan_of(model(), BATCHES[0][0], (cut,))
 
 
 def training(optimizer: Factory, scheduler: Any = None, cut: int = 2) -> Training:
-    how: dict[str, Any] = {"model": model, "data": batches(), "loss": F.cross_entropy, "plan": plan(cut)}
+    how: dict[str, Any] = {"model": model, "data": BATCHES, "loss": F.cross_entropy, "plan": plan(cut)}
     return Training(optimizer=optimizer, scheduler=scheduler, schedule="1f1b", microbatches=2, **how)
 
 
@@ -189,7 +184,7 @@ def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = 
     ],
 )
 def test_a_resumed_run_is_a_plain_loop(how: How, cut: int, tmp_path: Path) -> None:
-    expected = loop(model(), batches(), optimizer=how[0], scheduler=how[1]).state
+    expected = loop(model(), BATCHES, optimizer=how[0], scheduler=how[1]).state
     assert_near(train_in_two_parts(tmp_path, how, cut).state, expected, 1e-10)
 
 
@@ -216,21 +211,11 @@ class Grows(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("how", "how_then", "cut", "words"),
     [
-        (
-            (two_in_one, None),
-            (lambda named: two_in_one(named, -1), None),
-            4,
-            r"has state .* '.*' under 'optimizers\.\d",
-        ),
+        ((two_in_one, None), (lambda named: two_in_one(named, -1), None), 4, r"has state .* under 'optimizers\.\d"),
         ((OPAQUE, None), None, 4, "state dict of Opaque holds state of its stage .* resume with the plan"),
         ((of(Strange, lr=0.1), None), None, 2, r"state dict of Strange\['object'\] is a object, which JSON cannot"),
         ((biases_apart, Decays), (ADAMW, Decays), 2, "with the optimizer SGD, this run has AdamW; resume with SGD"),
-        (
-            (biases_apart, Decays),
-            (biases_apart, milestones),
-            2,
-            "with the scheduler Decays, this run has SequentialLR; resume with Decays",
-        ),
+        ((biases_apart, Decays), (biases_apart, milestones), 2, "with the scheduler Decays, .* SequentialLR; resume"),
         ((Grows, None), None, 2, "Grows has the parameter '.*bias' in a group, this run's has it in none"),
     ],
 )
@@ -282,7 +267,7 @@ def test_what_cannot_be_saved_later_is_refused_before_training(
 
     def recipe() -> pd.Recipe:
         scheduler = Keeps if fault == "schedule" else None
-        return pd.Recipe(model(), F.cross_entropy, of(Odd, fault), batches(), scheduler=scheduler, epochs=1)
+        return pd.Recipe(model(), F.cross_entropy, of(Odd, fault), BATCHES, scheduler=scheduler, epochs=1)
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pd.PipelineError, match=words) if fault else nullcontext():

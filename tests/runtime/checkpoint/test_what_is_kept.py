@@ -11,8 +11,9 @@ import numpy as np
 import processes
 import pytest
 import torch
+import zoo
 from built import Built
-from cases import stage_states
+from cases import make_pipeline, stage_states
 from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
@@ -241,19 +242,13 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
 
 
 def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """As the minibatches of which it is are in the weights."""
-
     class Numbers(pd.callbacks.Callback):
         def on_minibatch(self, pipeline: Any, done: Any) -> None:
             numbers.append(done.number)
 
     numbers: list[int] = []
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(4)]
-    options = {"schedule": "pipedream", "optimizer": partial(torch.optim.SGD, lr=0.1), "callbacks": [Numbers()]}
-    with pipeline_of(model, data, (1,), **options) as trained:
-        next(iter(trained.train(data)))
-        path = trained.save(tmp_path, extra={"numbers": numbers})
-        manifest = folders.read_manifest(path)
+    with make_pipeline("mlp", callbacks=[Numbers()]) as trained:
+        next(iter(trained.train(zoo.make("mlp").batches)))
+        manifest = folders.read_manifest(trained.save(tmp_path, extra={"numbers": numbers}))
     assert manifest.extra["numbers"] == list(range(manifest.minibatches))
     assert manifest.minibatches > 1
