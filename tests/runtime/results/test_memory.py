@@ -121,8 +121,7 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    model, x = PAIR[0], X
-    profiled = pd.profile(nn.Sequential(model), x, runs=1)
+    profiled = pd.profile(PAIR, X, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
     monkeypatch.setattr("pipedream.runtime.comm.process_group.process_device", lambda name: torch.device(name))
     monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
@@ -133,7 +132,7 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
         return profiled
 
     monkeypatch.setattr(profile.profiler, "measure", measure)
-    assert pd.profile(nn.Sequential(model), x, device="cuda:0").layers == profiled.layers
+    assert pd.profile(PAIR, X, device="cuda:0").layers == profiled.layers
     assert done == ["measured on cuda:0", "released"]
 
 
@@ -149,24 +148,17 @@ def _train(width: int) -> tuple[pd.Timeline, tuple[int, ...], int]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_peaks_of_processes_are_of_their_own_stages() -> None:
-    (timeline, weights, _), _ = processes.results(_train, 2, 512)
-    assert not timeline.shares_memory
-    for rank in (0, 1):
-        # Weights, momentum, gradients; the activations of four small microbatches; a temporary set of gradients.
-        assert 2 * weights[rank] < timeline.peak_bytes[rank] < 6 * weights[rank]
+@pytest.mark.parametrize("count", [1, 2])
+def test_peaks_are_of_the_stages_of_a_process(count: int) -> None:
+    """Workers of one process share a figure. It has weights, momentum, gradients twice, and small activations."""
+    timeline, weights, _ = processes.results(_train, count, 512)[0]
+    assert timeline.shares_memory is (count == 1)
+    stages = [sum(weights)] * 2 if count == 1 else weights
+    for rank, weight_bytes in enumerate(stages):
+        assert 2 * weight_bytes <= timeline.peak_bytes[rank] < 6 * weight_bytes
         assert timeline.reserved_bytes[rank] > 1e8
-    assert metrics.run_metrics(timeline).per_rank[0].peak_bytes == timeline.peak_bytes[0]
-
-
-@pytest.mark.slow
-def test_workers_of_one_process_share_a_figure() -> None:
-    timeline, weights, _ = _train(512)
-    assert timeline.shares_memory
-    assert len(set(timeline.peak_bytes)) == len(set(timeline.reserved_bytes)) == 1
-    # The rise above weights and momentum is sampled, and may be missed in so short a run.
-    assert 2 * sum(weights) <= timeline.peak_bytes[0] < 6 * sum(weights)
-    assert metrics.run_metrics(timeline).per_rank[0].peak_bytes is None, "it is not that rank's"
+    peak_bytes = metrics.run_metrics(timeline).per_rank[0].peak_bytes
+    assert peak_bytes == (None if count == 1 else timeline.peak_bytes[0])
 
 
 def test_out_of_memory_says_what_to_set() -> None:
@@ -199,14 +191,21 @@ def test_freed_memory_is_kept() -> None:
     assert pages < 1000
 
 
-@pytest.mark.parametrize(("free_bytes", "mapped_bytes"), [(399, 4 << 20), (401, 32 << 20)])
-def test_scarce_memory_is_given_back(free_bytes: int, mapped_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What malloc is told."""
     settings: dict[int, int] = {}
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda path: SimpleNamespace(mallopt=settings.__setitem__))
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
+    return settings
+
+
+@pytest.mark.parametrize(("free_bytes", "mapped_bytes"), [(399, 4 << 20), (401, 32 << 20)])
+def test_scarce_memory_is_given_back(free_bytes: int, mapped_bytes: int, settings: dict[int, int]) -> None:
     memory.keep_freed_memory(300, free_bytes)
     assert settings[-3] == mapped_bytes
+    assert len(settings) == 2
 
 
 def test_a_session_says_what_its_workers_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +218,11 @@ def test_a_session_says_what_its_workers_take(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=0"), ("", "")]
+    ("name", "value"), [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=0")]
 )
-def test_the_users_settings_of_malloc_count(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda path: library)
-    if name:
-        monkeypatch.setenv(name, value)
+def test_the_users_settings_of_malloc_count(
+    name: str, value: str, settings: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
     memory.keep_freed_memory()
-    assert len(calls) == (0 if name else 2)
+    assert not settings

@@ -73,17 +73,6 @@ def test_a_drain_takes_the_time_from_the_host_again(cuda: FakeCuda) -> None:
     assert (last.start_s, last.end_s) == pytest.approx((50_000.0, 50_000.000123), abs=2e-6)
 
 
-def test_an_op_begins_with_the_event_that_ended_the_last(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
-    for index in range(100):
-        _op(cuda, recorder, index)
-    assert cuda.events == 2 + 100, "the origin, the first begin, and an end each"
-    cuda.now_s = cuda.stream_s + 5.0
-    _op(cuda, recorder, 100)
-    spans = recorder.spans(0)
-    assert spans[-1].start_s == pytest.approx(spans[-2].end_s + 5.0), "a pause is not part of the next op"
-
-
 def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: FakeCuda) -> None:
     recorder = Recorder(0, GPU)
     for index in range(2):
@@ -99,19 +88,24 @@ def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: Fa
     assert gaps_s == pytest.approx([0.0] * 5, abs=2e-6)
 
 
-def test_events_are_used_again(cuda: FakeCuda) -> None:
+def test_ops_share_events_which_are_used_again(cuda: FakeCuda) -> None:
     recorder = Recorder(0, GPU)
+    for index in range(100):
+        _op(cuda, recorder, index)
+    assert cuda.events == 2 + 100, "the origin, the first begin, and an end each"
+    cuda.now_s = cuda.stream_s + 5.0
     for index in range(5_000):
         _op(cuda, recorder, index, 50e-6)
         cuda.now_s += 60e-6
     assert cuda.events < 400
-    assert len(recorder.spans(0)) == 5_000
+    spans = recorder.spans(0)
+    assert len(spans) == 5_100
+    assert spans[100].start_s == pytest.approx(spans[99].end_s + 5.0), "a pause is not part of the next op"
 
 
 def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCuda) -> None:
     recorder = Recorder(0, GPU)
-    for number in (0, 0, 7, 7, 0):
-        cuda.stream_number = number
+    for cuda.stream_number in (0, 0, 7, 7, 0):
         for index in range(100):
             _op(cuda, recorder, index)
     assert cuda.stream_lookups == 3
@@ -147,14 +141,3 @@ def test_the_host_is_ahead_by_a_bounded_number_of_forwards(cuda: FakeCuda, most:
         _op(cuda, recorder, index, 1.0, "B")
     spans = [span for span in recorder.spans(0) if span.kind == "F"]
     assert [span.index for span in spans] == list(range(0, 40, 2))
-
-
-def test_spans_on_a_cpu_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda().install(monkeypatch)
-    recorder = Recorder(3, torch.device("cpu"))
-    start = recorder.mark()
-    cuda.now_s += 2.0
-    recorder.note("B", 1, 7, start)
-    assert recorder.spans(0) == [(3, "B", 1, 7, 1000.0, 1002.0)]
-    assert recorder.spans(1) == []
-    assert cuda.events == 0

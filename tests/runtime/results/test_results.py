@@ -109,14 +109,9 @@ def test_an_evaluation_on_a_gpu_reads_its_losses_once(monkeypatch: pytest.Monkey
     assert len(reads) == 1
 
 
-@pytest.mark.gpu
-def test_numbers_on_both_devices_are_read_late() -> None:
-    copies = _HostCopies([torch.tensor(1.5, device="cuda"), torch.tensor([2.5]), torch.tensor(3.5, device="cuda")])
-    assert copies.read() == [1.5, 2.5, 3.5]
-
-
-def test_a_number_on_the_cpu_is_read_before_its_metric_changes_it() -> None:
-    total = torch.tensor(1.0, dtype=torch.float64)
-    copies = _HostCopies([total])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_on_both_devices_are_read_before_their_metrics_change_them(device: str) -> None:
+    total = torch.tensor(2.5)
+    copies = _HostCopies([torch.tensor(1.5, device=device), total, torch.tensor([3.5], device=device)])
     total += 1.0
-    assert copies.read() == [1.0]
+    assert copies.read() == [1.5, 2.5, 3.5]

@@ -64,9 +64,3 @@ def test_one_machines_processes_are_not_shifted(monkeypatch: pytest.MonkeyPatch)
     clock.measure(group)
     assert clock.to_rank_0([100.0, 150.0, 200.0]) == pytest.approx([100.0, 170.0, 240.0], abs=1e-3), "linear"
     assert clock.to_rank_0([250.0]) == pytest.approx([290.0], abs=1e-3)
-
-
-def test_a_single_process_has_one_clock() -> None:
-    clock = ClockOffset(None)
-    assert clock.to_rank_0([1.0, 2.5]) == [1.0, 2.5]
-    assert clock.to_rank_0([]) == []
