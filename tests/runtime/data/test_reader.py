@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, Reader, tee
 from pipedream.runtime.data.rng import DataOrder, RngStates
@@ -46,7 +45,7 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
     def stream(until: int | None) -> StopReason:
         ends: set[tuple[StopReason, int]] = set()
         number = 0
-        while len(ends) == 0:
+        while not ends:
             for replica, reader in enumerate(readers):
                 if until is not None and number >= until:
                     reader.stopped = StopReason.DRAIN
@@ -56,10 +55,8 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
                 else:
                     ends.add((minibatch, reader.ended_at))
             number += replicas
-        assert len(ends) == 1, "all replicas end alike"
-        ((stop_reason, count),) = ends
-        if stop_reason is StopReason.DRAIN:
-            assert count % (replicas * cycles) == 0
+        ((stop_reason, count),) = ends  # all replicas end alike
+        assert stop_reason is not StopReason.DRAIN or count % (replicas * cycles) == 0
         return stop_reason
 
     if stream(stop) is StopReason.DRAIN:
@@ -81,30 +78,10 @@ def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = 0
-
-    def read(only_torch: bool = False) -> RngStates:
-        nonlocal reads
-        reads += 1
-        return states
-
-    states = RngStates.read()
-    monkeypatch.setattr(RngStates, "read", read)
+    reads, states = [], RngStates.read()
+    monkeypatch.setattr(RngStates, "read", lambda only_torch=False: reads.append(1) or states)
     reader = IterableReader(Loader(9) if draws else list(Loader(9)), DataOrder(), EpochRange(), None)
     next(reader)
-    before = reads
+    before = len(reads)
     assert len(list(reader)) == 8
-    assert (reads > before) == draws
-
-
-def test_a_loader_without_minibatches_is_refused() -> None:
-    with pytest.raises(pd.PipelineError, match="can be iterated only once"):
-        list(read(iter([torch.ones(1)]), end=2)[0])
-
-
-def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
-    (reader,) = read(Loader(5))
-    assert isinstance(reader.read(0), Minibatch)
-    reader.stopped = StopReason.INTERRUPT
-    assert reader.read(1) is StopReason.INTERRUPT
-    assert reader.ended_at == 1
+    assert (len(reads) > before) == draws
