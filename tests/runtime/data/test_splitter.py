@@ -43,17 +43,21 @@ def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tup
 
 @given(count=st.integers(1, 9), parts=st.integers(1, 6))
 def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, parts: int) -> None:
-    x, constant = torch.arange(2.0 * count).reshape(count, 2), torch.ones(())
-    pieces = split_batch({"x": x, "y": [x[:, 0]], "c": constant, "n": 3}, count, parts)
+    """Only tensors of the batch are split, and a batch keeps its type."""
+    x, shared = (
+        torch.arange(2.0 * count).reshape(count, 2),
+        {"c": torch.ones(()), "table": torch.ones(count + 2), "n": 3},
+    )
+    pieces = split_batch(UserDict({"x": x, "y": [x[:, 0]], **shared}), count, parts)
     sizes = [len(piece["x"]) for piece in pieces]
     assert len(pieces) == parts
     assert sorted(sizes, reverse=True) == sizes
     assert max(sizes) - min(sizes) <= 1
     assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
     for piece in pieces:
+        assert type(piece) is UserDict
         assert torch.equal(piece["y"][0], piece["x"][:, 0])
-        assert piece["c"] is constant
-        assert piece["n"] == 3
+        assert all(piece[name] is value for name, value in shared.items())
 
 
 IDS, POSITIONS = torch.ones(4, 7), torch.ones(1, 7)
@@ -83,14 +87,6 @@ def test_samples_are_counted(batch: Any, batch_dim: BatchDim, samples: int) -> N
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(pd.PipelineError, match="holds no tensor"):
         count_samples({"name": "text"})
-
-
-def test_only_tensors_of_the_batch_are_split() -> None:
-    samples, table = torch.arange(4), torch.arange(6)
-    first, second = split_batch(UserDict({"x": samples, "table": table}), 4, 2)
-    assert [part["x"].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
-    assert first["table"] is second["table"] is table
-    assert type(first) is type(second) is UserDict, "a batch keeps its type"
 
 
 def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
@@ -183,13 +179,6 @@ def test_a_list_of_dicts_whose_length_is_not_the_batchs_is_shared() -> None:
     assert [len(part["table"]) for part in split(batch, None, 2, {"table": None})[1]] == [4, 4]
 
 
-def test_a_list_that_is_split_once_is_split_again() -> None:
-    splitter = begun()
-    for number, lengths in enumerate(((3, 5, 2), (4, 4), (2, 2))):
-        batch = {"ids": torch.arange(len(lengths)), "words": [torch.arange(n) for n in lengths]}
-        assert sum(len(part["words"]) for part in cut(splitter, number, batch)[0]) == len(lengths)
-
-
 @dataclass
 class Note:
     name: str
@@ -235,8 +224,10 @@ def test_which_lists_are_split_is_decided_once() -> None:
     splitter = begun()
     for number, count in enumerate((8, 3, 5)):
         batch = {"x": torch.ones(count, 2), "names": ["a", "b", "c"], "texts": list(map(str, range(count)))}
+        batch["words"] = [torch.ones(n % 2 + 2) for n in range(count)]
         inputs, targets = cut(splitter, number, batch, [batch["texts"], ["b", "c", "d"]])
         assert [part["names"] for part in inputs] == [["a", "b", "c"]] * 2
+        assert sum(len(part["words"]) for part in inputs) == count
         assert [part[1] for part in targets] == [["b", "c", "d"]] * 2
         for texts in ([part["texts"] for part in inputs], [part[0] for part in targets]):
             assert texts[0] + texts[1] == batch["texts"]
@@ -309,23 +300,26 @@ SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
 
 
 @pytest.mark.parametrize(
-    ("later", "reason"),
+    ("later", "batch_dim", "reason"),
     [
-        ({"context": torch.ones(8, 5)}, r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the number"),
-        ({"x": torch.ones(8, 6, requires_grad=True) * 2}, "the tensor 'x' of the inputs is part of an autograd graph"),
-        ({"x": torch.ones(4, 6), "context": torch.ones(4, 5)}, "has the number of samples"),
-        ({"x": torch.ones(7, 6)}, ""),
+        (
+            {"context": torch.ones(8, 5)},
+            {},
+            r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the number",
+        ),
+        (
+            {"x": torch.ones(8, 6, requires_grad=True) * 2},
+            {},
+            "the tensor 'x' of the inputs is part of an autograd graph",
+        ),
+        ({"x": torch.ones(4, 6), "context": torch.ones(4, 5)}, {}, "has the number of samples"),
+        ({"x": torch.ones(7, 6)}, {}, ""),
+        *(({"context": torch.ones(size, 5)}, {"context": None}, "") for size in (8, 4)),
     ],
 )
-def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], reason: str) -> None:
-    splitter, batch = begun(2, {"y": 1}), SHARED | later
+def test_whether_a_tensor_is_split_is_decided_once(later: dict[str, Any], batch_dim: Any, reason: str) -> None:
+    splitter, batch = begun(2, {"y": 1} | batch_dim), SHARED | later
     cut(splitter, 0, SHARED, SHARED["x"])
     with pytest.raises(pd.PipelineError, match=reason) if reason else nullcontext():
-        cut(splitter, 1, batch, batch["x"].detach())
-
-
-def test_a_tensor_whose_dimension_is_given_may_have_any_size() -> None:
-    splitter = begun(2, {"context": None})
-    for number, size in enumerate((5, 8, 4)):
-        parts, _ = cut(splitter, number, SHARED | {"context": torch.ones(size, 5)})
-        assert [len(part["context"]) for part in parts] == [size, size]
+        parts, _ = cut(splitter, 1, batch, batch["x"].detach())
+        assert [part["context"] is batch["context"] for part in parts] == [True, True]
