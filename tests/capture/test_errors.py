@@ -4,7 +4,6 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -82,18 +81,14 @@ def train(
         return [done.loss for done in pipeline.train(batches)]
 
 
-def make_batches(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(1)
-    return [(torch.randn(size, 4), torch.randn(size, 2)) for _ in range(count)]
-
-
 def losses_alone(make: Make) -> list[float]:
     return loop(make(), BATCHES, loss=F.mse_loss, optimizer=sgd, parts=2).losses
 
 
+torch.manual_seed(1)
 X = torch.linspace(-1, 1, 16).view(4, 4)
-BATCHES = make_batches()
-ENDING_ALONE = [*make_batches(1), *make_batches(1, size=2)]
+BATCHES = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(3)]
+ENDING_ALONE = [BATCHES[0], (BATCHES[1][0][:2], BATCHES[1][1][:2])]
 """The microbatches of the second minibatch are single samples."""
 
 
@@ -229,6 +224,12 @@ def test_an_error_in_training_names_its_place(function: Any, options: dict[str, 
 # -- what capture refuses ----------------------------------------------------------------------------
 
 
+def evaluation_fails(net: Net, x: Tensor) -> Tensor:
+    if not net.training:
+        raise ValueError("no evaluation")
+    return net.plain(x)
+
+
 def sharded() -> nn.Module:
     model = Net()
     model.blocks[1].__class__ = type("FSDPBlock", (type("FSDPModule", (), {}), Block), {})
@@ -258,6 +259,9 @@ def reversible() -> nn.Module:
     ("make", "sample", "words"),
     [
         (partial(Net, bug), X[:1], r"the forward of Net should run.*x = x\.view\(5, 77\).*give a sample"),
+        (lambda: nn.Sequential(nn.Linear(5, 4)), X, "in training mode it raised RuntimeError.*shape"),
+        (partial(Net, evaluation_fails), X, "Net should run .* in evaluation mode it raised ValueError"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), X, "lazy"),
         (
             lambda: torch.jit.script(nn.Linear(4, 2)),
             X,
@@ -288,10 +292,6 @@ def bare(net: Net, x: Tensor) -> Tensor:
     return x
 
 
-def of_leaf(net: Any, x: Tensor) -> Tensor:
-    return net.plain(net.leaf(x).value)
-
-
 def in_thread(net: Net, x: Tensor) -> Tensor:
     states = [x]
 
@@ -314,8 +314,9 @@ def long_memory(net: Any, x: Tensor) -> Tensor:
     return net.ends(x if before is None else x + before.mean())
 
 
-def box_leaf() -> nn.Module:
-    return Built(lambda leaf, x: Box(x * leaf.weight), weight=nn.Parameter(torch.ones(4)))
+def of_box() -> nn.Module:
+    leaf = Built(lambda leaf, x: Box(x * leaf.weight), weight=nn.Parameter(torch.ones(4)))
+    return Net(lambda net, x: net.plain(net.leaf(x).value), leaf=leaf)
 
 
 @pytest.mark.parametrize(
@@ -323,20 +324,9 @@ def box_leaf() -> nn.Module:
     [
         (partial(Net, by_mode), "blocks.1.a", r"Net.*took another path.*on the mode \(training or evaluation\)", None),
         (partial(Net, bare), "blocks.1.b", "bare `except:`.*Write `except Exception:` there", ["blocks.0.a"]),
-        (
-            lambda: Net(of_leaf, leaf=box_leaf()),
-            "blocks.0.a",
-            r"the module 'leaf' \(Built, built\.py:.*"
-            "returns an object of the class Box, which cannot be sent.*tuple",
-            None,
-        ),
+        (of_box, "blocks.0.a", r"the module 'leaf' \(Built, built\.py:.*class Box, which cannot be sent.*tuple", None),
         (partial(Net, in_thread), "blocks.1", "thread", ["blocks.0", "head", "out"]),
-        (
-            lambda: Net(long_memory, memory=None),
-            "blocks.1.b",
-            r"Net \(test_errors\.py:.*keeps a tensor of an earlier batch.*into one",
-            None,
-        ),
+        (partial(Net, long_memory, memory=None), "blocks.1.b", "keeps a tensor of an earlier batch.*into one", None),
     ],
 )
 def test_a_cut_is_refused(make: Make, cut: str, words: str, layers: list[str] | None) -> None:
@@ -371,8 +361,7 @@ def transforming(name: str, *, apart: bool) -> nn.Module:
 def test_a_torch_func_in_the_models_own_forward_is_named(name: str) -> None:
     refused = pd.capture(transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
     assert re.match(r"test_errors\.py:\d+ in .*torch\.func\..* is inside a torch\.func transform", refused)
-    for words in ("a stage that begins with 'after' would run again", "cut elsewhere than before 'after'"):
-        assert words in refused
+    assert re.search("a stage that begins with 'after' would run again.*cut elsewhere than before 'after'", refused)
     apart = pd.capture(transforming(name, apart=True), (torch.randn(8, 4),))
     assert [layer.name for layer in apart.graph.layers] == ["before", "inner", "after"], "the advice helps"
 
@@ -391,29 +380,6 @@ def test_a_plan_of_another_model() -> None:
 
 
 # -- slices of a model -------------------------------------------------------------------------------
-
-
-def drops(net: Net, x: Tensor) -> Tensor:
-    """Leaves out a block now and then, as LayerDrop does."""
-    for block in net.blocks:
-        if not net.training or torch.rand(()) > 0.5:
-            x = block(x)
-    return net.ends(x)
-
-
-def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
-    captured = pd.capture(Net(drops), torch.randn(4, 4))
-    part = [ModelSlice(captured.model, captured.graph, i, i + 1) for i in range(len(captured.graph.layers))]
-    for seed in range(8):
-        torch.manual_seed(seed)
-        value: Any = torch.randn(4, 4)
-        try:
-            for layer in part:
-                torch.manual_seed(seed)
-                value = layer(value)
-        except pd.errors.CaptureError as error:
-            if "another path" not in str(error):
-                raise
 
 
 def scores(net: Net, x: Tensor) -> Tensor:
@@ -439,15 +405,15 @@ def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
         net.state = net.through(x)
         return net.ends(net.state)
 
-    model: Any = Net(keeps)
-    graph = pd.capture(model, X).graph
-    first, last = ModelSlice(model, graph, 0, 4), ModelSlice(model, graph, 4, len(graph.layers))
-    bundle = first(X)
-    assert not hasattr(model, "state")
-    last(bundle)
-    torch.testing.assert_close(Net(keeps)(X), model.ends(model.state))
-    first(X)
-    assert not hasattr(model, "state")
+    def penalised(model: Any) -> Callable[[Tensor, Any], Tensor]:
+        return lambda output, batch: F.mse_loss(output, batch[1]) + model.state.square().mean()
+
+    model, alone = Net(keeps), Net(keeps)
+    with pd.Pipeline(model, make_plan(model, X, CUTS), loss=penalised(model), optimizer=sgd) as pipeline:
+        losses = [done.loss for done in pipeline.train(BATCHES)]
+    loss = penalised(alone)
+    expected = loop(alone, BATCHES, loss=lambda output, y: loss(output, (None, y)), optimizer=sgd, parts=2).losses
+    assert losses == pytest.approx(expected)
 
 
 # -- unusual forwards train as in one process --------------------------------------------------------
@@ -485,13 +451,6 @@ def yields(net: Net, x: Tensor) -> Tensor:
 
     for state in states(x):
         x = state
-    return net.ends(x)
-
-
-def suppresses(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        with suppress(BaseException):
-            x = block(x)
     return net.ends(x)
 
 
@@ -535,7 +494,6 @@ class OwnCalls(Net):
         (partial(Net, continues), None, {}),
         (partial(Net, yields), None, {}),
         (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
-        slow(partial(Net, suppresses), None, {}),
         slow(lambda: Net(tolerates, fails=Built(fails, inner=nn.Linear(4, 4))), None, {}),
         slow(partial(Net, in_thread), None, {}),
     ],
@@ -561,11 +519,6 @@ def counts(net: Any, x: Tensor) -> Tensor:
     return net.plain(x) / net.count
 
 
-def counts_in_buffer(net: Any, x: Tensor) -> Tensor:
-    net.steps += 1
-    return net.plain(x)
-
-
 def moving_mean(net: Any, x: Tensor) -> Tensor:
     x = net.blocks[0](x)
     if net.training:
@@ -581,7 +534,6 @@ def moving_mean(net: Any, x: Tensor) -> Tensor:
         (lambda: Net(counts, count=0), True),
         (lambda: Net(moving_mean, mean=nn.Buffer(torch.zeros(4))), False),
         slow(lambda: Net(long_memory, memory=None), True),
-        slow(lambda: Net(counts_in_buffer, steps=nn.Buffer(torch.zeros(()))), False),
     ],
 )
 def test_state_between_batches_is_that_of_one_process(make: Make, is_left: bool) -> None:
@@ -597,44 +549,27 @@ def test_state_between_batches_is_that_of_one_process(make: Make, is_left: bool)
     assert losses == pytest.approx(losses_alone(make)), "which loops over microbatches"
 
 
-def with_labels(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-    """Computes its loss if it gets labels."""
-    for block in model.blocks:
-        x = torch.tanh(block(x))
-    return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
-
-
-@pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
-def test_a_model_predicts_without_labels(without: dict[str, Any]) -> None:
-    model = Built(with_labels, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
-    profile = pd.profile(model, {"x": X, "labels": X}, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(3), shape="straight", schedule="1f1b")
-    expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=sgd) as pipeline:
-        (output,) = pipeline.predict([without])
-        assert output["loss"] is None
-        torch.testing.assert_close(output["x"], expected)
-        list(pipeline.train([{"x": X, "labels": X}]))
-        assert list(pipeline.evaluate([{"x": X, "labels": X}])) == ["loss"]
-
-
 def casts_back(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-    """Undoes what autocast has done between two layers, as the experts of T5's kin."""
+    """Undoes what autocast has done between two layers, as the experts of T5's kin; computes its loss from labels."""
     x = torch.tanh(model.first(x))
     x = model.last(x.to(model.last.weight.dtype))
     return {"loss": None if labels is None else (x - labels).square().mean(), "x": x}
 
 
-def test_other_inputs_where_a_cast_is_undone() -> None:
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("without", [{"x": X}, {"x": X, "labels": None}], ids=["missing", "None"])
+def test_a_model_predicts_without_labels(without: dict[str, Any], autocast: torch.dtype | None) -> None:
     model, sample = Built(casts_back, first=nn.Linear(4, 4), last=nn.Linear(4, 4)), {"x": X, "labels": X}
-    profile = pd.profile(model, sample, runs=1, autocast=torch.bfloat16)
+    profile = pd.profile(model, sample, runs=1, autocast=autocast)
     plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
         expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=torch.bfloat16) as pipeline:
-        (output,) = pipeline.predict([{"x": X}])
-        assert torch.equal(output["x"], expected)
+    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=autocast) as pipeline:
+        (output,) = pipeline.predict([without])
+        assert output["loss"] is None
+        torch.testing.assert_close(output["x"], expected, rtol=0, atol=0)
         list(pipeline.train([sample]))
+        assert list(pipeline.evaluate([sample])) == ["loss"]
 
 
 def extra(model: Any, x: Tensor, more: bool = False) -> Tensor:

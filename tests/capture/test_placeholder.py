@@ -14,9 +14,7 @@ from pipedream.capture.placeholder import (
     NumbersNeeded,
     Placeholder,
     converting_placeholders,
-    meta_like,
     placeholder_like,
-    plain_meta,
 )
 
 CPU = torch.device("cpu")
@@ -46,13 +44,11 @@ def broadcast_pairs(draw: st.DrawFn) -> tuple[Any, Any]:
 def test_reports_what_the_tensor_has(shape: list[int], dtype: torch.dtype, wants: bool) -> None:
     tensor = torch.ones(shape, dtype=dtype).transpose(0, -1) if shape else torch.ones(shape, dtype=dtype)
     placeholder = make_placeholder(tensor, wants)
-    assert (placeholder.shape, placeholder.dtype, placeholder.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
-    assert (placeholder.size(), placeholder.numel()) == (tensor.size(), tensor.numel())
-    assert placeholder.ndim == placeholder.dim() == len(shape)
-    assert placeholder.device == CPU
-    assert (placeholder.is_cpu, placeholder.is_cuda, placeholder.is_meta) == (True, False, False)
+    for name in ("shape", "dtype", "ndim", "device", "is_cpu", "is_cuda", "is_meta"):
+        assert getattr(placeholder, name) == getattr(tensor, name), name
+    for name in ("stride", "size", "numel", "dim", "is_floating_point"):
+        assert getattr(placeholder, name)() == getattr(tensor, name)(), name
     assert placeholder.requires_grad is wants
-    assert placeholder.is_floating_point() == tensor.is_floating_point()
     assert isinstance(placeholder, Tensor)
 
 
@@ -83,16 +79,6 @@ def test_arithmetic_gives_the_shape_and_dtype_of_torch(pair: tuple[Any, Any], fu
             assert describe(actual) == describe(expected)
 
 
-@given(SHAPES, st.booleans(), st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, Tensor.clone]))
-def test_functions_of_one_tensor(shape: list[int], wants: bool, function: Callable[[Any], Any]) -> None:
-    x = torch.ones(shape, requires_grad=wants)
-    placeholder = function(make_placeholder(x, wants))
-    assert type(placeholder) is Placeholder
-    assert describe(placeholder) == describe(function(x))
-    assert placeholder.requires_grad is wants
-    assert function(make_placeholder(x.detach().t() if x.ndim == 2 else x)).shape == (x.t() if x.ndim == 2 else x).shape
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -110,6 +96,7 @@ def test_functions_of_one_tensor(shape: list[int], wants: bool, function: Callab
         lambda x: x.data,
         lambda x: x.T.shape,
         lambda x: x.long(),
+        lambda x: F.gelu(x.t() if x.ndim == 2 else x),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The use of `x.T`")
@@ -158,13 +145,14 @@ def test_a_device_context_within_does_not_change_later_ones() -> None:
 def test_gradients_are_asked_for_as_in_torch() -> None:
     x, y = make_placeholder(torch.ones(2), True), make_placeholder(torch.ones(2))
     assert (x + y).requires_grad
-    assert not any(value.requires_grad for value in (y * 2, x.detach(), x.argmax()))
+    assert F.relu(x).requires_grad
+    assert not any(value.requires_grad for value in (y * 2, F.relu(y), x.detach(), x.argmax()))
     with torch.no_grad():
         assert not any(value.requires_grad for value in (F.relu(x), x + y, x.sum()))
 
 
-def test_a_tensor_into_which_placeholders_are_written_becomes_one() -> None:
-    whole = torch.zeros(3, 2)
+def test_a_tensor_into_which_placeholders_are_written_becomes_one_and_what_is_read_does_not() -> None:
+    whole, table = torch.zeros(3, 2), torch.ones(5, 3)
     alias = whole
     whole[1] = make_placeholder(torch.ones(2), True)
     assert type(alias) is Placeholder
@@ -174,14 +162,9 @@ def test_a_tensor_into_which_placeholders_are_written_becomes_one() -> None:
         total = torch.zeros(2)
         assert add(total, make_placeholder(torch.ones(2))) is total
         assert type(total) is Placeholder
-
-
-def test_a_tensor_that_is_only_read_stays_real() -> None:
-    x, table = torch.ones(2, 3), torch.ones(5, 3)
-    make_placeholder(x) + x
     F.embedding(make_placeholder(torch.ones(4, dtype=torch.long)), table)
-    assert type(x) is type(table) is Tensor
-    assert torch.equal(x, torch.ones(2, 3))
+    make_placeholder(table) + table
+    assert type(table) is Tensor
 
 
 @pytest.mark.parametrize(
@@ -206,16 +189,6 @@ def test_what_needs_numbers_says_so(function: Callable[[Any], Any], name: str, a
     ):
         function(make_placeholder(torch.tensor(1.0)))
     assert caught.value.function == name
-
-
-def test_meta_tensors_have_no_numbers_and_keep_the_rest() -> None:
-    x = torch.ones(2, 3).t().requires_grad_()
-    meta = meta_like(x)
-    assert meta.is_meta
-    assert (meta.shape, meta.stride(), meta.dtype, meta.requires_grad) == (x.shape, x.stride(), x.dtype, True)
-    plain = plain_meta(make_placeholder(x))
-    assert type(plain) is Tensor
-    assert (plain.is_meta, plain.shape, plain.stride()) == (True, x.shape, x.stride())
 
 
 def attend(x: Tensor, y: Tensor) -> Any:

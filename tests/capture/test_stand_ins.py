@@ -30,20 +30,6 @@ def test_nothing_is_computed_and_the_model_is_as_it_was(device: str) -> None:
     assert set(model[2].__dict__) == set(nn.LSTM(3, 2).__dict__)
 
 
-def test_shared_storages_stay_shared() -> None:
-    first, last = nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False)
-    last.weight = nn.Parameter(first.weight.detach().t())
-    for device in ("cpu", "meta"):
-        model = nn.Sequential(first, last, nn.Linear(4, 4))
-        if device == "meta":
-            first.weight = nn.Parameter(torch.empty(3, 4, device="meta"))
-            last.weight = nn.Parameter(first.weight.detach().t())
-        with pd.capture.stand_ins(model, (torch.randn(2, 4, device=device),)) as inputs:
-            assert last.weight.stride() == (1, 4)
-            assert first.weight.untyped_storage()._cdata == last.weight.untyped_storage()._cdata
-            assert pd.capture(model, inputs).graph.ties == ((0, 1),)
-
-
 def test_dtype_of_floating_point_tensors_only() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
     model[1].requires_grad_(False)
