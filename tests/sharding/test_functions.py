@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipedream as pd
 from pipedream.core.plan.mesh import dense_strides, memory_order
@@ -45,21 +44,6 @@ def _read_cuts(placed: Placements) -> dict[int, str]:
 
 def _cut(whole: torch.Tensor, placed: Placements) -> Any:
     return distribute_tensor(whole, _make_mesh(), placed, src_data_rank=None)
-
-
-class _Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            return NotImplemented
-        name = func._schema.name
-        space, _, kind = name.partition("::")
-        if space in ("_c10d_functional", "pipedream") and "wait" not in name and "wrap" not in name:
-            self.kinds.append(kind)
-        return func(*args, **(kwargs or {}))
 
 
 def _move_all() -> int:
@@ -99,33 +83,6 @@ def _move_all() -> int:
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_of_a_cut_keeps_numbers_gradients_and_the_order_in_memory() -> None:
     assert processes.team(4).results(_move_all) == [160] * 4
-
-
-def _list_kinds() -> list[list[str]]:
-    x = torch.randn(4, 8, 6)
-    kinds = []
-    for before, cuts in (
-        ((WHOLE, WHOLE), {0: "data", 1: "model"}),
-        ((Shard(0), WHOLE), {1: "data"}),
-        ((Shard(0), WHOLE), {1: "model", 2: "data"}),
-        ((Shard(0), Shard(1)), {1: "data", 0: "model"}),
-        ((Shard(0), Shard(1)), {}),
-        ((Shard(0), WHOLE), {0: "elsewhere"}),
-    ):
-        with _Collectives() as collectives:
-            t = _cut(x, before)
-            collectives.kinds.clear()
-            _ = shard(t, cuts) if cuts else replicate(t)
-        kinds.append(collectives.kinds)
-    return kinds
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_slices_are_free_and_come_first() -> None:
-    exchange, gather = "exchange", "all_gather_into_tensor"
-    expected = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
-    assert processes.team(4).results(_list_kinds) == [expected] * 4
 
 
 def _attend() -> tuple[int, str]:

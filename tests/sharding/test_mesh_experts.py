@@ -1,21 +1,15 @@
 """Mixtures of experts on a mesh choose and compute as in one process."""
 
-import copy
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import processes
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 import pipedream as pd
-from pipedream.sharding.local_rules import LocalRules
 from tests.sharding.meshes import Case, D, Mlp, Trained, check_refused, check_same, of_words, train
 
 
@@ -69,57 +63,6 @@ def test_experts_on_meshes_train_as_in_one_process() -> None:
         check_same(trained, train(case, ""))
 
 
-def _compare_layers() -> list[str]:
-    """Compares a layer with one process in its numbers; returns how its output is placed."""
-    mesh, placed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), []
-    whole, first = Replicate(), Shard(0)
-    x, weight = torch.randn(2, 8, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
-    importance = (x[..., 0] > -0.5).double() * (1 - 0.5 * (x[..., 1] > 1).double())
-    for (cut, experts), form in product(
-        (((first, whole), "experts:data"), ((first, whole), "experts:model"), ((whole, whole), "experts:data"),
-         ((first, whole), "experts:data, d_ff:model"), ((whole, first), "experts:data"), ((whole, whole), "d_ff:data")),
-        ("sorted", "dense"),
-    ):  # fmt: skip
-        torch.manual_seed(0)
-        layer = pd.experts.MixtureOfExperts(D, 8, 4, groups=2, capacity_factor=1.0, z_loss=0.1, form=form).double()
-        copied = copy.deepcopy(layer)
-        layout = pd.Layout(experts).of_model(copied)
-        for name, whole_weight in list(copied.named_parameters()):
-            names = layout.names_of(name)
-            dims = layout.placements(names, whole_weight.shape, pd.Mesh("data:2,model:2"))
-            cuts = [whole if dim is None else Shard(dim) for dim in dims]
-            part = distribute_tensor(whole_weight.detach(), mesh, cuts, src_data_rank=None)
-            setattr(copied, name, nn.Parameter(part))
-        inputs = [x.clone().requires_grad_(), distribute_tensor(x, mesh, cut, src_data_rank=None).requires_grad_()]
-        outputs = []
-        for module, into in zip((layer, copied), inputs, strict=True):
-            torch.manual_seed(7)
-            with LocalRules(), implicit_replication():
-                output = module(into, importance)
-            if module is copied:
-                placed.append(str(tuple(output.placements)))
-                output = output.full_tensor()
-            (output * weight).sum().backward()
-            outputs.append(output)
-        back = [(a.grad, b.grad) for a, b in zip(copied.parameters(), layer.parameters(), strict=True)]
-        back += [(inputs[1].grad, inputs[0].grad), (copied.last_balance_loss, layer.last_balance_loss)]
-        for part, expected in [tuple(outputs[::-1]), *back]:
-            part = part.full_tensor() if isinstance(part, DTensor) else part
-            torch.testing.assert_close(part, expected, rtol=0, atol=1e-12)
-    return placed
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
-    """Sums over experts and d_ff stay pending; where experts and batch are sharded alike the output is as its input."""
-    cut, none = "(Shard(dim=0), Replicate())", "Replicate())"
-    expected = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
-              "(Partial(sum), Shard(dim=0))", f"(Partial(sum), {none}"]  # fmt: skip
-    assert processes.team(4).results(_compare_layers) == [[placements for placements in expected for _ in range(2)]] * 4
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_groups_that_the_mesh_does_not_divide_are_refused() -> None:
@@ -133,17 +76,3 @@ def test_names_of_modules_yield_to_those_of_the_user() -> None:
     assert layout.names_of("1.experts.up") == "a b c"
     assert layout.names_of("3.experts.up") == "experts d_model d_ff"
     assert layout.names_of("3.norm.weight") is None
-
-
-def _compare_auxiliary() -> tuple[float, ...]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    with pd.auxiliary_loss_scale(0.5), LocalRules(), implicit_replication():
-        pd.add_auxiliary_loss(2 * x, (x * x).sum()).sum().backward()
-    return tuple(x.grad.full_tensor().tolist())
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_an_auxiliary_loss_of_a_cut_tensor_joins_the_objective() -> None:
-    assert processes.team(2).results(_compare_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2
