@@ -242,24 +242,18 @@ def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
 
 @pytest.mark.usefixtures("_forget_added_operators")
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("operator", "text", "message"),
     [
-        ("out[i] = x[i, j]", "only on the right"),
-        ("out[i] max= x[i, j]", "its parts along 'j' do not make the whole; write :"),
-        ("out[i] += x[i, j]", ""),
+        (halved_sum, "out[i] = x[i, j]", "only on the right"),
+        (halved_sum, "out[i] max= x[i, j]", "its parts along 'j' do not make the whole; write :"),
+        (halved_sum, "out[i] += x[i, j]", ""),
+        (lambda x: rotated(x.detach()).real, "out[a, b] = f(x[a, b])", "its parts along 'b' do not make the whole"),
     ],
 )
-def test_a_reduction_of_ones_own_is_checked(text: str, message: str) -> None:
-    pd.register_operator(halved_sum, text)
+def test_a_reduction_and_an_imaginary_part_of_ones_own_are_checked(operator: Any, text: str, message: str) -> None:
+    pd.register_operator(halved_sum if operator is halved_sum else rotated, text)
     with nullcontext() if not message else pytest.raises(pd.PipelineError, match=message):
-        assert "halved_sum[i] += mul" in pd.operators(calls(halved_sum), torch.randn(8, 4)).text
-
-
-@pytest.mark.usefixtures("_forget_added_operators")
-def test_the_imaginary_part_is_checked_too() -> None:
-    pd.register_operator(rotated, "out[a, b] = f(x[a, b])")
-    with pytest.raises(pd.PipelineError, match=r"its parts along 'b' do not make the whole"):
-        pd.operators(calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
+        assert "halved_sum[i] += mul" in pd.operators(calls(operator), torch.randn(8, 4)).text
 
 
 @pytest.mark.parametrize(

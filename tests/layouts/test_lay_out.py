@@ -110,14 +110,6 @@ def test_the_published_layouts_of_a_transformer(
     assert lay_out(transformer(3, **sizes), Mesh(mesh), **arguments).rules == rules
 
 
-@pytest.mark.slow
-def test_the_program_of_many_layers_is_small() -> None:
-    few, many = (transformer(layers, **WIDE, batch=256) for layers in (3, 24))
-    program, larger = (_Search(ops, Mesh("batch:32,model:8")).build_program() for ops in (few, many))
-    assert (len(many.steps), larger.variables < 200, len(larger._rows) < 400) == (1531, True, True)
-    assert program.variables == larger.variables
-
-
 def test_a_memory_limit_forces_more_cuts() -> None:
     ops, mesh = transformer(2, batch=8, **WIDE), Mesh("batch:8,model:8")
     rates = {"operations_per_s": 1e13, "elements_per_s": {"batch": 1e9, "model": 1e3}}

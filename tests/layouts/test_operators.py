@@ -25,22 +25,20 @@ def test_the_parts_of_a_line() -> None:
     assert [index.plain for index in line.operands[1].indices if index] == ["i", "o"]
 
 
-@pytest.mark.parametrize("sign", ["=", "+=", "*=", "max=", "min="])
-def test_reductions(sign: str) -> None:
-    (line,) = read_lines(f"loss[] {sign} x[:, :]")
-    assert line.reduction == sign[:-1]
-    assert line.operands[0].indices == (None, None)
-
-
 @given(
-    st.dictionaries(st.sampled_from("hrsx"), st.integers(-4, 4).filter(bool), min_size=1), st.integers(-9, 9), st.data()
+    st.dictionaries(st.sampled_from("hrsx"), st.integers(-4, 4).filter(bool), min_size=1),
+    st.integers(-9, 9),
+    st.sampled_from(["", "+", "*", "max", "min"]),
+    st.data(),
 )
-def test_affine_indices_are_those_of_python(terms: dict[str, int], offset: int, data: st.DataObject) -> None:
+def test_affine_indices_are_those_of_python(
+    terms: dict[str, int], offset: int, reduction: str, data: st.DataObject
+) -> None:
     parts = [f"{times} * {name}" if times > 0 else f"({times}) * {name}" for name, times in terms.items()]
     text = " + ".join(data.draw(st.permutations([*parts, f"({offset})"])))
-    (line,) = read_lines(f"y[a] = x[{text}]")
-    (index,) = line.operands[0].indices
-    assert (dict(index.terms), index.offset) == (terms, offset)
+    (line,) = read_lines(f"y[a] {reduction}= x[{text}, :]")
+    (index, whole) = line.operands[0].indices
+    assert (line.reduction, dict(index.terms), index.offset, whole) == (reduction, terms, offset, None)
 
 
 @given(st.integers(-2, 3), st.integers(0, 3), st.data())

@@ -1,6 +1,5 @@
 """Steps that are partitioned operator by operator compute what one process computes, and send what was predicted."""
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,10 +16,10 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.layouts import Exchanges, GroupRanks, Partition, PartitionedStep, trace
+from pipedream.layouts import Exchanges, GroupRanks, Partition, trace
 from pipedream.layouts.search.partition import Halving
 from pipedream.layouts.search.search import Search, State
-from tests.layouts.simulated_ranks import Loss, SimulatedRanks, check_step, find_whole
+from tests.layouts.simulated_ranks import Loss, SimulatedRanks, check_step
 
 
 def unroll(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -217,55 +216,6 @@ def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str,
     assert exchanges.list_busiest_bytes(sizes, len(step.calls)) == busiest
 
 
-def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
-    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
-    step = trace(
-        model, torch.randn(32, 64), loss=_sum_squares, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
-    )
-    run = PartitionedStep(step, pd.partition(step.operators, 4, replicate=False), SimulatedRanks(4))
-    whole = sum(map(prod, step.operators.tensors.values()))
-    for rank in range(4):
-        part = sum(prod(map(len, boxes[rank])) for boxes in run.exchanges.stored.values())
-        assert whole / 4 <= part <= 1.1 * whole / 4
-
-
-def test_parts_of_weights_train_as_whole_ones() -> None:
-    model, sample, step = _make_step("mlp")
-    alone, step = copy.deepcopy(model), trace(model, sample, loss=_sum_squares)
-    ranks = SimulatedRanks(4)
-    run = PartitionedStep(step, pd.partition(step.operators, 4), ranks)
-    names = {key: step.parameters[key] for key, _ in model.named_parameters()}
-    parts = {name: run.part(names[name], parameter.detach()) for name, parameter in model.named_parameters()}
-    weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.local}
-    several, single = torch.optim.Adam(weights.values(), 0.01), torch.optim.Adam(alone.parameters(), 0.01)
-    for _ in range(3):
-        values = {names[name]: {rank: weights[name, rank].detach() for rank in ranks.local} for name in names}
-        values[step.inputs[0]] = run.part(step.inputs[0], sample)
-        results = run.run(values, [*step.gradients.values(), *step.outputs])
-        for name, rank in weights:
-            weights[name, rank].grad = results[step.gradients[name]][rank]
-        several.step()
-        single.zero_grad()
-        loss = _sum_squares(alone(sample))
-        loss.backward()
-        single.step()
-        whole = find_whole(run, ranks, step.outputs[0], results[step.outputs[0]])
-        torch.testing.assert_close(whole, loss.detach(), atol=1e-10, rtol=1e-10)
-    for name, parameter in alone.named_parameters():
-        whole = find_whole(run, ranks, names[name], {rank: weights[name, rank].detach() for rank in ranks.local})
-        torch.testing.assert_close(whole, parameter.detach(), atol=1e-10, rtol=1e-10)
-
-
-def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
-    step = trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), torch.randn(8, 4).double())
-    (mask,) = step.drawn
-    assert mask in step.operators.inputs
-    torch.manual_seed(0)
-    whole = step.constants[mask]()
-    torch.manual_seed(0)
-    assert torch.equal(whole, torch.empty(8, 4).double().bernoulli_(0.5))
-
-
 def test_what_cannot_be_described() -> None:
     lbfgs = lambda named: torch.optim.LBFGS([p for _, p in named])  # noqa: E731
     drawing = nn.Sequential(nn.Linear(4, 4), Built(lambda _, x: x * torch.bernoulli(x.sigmoid())))
@@ -328,17 +278,6 @@ def stacked(kind: Any, width: int) -> nn.Module:
         return states[-1]
 
     return Built(forward, cells=nn.ModuleList(kind(width, width, bias=False) for _ in range(2)))
-
-
-@pytest.mark.slow
-def test_time_steps_of_a_model_are_found_alike() -> None:
-    """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
-    samples = (torch.randn(4, steps, 8) for steps in (4, 8))
-    few, many = (pd.operators(stacked(nn.LSTMCell, 8), sample, loss=_sum_squares) for sample in samples)
-    assert "detach" not in few.text
-    searches = [Search(described, most_cells=1000) for described in (few, many)]
-    assert searches[0].cells == searches[1].cells <= 1000
-    assert len(searches[1].sizes) < 1.1 * len(searches[0].sizes)
 
 
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
