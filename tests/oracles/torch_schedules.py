@@ -38,21 +38,20 @@ class _Stage(_PipelineStageBase):
         raise NotImplementedError
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, count: int | None = None, **options: Any) -> Any:
+def make_schedule(name: str, ranks: int, microbatches: int, count: int, **options: Any) -> Any:
     """Returns a schedule object, as rank 0 has it, with `count` stages a rank."""
-    count = count or STAGES_A_RANK.get(name, 1)
     stages = [_Stage(index, ranks * count, ranks, 0) for index in range(count)]
     kind = theirs.get_schedule_class(name)
     return kind(stages[0] if issubclass(kind, theirs.PipelineScheduleSingle) else stages, microbatches, **options)
 
 
-def orders(name: str, ranks: int, microbatches: int, count: int | None = None) -> dict[int, list[Any]]:
+def orders(name: str, ranks: int, microbatches: int, count: int) -> dict[int, list[Any]]:
     """Returns the passes of each rank; None for a wait."""
     schedule = make_schedule(name, ranks, microbatches, count)
     return getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
 
 
-def lowered(name: str, ranks: int, microbatches: int, count: int | None = None, **options: Any) -> dict[int, list[Any]]:
+def lowered(name: str, ranks: int, microbatches: int, count: int, **options: Any) -> dict[int, list[Any]]:
     """Returns the actions of each rank, with messages and shards."""
     return make_schedule(name, ranks, microbatches, count, **options).pipeline_order_with_comms
 
@@ -60,22 +59,6 @@ def lowered(name: str, ranks: int, microbatches: int, count: int | None = None, 
 def text_of(rows: dict[int, list[Any]]) -> str:
     """Returns rows as PyTorch writes them (`_dump_csv`)."""
     return "".join(",".join("" if a is None else str(a) for a in rows[rank]) + "\r\n" for rank in rows)
-
-
-def on_their_ways(rows: dict[int, list[Any]]) -> dict[tuple[int, int], tuple[list[Any], list[Any]]]:
-    """Returns for each (sender, receiver) what is sent, and what is received, each as (carries, stage, microbatch)."""
-    rank_of = {a.stage_index: rank for rank in rows for a in rows[rank] if a.computation_type.value == "F"}
-    messages: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
-    for rank, row in rows.items():
-        for action in row:
-            word = action.computation_type.value
-            if word not in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
-                continue
-            sends, step = word.startswith("SEND"), 1 if word.endswith("F") else -1
-            source = action.stage_index if sends else action.stage_index - step
-            pair = (rank, rank_of[source + step]) if sends else (rank_of[source], rank)
-            messages.setdefault(pair, ([], []))[not sends].append((word[-1], source, action.microbatch_index))
-    return messages
 
 
 def load(file: Path, stages: int, ranks: int, microbatches: int) -> Any:

@@ -7,24 +7,23 @@ from pathlib import Path
 import pytest
 
 import pipedream as pd
-from pipedream import schedules
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.workflows.methods import select_methods
 
-ONE_STAGE_PER_WORKER = sorted(set(schedules.METHODS) - set(schedules.STAGE_ORDERS))
+ONE_STAGE_PER_WORKER = sorted(set(pd.schedules.METHODS) - set(pd.schedules.STAGE_ORDERS))
 
 
 def plans(name: str) -> list[pd.Plan]:
     """Returns plans of equal stages on 2 and 4 workers, and some with replicas."""
-    equal = [schedules.uniform(name, workers) for workers in (2, 4)]
-    if name not in schedules.STAGE_ORDERS:
+    equal = [pd.schedules.uniform(name, workers) for workers in (2, 4)]
+    if name not in pd.schedules.STAGE_ORDERS:
         equal += [pd.Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
     return equal
 
 
 def try_occupancy(name: str, plan: pd.Plan) -> tuple[StageOccupancy, ...] | None:
     try:
-        return occupancy(schedules.build(name, plan))
+        return occupancy(pd.schedules.build(name, plan))
     except pd.errors.ScheduleError:
         return None
 
@@ -36,12 +35,12 @@ def reads_stored_weights(schedule: pd.Schedule) -> bool:
     return same and not any(weights.predictions(s) for s in stages)
 
 
-@pytest.mark.parametrize("name", schedules.METHODS)
+@pytest.mark.parametrize("name", pd.schedules.METHODS)
 def test_a_method_is_what_it_declares(name: str) -> None:
     """On plans of 2 to 4 workers, with and without replicas, deeper, and with an update delay."""
-    declared = schedules.METHODS[name].properties
+    declared = pd.schedules.METHODS[name].properties
     assert declared is not None, "a method of this library declares its properties"
-    built = [schedules.build(name, plan) for plan in plans(name)]
+    built = [pd.schedules.build(name, plan) for plan in plans(name)]
     assert {schedule.flushes for schedule in built} == {declared.flushes}
     assert {schedule.splits_backward for schedule in built} == {declared.splits_backward}
     assert {any(stage.recompute for stage in schedule.plan.stages) for schedule in built} == {declared.recomputes}
@@ -49,15 +48,15 @@ def test_a_method_is_what_it_declares(name: str) -> None:
     for plan in plans(name):
         m = 4 * plan.workers
         if declared.splits_minibatch:
-            assert schedules.build(name, plan, m).microbatches == m
+            assert pd.schedules.build(name, plan, m).microbatches == m
         else:
             with pytest.raises(pd.errors.ScheduleError, match="does not split it"):
-                schedules.build(name, plan, m)
+                pd.schedules.build(name, plan, m)
 
 
 @pytest.mark.parametrize("name", ONE_STAGE_PER_WORKER)
 def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
-    declared = schedules.properties_of(name)
+    declared = pd.schedules.properties_of(name)
     assert declared.replicates_stages
     paper, replicated = pd.Plan.uniform(3), pd.Plan.uniform(2, replicas=(2, 1))
     counts = [(5, 2, 1), (3, 3, 1)]
@@ -68,20 +67,20 @@ def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
     )
     late = try_occupancy(name, replace(replicated, update_delay=(1, 0)))
     assert (late not in (None, try_occupancy(name, replicated))) == declared.delays_updates
-    versions = [occupancy(schedules.build(name, pd.Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
+    versions = [occupancy(pd.schedules.build(name, pd.Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
     assert (versions == sorted(set(versions))) == declared.versions_grow_with_stages
     assert (len(set(versions)) == 1) != declared.versions_grow_with_stages
 
 
-@pytest.mark.parametrize("name", schedules.METHODS)
+@pytest.mark.parametrize("name", pd.schedules.METHODS)
 def test_a_declaration_is_what_would_be_derived(name: str) -> None:
-    assert schedules.derive_properties(name) == schedules.METHODS[name].properties
+    assert pd.schedules.derive_properties(name) == pd.schedules.METHODS[name].properties
 
 
 def test_a_method_with_other_options_is_looked_at() -> None:
-    assert not schedules.properties_of("paci").reads_stored_weights
-    assert schedules.properties_of("paci[backward_rule=stash]").reads_stored_weights
-    assert schedules.properties_of("paci[backward_rule=recompute]").recomputes
+    assert not pd.schedules.properties_of("paci").reads_stored_weights
+    assert pd.schedules.properties_of("paci[backward_rule=stash]").reads_stored_weights
+    assert pd.schedules.properties_of("paci[backward_rule=recompute]").recomputes
 
 
 def test_a_user_file_need_not_declare_anything(tmp_path: Path) -> None:
@@ -92,8 +91,8 @@ def test_a_user_file_need_not_declare_anything(tmp_path: Path) -> None:
         "def declared(plan, microbatches=None):\n    return late(plan, microbatches)\n\n"
         "METHODS = (Method(late), Method(declared, properties=MethodProperties(splits_backward=True)))\n"
     )
-    assert schedules.properties_of(f"{file}:late") == schedules.properties_of("pipedream_vertical_sync")
-    assert schedules.properties_of(f"{file}:declared") == MethodProperties(splits_backward=True)
+    assert pd.schedules.properties_of(f"{file}:late") == pd.schedules.properties_of("pipedream_vertical_sync")
+    assert pd.schedules.properties_of(f"{file}:declared") == MethodProperties(splits_backward=True)
     assert list(select_methods([f"{file}:late", "2bw"])) == [f"{file}:late", "pipedream_2bw"]
 
 
@@ -106,9 +105,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_fewer_microbatches_than_replicas_are_refused(name: str) -> None:
     plan = pd.Plan.uniform(2, replicas=(3, 1))
     with pytest.raises(pd.errors.ScheduleError, match="a stage has 3 replicas"):
-        schedules.build(name, plan, 2)
-    assert schedules.build(name, plan, 3).microbatches == 3
-    assert schedules.build(name, plan).microbatches >= 3
+        pd.schedules.build(name, plan, 2)
+    assert pd.schedules.build(name, plan, 3).microbatches == 3
+    assert pd.schedules.build(name, plan).microbatches >= 3
 
 
 @pytest.mark.parametrize(
@@ -122,14 +121,14 @@ def test_two_buffers_must_reach_over_the_warm_up(
     plan = replace(pd.Plan.uniform(len(replicas), replicas=replicas), in_flight=in_flight, depth_mode="hand")
     says = rf"stage {stage} has {in_flight[stage] - 1} warm-up forwards and {replicas[stage]} replicas, .* at least"
     with pytest.raises(pd.errors.ScheduleError, match=says):
-        schedules.build("pipedream_2bw", plan, least - 1)
-    pd.verify(pd.lower(schedules.build("pipedream_2bw", plan, least)))
-    pd.verify(pd.lower(schedules.build("pipedream_2bw", plan)))
+        pd.schedules.build("pipedream_2bw", plan, least - 1)
+    pd.verify(pd.lower(pd.schedules.build("pipedream_2bw", plan, least)))
+    pd.verify(pd.lower(pd.schedules.build("pipedream_2bw", plan)))
 
 
 def test_two_buffers_do_not_lag() -> None:
     """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has none."""
     plan = replace(pd.Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
-    schedules.build("pipedream", plan)
+    pd.schedules.build("pipedream", plan)
     with pytest.raises(pd.errors.ScheduleError, match=r"\(2, 3\): they need the plan's update delay \(1, 1\)"):
-        schedules.build("pipedream_2bw", plan)
+        pd.schedules.build("pipedream_2bw", plan)
