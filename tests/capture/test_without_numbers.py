@@ -20,7 +20,7 @@ def list_sizes(profile: pd.Profile) -> list[tuple[str, int, int, int]]:
     return [(layer.name, *cost) for layer, cost in zip(profile.graph.layers, costs, strict=True)]
 
 
-NEED_NUMBERS = "experts", "packed_lstm", "number_carried", "hf_mixtral", "hf_gpt_oss", "hf_deepseek_v3"
+NEED_NUMBERS = "packed_lstm", "hf_mixtral", "hf_gpt_oss", "hf_deepseek_v3"
 """They branch on computed numbers, mostly on which expert a word goes to."""
 
 

@@ -92,17 +92,10 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     if len(built) > 1:
         ends = [round(turn.until * UPDATES) for turn in arm.turns[:-1]]
         options = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}  # type: ignore[attr-defined]
-    losses, state = train(
-        model,
-        plan,
-        batches,
-        loss=lambda output, batch: loss(output, batch[1]),
-        weight=lambda batch: float(len(batch[1])),
-        optimizer=partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]),
-        scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor),
-        check=False,
-        **options,
-    )
+    how = {"loss": lambda output, batch: loss(output, batch[1]), "weight": lambda batch: float(len(batch[1]))}
+    how |= {"optimizer": partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]), "check": False}
+    scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor)
+    losses, state = train(model, plan, batches, scheduler=scheduler, **how, **options)
     return losses, torch.cat([state[name].reshape(-1) for name, _ in model.named_parameters()])
 
 
@@ -169,16 +162,6 @@ def test_tuning_goes_on_until_the_best_has_both_neighbours(best: int) -> None:
     assert {run_key.step for run_key in trained} == {best_step}
 
 
-def test_a_curve_that_ends_early_has_diverged(tmp_path: Path) -> None:
-    whole = _curve(0.3)
-    short = run.Curve(1.0, 1.0, whole.points[:-1])
-    assert short.score("digits") > whole.score("digits") == pytest.approx((0.3, 0.3))
-    assert run.best_step({0: short, 1: whole}, "digits") == 1
-    curves = {run.Run("digits", "pb", 4, 0, -1): whole, run.Run("char_gpt", "sync", 1, 100, 2): short}
-    run.save(tmp_path / "curves.json", curves)
-    assert run.load(tmp_path / "curves.json") == curves
-
-
 def test_effects_are_judged_by_seeds() -> None:
     low, high = dict.fromkeys(range(5), 0.1), dict.fromkeys(range(5), 0.2)
     mixed = {0: 0.05, 1: 0.3, 2: 0.05, 3: 0.3, 4: 0.1}
@@ -218,22 +201,6 @@ def test_seconds_over_links() -> None:
         first, last = seconds.times_of(of["pipedream"], 2, 300, [100, 200], pace)
         message_s = 65_536 / bytes_per_s + 1e-4
         assert message_s <= (last - first) / 100 <= message_s + 4 * (3 * 0.6e-3 + 0.1e-3)
-
-
-def test_the_fastest_arm_reaches_the_target_first() -> None:
-    def make(name: str, stages: int, falls: float) -> run.Curves:
-        points = tuple(run.Point(15 * n, 3 - falls * n, 0.0) for n in range(1, run.LOOKS + 1))
-        curve = run.Curve(1.0, 1.0, points)
-        tried = {run.Run("char_gpt", name, stages, run.TUNING_SEED, step): _curve(abs(step)) for step in range(-4, 3)}
-        return tried | {run.Run("char_gpt", name, stages, seed, 0): curve for seed in range(run.SEEDS)}
-
-    curves = make("sync", 1, 0.1) | make("2bw", 8, 0.1) | make("pipedream", 8, 0.05)
-    assert report._count_updates(report.of_arm(curves, "char_gpt", "2bw", 8), "char_gpt", 2.35) == 105
-    link = 400e6 / 8
-    times = [report._find_fastest(curves, "char_gpt", kind, 8, link, 2.35) for kind in report.KINDS]
-    assert [arm for _, arm in times] == ["sync", "2bw", "pipedream"]
-    assert times[1] < times[0]
-    assert report._find_fastest(curves, "char_gpt", "pipedream", 8, link, 1.9) == (math.inf, "")
 
 
 def test_effects_and_families_name_arms_of_their_task() -> None:

@@ -248,16 +248,12 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
         bound = 1e-12 if max(job.replicas) > 2 else 0.0
         for rank, runs in enumerate(of_ranks):
             rank_run = runs[number]
-            assert [replace(done, loss=0.0) for done in rank_run.dones] == [
-                replace(done, loss=0.0) for done in alone_run.dones
-            ]
             for there, done in zip(rank_run.dones, alone_run.dones, strict=True):
                 assert abs(there.loss - done.loss) <= bound, f"{job}: rank {rank}, minibatch {done.number}"
+                assert replace(there, loss=done.loss) == done
             assert (rank_run.drains, rank_run.position) == (alone_run.drains, alone_run.position), str(job)
             assert rank_run.still, "the generators of the process have not moved"
-        state = of_ranks[0][number].state
-        for name, tensor in alone_run.state.items():
-            assert (state[name] - tensor).abs().max() <= bound, f"{job}: {name}"
+        torch.testing.assert_close(of_ranks[0][number].state, alone_run.state, rtol=0, atol=bound)
         loaded, expected = written(apart / str(number)), written(alone / str(number))[0]
         readers = {0}
         if job.kind in SHARDED and job.microbatches is None:
@@ -292,17 +288,6 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
     else:
         assert run(job, str(tmp_path)).position == (3, 0)
     assert set(multiprocessing.active_children()) <= before, caught
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
-    ends = processes.launch(run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
-    assert any("a sample that fails" in str(end.error) for end in ends)
-    for rank, end in enumerate(ends):
-        assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
-        assert end.seconds < 15.0
 
 
 @pytest.mark.parametrize("replicas", [slow((1, 1)), (2, 1)])

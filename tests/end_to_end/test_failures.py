@@ -69,11 +69,9 @@ def check_interrupted(ended: Ended, folder: Path) -> dict[str, Any]:
         long(
             {"samples": "MemoryError()"}, ("0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:")
         ),
-        long({"first": "Backward"}, ("rank 0, stage 0, 0B5", "ValueError: the way back is steep")),
         long({"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone")),
         long({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader")),
         long({"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",)),
-        long({"second": "partial(Forward, crash)"}, ("rank 1 was ended by SIGSEGV",)),
     ],
 )
 def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import replace
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import zoo
 from built import Built, Watched
 from cases import Case, check_same, run
-from marks import thinned
+from marks import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import train
@@ -18,30 +18,23 @@ from training import train
 import pipedream as pd
 
 CASES = [
-    *(Case(a, "pipedream", 3) for a in zoo.NAMES),
-    *(Case(a, "pipedream_2bw", 3, microbatches=3) for a in ("cnn", "transformer")),
-    *(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw") for a in zoo.NAMES),
-    Case("lstm", "gpipe", 2, microbatches=3),
-    *(Case(a, "pipedream", 1, dtype=torch.float32) for a in zoo.NAMES),
-    Case("cnn", "naive", 4),
-    Case("transformer", "pipedream_vertical_sync", 3),
+    Case("mlp", "pipedream", 3),
+    Case("cnn", "pipedream_2bw", 3, microbatches=3),
+    Case("transformer", "1f1b", 3, microbatches=4, optimizer="adamw"),
+    Case("lstm", "pipedream", 1, dtype=torch.float32),
     Case("mlp", "pipedream", 3, dtype=torch.float32, autocast=torch.bfloat16),
-    Case("cnn", "pipedream", 2, replicas=(2, 1), update_delay=(1, 0), depth=(3, 1)),
-    Case("cnn", "pipedream", 2, replicas=(1, 3), evaluate_at=()),
-    Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4),
-    Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
+    *(slow(Case(a, "pipedream", 3)) for a in zoo.NAMES[1:]),
+    *(slow(Case(a, "1f1b", 3, microbatches=4, optimizer="adamw")) for a in zoo.NAMES[:3]),
+    slow(Case("cnn", "naive", 4)),
+    slow(Case("transformer", "pipedream_vertical_sync", 3)),
+    slow(Case("cnn", "pipedream", 2, replicas=(2, 1), update_delay=(1, 0), depth=(3, 1))),
+    slow(Case("cnn", "pipedream", 2, replicas=(1, 3), evaluate_at=())),
+    slow(Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
+    slow(Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9)),
 ]
-TWICE = [case for case in CASES if case.animal == "lstm" and case.schedule in ("1f1b", "gpipe")]
-"""Those of which the default run has the method with an mlp, and the animal with other methods."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    thinned(
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 4 or case in TWICE else ())
-        for number, case in enumerate(CASES)
-    ),
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
 
@@ -65,23 +58,23 @@ def noisy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(output + 0.1 * torch.rand_like(output), batch[1])
 
 
+def stages_of(sizes: tuple[int, ...], recompute: tuple[bool, ...]) -> pd.Plan:
+    """Returns a plan of stages with so many layers."""
+    ends = list(accumulate(sizes))
+    rows = zip((0, *ends), ends, recompute, strict=False)
+    stages = (pd.Stage(a, b, names=tuple(map(str, range(a, b))), recompute=again) for a, b, again in rows)
+    return pd.Plan(tuple(stages), tuple(range(len(sizes), 0, -1)), pd.Cluster.flat(len(sizes)))
+
+
 def trained(
     recompute: bool, layers: list[nn.Module], schedule: str = "pipedream", *, check: bool = True
 ) -> tuple[dict[str, Tensor], Tensor]:
     torch.manual_seed(5)
     model = nn.Sequential(*layers, nn.Linear(4, 4), nn.Tanh())
-    data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(5)]
-    half = 2
-    stages = tuple(
-        pd.Stage(first, last, names=tuple(map(str, range(first, last))), recompute=recompute)
-        for first, last in ((0, half), (half, len(model)))
-    )
-    plan = pd.Plan(stages, (2, 1), pd.Cluster.flat(2))
-    with pd.Pipeline(
-        model, plan, schedule=schedule, loss=noisy, optimizer=partial(torch.optim.SGD, lr=0.1), check=check
-    ) as pipeline:
-        list(pipeline.train([(x.clone(), y) for x, y in data] * 2))
-        return pipeline.state_dict(), torch.rand(3)
+    data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(5)] * 2
+    plan = stages_of((2, len(model) - 2), recompute=(recompute, recompute))
+    state = train(model, plan, [(x.clone(), y) for x, y in data], schedule=schedule, loss=noisy, check=check).state
+    return state, torch.rand(3)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
@@ -132,9 +125,7 @@ def test_only_inputs_wait(recompute: bool, most: int) -> None:
     try:
         watched = Watched()
         model = nn.Sequential(nn.Linear(4, 4), watched, nn.Linear(4, 4), nn.Linear(4, 4))
-        rows = ((0, 2, recompute), (2, 3, False), (3, 4, False))
-        stages = (pd.Stage(a, b, recompute=again, names=tuple(map(str, range(a, b)))) for a, b, again in rows)
-        plan = pd.Plan(tuple(stages), (3, 2, 1), pd.Cluster.flat(3))
+        plan = stages_of((2, 1, 1), recompute=(recompute, False, False))
         data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]
         train(model, plan, data, schedule="pipedream", loss=F.mse_loss)
         assert watched.most == most

@@ -1,12 +1,9 @@
 """Encoded messages in plain PyTorch: blocks one after the other, as docs/less_communication.md describes them."""
 
-import copy
-from collections.abc import Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def rounded(tensor: Tensor, encoding: str) -> Tensor:
@@ -36,35 +33,3 @@ def _block_of_int4(block: Tensor) -> Tensor:
     turned = torch.cat([block, block.new_zeros(64 - len(block))]) @ hadamard
     scale = max(float((turned.abs().max() / 7).float()), torch.finfo(torch.float32).tiny)
     return ((turned / scale).round() * scale @ hadamard)[: len(block)]
-
-
-class _Sent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, encodings: tuple[str, str], divisor: int) -> Tensor:
-        ctx.encoding, ctx.divisor = encodings[1], divisor
-        return rounded(tensor, encodings[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return rounded(gradients[0] / ctx.divisor, ctx.encoding) * ctx.divisor, None, None
-
-
-def sent_after(model: nn.Module, layers: Sequence[str], messages: str | tuple[str, str], of_mean: bool) -> nn.Module:
-    """Returns a copy of a model in which the outputs of some layers arrive as their messages say.
-
-    Args:
-        of_mean: the gradients that are sent are those of the mean over samples, of a loss that is a sum.
-    """
-    model = copy.deepcopy(model)
-    encodings = (messages, messages) if isinstance(messages, str) else messages
-    for name in layers:
-        model.get_submodule(name).register_forward_hook(partial(_send, encodings, of_mean))
-    return model
-
-
-def _send(encodings: tuple[str, str], of_mean: bool, module: nn.Module, arguments: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return tuple(_send(encodings, of_mean, module, arguments, part) for part in output)
-    if not (isinstance(output, Tensor) and output.requires_grad):
-        return output
-    return _Sent.apply(output, encodings, len(output) if of_mean else 1)

@@ -69,14 +69,6 @@ def ranked(
     return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=tie_break_key)
 
 
-def fits(space: SearchSpace, plan: pd.Plan) -> bool:
-    """Returns whether each stage fits the smallest of its workers.
-
-    With the fewest possible messages (`SearchSpace.need_bytes`) and no depth added for an update delay.
-    """
-    return _fits(space, plan, partial(_need, space))
-
-
 def peak_bytes(space: SearchSpace, plan: pd.Plan) -> int:
     """Returns the need of a plan's fullest worker, as a search counts it."""
     return max(_needs(space, plan, partial(_need, space)))
@@ -100,3 +92,11 @@ def _needs(space: SearchSpace, plan: pd.Plan, need: Callable[..., int]) -> list[
 
 def _need(space: SearchSpace, *how: Any) -> int:
     return int(space.need_bytes(*how))
+
+
+def best_plans(space: SearchSpace, **how: Any) -> tuple[pd.Plan | None, pd.Plan | None]:
+    """Returns the best plan that fits as a search counts it, and the best with all its messages; None where there is
+    none."""
+    plans = ranked(space, **how)
+    fitting = (full for plan in plans if (full := space.with_bytes(plan)).first_stage_over_memory is None)
+    return (space.with_bytes(plans[0]) if plans else None), next(fitting, None)

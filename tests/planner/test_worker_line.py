@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exactly import best_plans
+from every_plan import best_plans
 from marks import seeds
 
 import pipedream as pd

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -126,23 +126,9 @@ class Case:
     more: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        plan = "-".join(map(str, self.replicas or (1,) * self.stages))
-        extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
-        depth = ("" if self.depth == "noam" else f" {self.depth}") + (
-            f" update delay {self.update_delay}" if self.update_delay else ""
-        )
-        extras += ["recompute"] if self.recompute else []
-        extras += [] if self.compensation is None else [str(self.compensation)]
-        extras += [str(value) for _, value in self.options]
-        extras += [str(value) for value in (self.messages, self.sums) if value is not None]
-        words = [
-            self.animal,
-            self.phases or self.schedule,
-            plan + depth,
-            str(self.dtype).removeprefix("torch."),
-            self.optimizer,
-        ]
-        return " ".join([*words, *extras])
+        """Returns what differs from the defaults, to name a test."""
+        values = [(field.default, getattr(self, field.name)) for field in fields(self)]
+        return " ".join(str(value).removeprefix("torch.") for default, value in values if value != default)
 
     @property
     def minibatches(self) -> int:
@@ -178,7 +164,7 @@ class Case:
         return Training(
             model=animal.model,
             data=animal.batches,
-            test=odd(animal.batches),
+            test=[*animal.batches[:1], *((x[:3], y[:3]) for x, y in animal.batches[1:])],  # of other sizes
             loss=animal.loss,
             total=lambda output, batch: animal.total(output, batch[1]),
             optimizer=OPTIMIZERS[self.optimizer],
@@ -338,11 +324,6 @@ def check_same(outcome: Trained, alone: Trained, rank: int, bound: float = 0.0) 
     for stage, (storages, peak, _) in kept.items():
         assert storages <= of_all[stage].storages
         assert peak <= of_all[stage].peak
-
-
-def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
-    """Returns the batches in other sizes: the first whole, the others of three samples."""
-    return [*batches[:1], *((x[:3], y[:3]) for x, y in batches[1:])]
 
 
 def per_worker(case: Case) -> Case:

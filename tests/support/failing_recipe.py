@@ -3,19 +3,16 @@
 from pathlib import Path
 
 import torch
+from first_minibatches import plan_of
 from torch import nn
 
 import pipedream as pd
-from pipedream.capture import capture
-from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import manual_plan
 
 SOON_S = 15.0
 
 
 RECIPE = '''
 import atexit
-import ctypes
 import os
 import threading
 import time
@@ -57,11 +54,6 @@ def leave(*_):
     os._exit(3)
 
 
-def crash(*_):
-    """Reads address 0."""
-    ctypes.string_at(0)
-
-
 class Forward(nn.Module):
     """Fails in its sixth forward."""
 
@@ -87,29 +79,6 @@ class Stuck(nn.Module):
             Path("going").touch()
             time.sleep(1000)
         return x * 1
-
-
-class Thorn(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x, module):
-        context.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        context.module.calls += 1
-        if context.module.calls == 6:
-            raise ValueError("the way back is steep")
-        return gradient, None
-
-
-class Backward(nn.Module):
-    """Fails in its sixth backward, without that of the first minibatch's comparison, which restores the count."""
-
-    calls = 0
-
-    def forward(self, x):
-        return Thorn.apply(x, self)
 
 
 def batches(count=40, slow=False):
@@ -168,9 +137,7 @@ def recipe():
 def plan_for(workers: int, layers: int = 5) -> pd.Plan:
     """Returns the plan of a chain as long as the recipe's, one stage a worker; the first cut is before layer 2."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    graph = capture(model, (torch.zeros(8, 4),)).graph
-    profile = Profile("Sequential", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in range(layers)), 8)
-    return manual_plan(profile, pd.Cluster.flat(workers), tuple(range(2, workers + 1)))
+    return plan_of(model, torch.zeros(8, 4), range(2, workers + 1))
 
 
 def written(

@@ -434,12 +434,6 @@ def points(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     return draw(seed, samples, WIDTH), classes(seed, samples)
 
 
-def tasks(seed: int, samples: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Vectors with a class and a value."""
-    x, y = points(seed, samples, length)
-    return x, {"class": y, "value": x.sum(1)}
-
-
 def next_tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     """Sequences of words without padding, and the next word at each position."""
     x = draw(seed, samples, length + 1, below=WORDS, least=1)
@@ -492,17 +486,8 @@ def labels_counted(batch: Any) -> float:
     return float((batch["labels"] != IGNORED).sum())
 
 
-def sum_of_tasks(output: dict[str, Tensor], batch: Any) -> Tensor:
-    targets = batch[1]
-    return F.cross_entropy(output["class"], targets["class"]) + 0.5 * F.mse_loss(output["value"], targets["value"])
-
-
 def sum_of_exits(output: list[Tensor], batch: Any) -> Tensor:
     return torch.stack([F.cross_entropy(logits, batch[1]) for logits in output]).sum()
-
-
-def first_of(output: tuple[Tensor, ...], batch: Any) -> Tensor:
-    return F.cross_entropy(output[0], batch[1])
 
 
 # -- cases of our own, each a function that makes the model -----------------------------------------------------------
@@ -740,21 +725,6 @@ def value_branch() -> nn.Module:
     return Built(forward, layers=_linears(4), head=_classifier())
 
 
-@_with(points)
-def number_carried() -> nn.Module:
-    """Takes a Python number from a tensor early, and uses it late."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        scale = None
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if scale is None:
-                scale = x.detach().abs().max().item()
-        return self.head(x / scale)
-
-    return Built(forward, layers=_linears(4), head=_classifier())
-
-
 def _functional_block() -> nn.Module:
     def forward(self: Any, x: Tensor) -> Tensor:
         q, k, v = F.linear(F.layer_norm(x, x.shape[-1:], self.norms[0]), self.weights["qkv"]).chunk(3, -1)
@@ -781,20 +751,6 @@ def functional_transformer() -> nn.Module:
     return Built(forward, table=table, places=places, blocks=_several(_functional_block), head=head)
 
 
-@_with(points, sum_of_exits)
-def early_exits() -> nn.Module:
-    """A list of outputs, one from each depth."""
-
-    def forward(self: Any, x: Tensor) -> list[Tensor]:
-        outputs = []
-        for layer, out in zip(self.layers, self.exits, strict=True):
-            x = F.relu(layer(x))
-            outputs.append(out(x))
-        return outputs
-
-    return Built(forward, layers=_linears(), exits=_several(_classifier))
-
-
 @_with(translations, sequence_loss, words_counted)
 def translator() -> nn.Module:
     """torch's own encoder and decoder, with all masks."""
@@ -815,64 +771,6 @@ def translator() -> nn.Module:
     source, target = (nn.Embedding(WORDS, WIDTH, padding_idx=PAD) for _ in range(2))
     transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, batch_first=True)
     return Built(forward, source=source, target=target, transformer=transformer, out=nn.Linear(WIDTH, WORDS))
-
-
-@_with(padded_tokens, first_of)
-def attention_pooling() -> nn.Module:
-    """nn.MultiheadAttention with a mask; its weights are part of the output."""
-
-    def forward(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        mask = tokens.eq(PAD)
-        x = self.embed(tokens)
-        for attention, norm in zip(self.attentions, self.norms, strict=True):
-            x = norm(x + attention(x, x, x, key_padding_mask=mask, need_weights=False)[0])
-        query = self.query.expand(len(x), -1, -1)
-        pooled, weights = self.pool(query, x, x, key_padding_mask=mask)
-        return self.head(pooled.squeeze(1)), weights
-
-    return Built(
-        forward,
-        embed=nn.Embedding(WORDS, WIDTH),
-        attentions=_several(lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)),
-        norms=_several(lambda: nn.LayerNorm(WIDTH)),
-        query=nn.Parameter(torch.randn(1, 1, WIDTH)),
-        pool=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-        head=_classifier(),
-    )
-
-
-class Experts(nn.Module):
-    """Each token goes to the best two of four experts; an expert may get none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = _several(lambda: nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH)), 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
-            rows, slots = torch.where(chosen == i)
-            if rows.numel() == 0:
-                continue
-            output = expert(flat.index_select(0, rows)) * weights[rows, slots].unsqueeze(1)
-            out.index_add_(0, rows, output)
-        return out.view_as(x)
-
-
-@_with(next_tokens)
-def experts() -> nn.Module:
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))
-        return self.head(x).transpose(1, 2)
-
-    norms, layers = _several(lambda: nn.LayerNorm(WIDTH)), _several(Experts)
-    return Built(forward, embed=nn.Embedding(WORDS, WIDTH), norms=norms, layers=layers, head=nn.Linear(WIDTH, WORDS))
 
 
 @_with(next_tokens)
@@ -905,26 +803,21 @@ class RoundSTE(torch.autograd.Function):
         return grad, None
 
 
-class ReverseGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+@_with(points, sum_of_exits)
+def early_exits() -> nn.Module:
+    """A list of outputs, one from each depth; with an autograd function of the user's own between layers, and hooks."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -0.3 * grad
-
-
-@_with(tasks, sum_of_tasks)
-def quantised() -> nn.Module:
-    """Autograd functions of the user's own in the glue: their gradient is not that of the numbers."""
-
-    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for layer, out in zip(self.layers, self.exits, strict=True):
             x = torch.tanh(layer(RoundSTE.apply(x, 0.25)))
-        return {"class": self.label(x), "value": self.domain(ReverseGradient.apply(x)).squeeze(1)}
+            outputs.append(out(x))
+        return outputs
 
-    return Built(forward, layers=_linears(), label=_classifier(), domain=nn.Linear(WIDTH, 1))
+    layers = _linears()
+    layers[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
+    layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
+    return Built(forward, layers=layers, exits=_several(_classifier))
 
 
 class Recomputed(torch.autograd.Function):
@@ -957,25 +850,6 @@ def own_backward() -> nn.Module:
 
     blocks = _several(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     return Built(forward, blocks=blocks, head=_classifier())
-
-
-@_with(padded_tokens)
-def in_place() -> nn.Module:
-    """Writes into tensors that others have made, also through views."""
-
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x[:, 0] = self.first
-        x.masked_fill_((tokens == PAD).unsqueeze(2), 0.0)
-        for layer in self.layers:
-            y = layer(x)
-            y += x
-            y[..., 1:] *= 0.9
-            x = y.relu_()
-        return self.head(x.mean(1))
-
-    first = nn.Parameter(torch.randn(WIDTH))
-    return Built(forward, embed=nn.Embedding(WORDS, WIDTH), layers=_linears(), first=first, head=_classifier())
 
 
 @_with(points)
@@ -1019,34 +893,6 @@ def discriminator() -> nn.Module:
 
     first, second = spectral_norm(nn.Conv2d(3, 8, 3, 2, 1)), weight_norm(nn.Conv2d(8, 8, 3, 2, 1))
     return Built(forward, first=first, second=second, third=spectral_norm(nn.Linear(8, WIDTH)), head=_classifier())
-
-
-@_with(points)
-def fine_tuned() -> nn.Module:
-    """A frozen backbone, run without a graph, and a head that learns."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.backbone(x)
-        return self.head(F.relu(features + self.adapter(features)))
-
-    backbone = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, 24)).requires_grad_(False)
-    return Built(forward, backbone=backbone, adapter=nn.Linear(24, 24), head=nn.Linear(24, CLASSES))
-
-
-@_with(tasks, sum_of_tasks)
-def hooked() -> nn.Module:
-    """A residual network whose hooks change inputs and outputs."""
-
-    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.trunk:
-            x = x + F.gelu(layer(x))
-        return {"class": self.label(x), "value": self.value(x).squeeze(-1)}
-
-    trunk = _linears()
-    trunk[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
-    trunk[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
-    return Built(forward, trunk=trunk, label=_classifier(), value=nn.Linear(WIDTH, 1))
 
 
 # -- cases of transformers --------------------------------------------------------------------------------------------
