@@ -23,7 +23,6 @@ BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 
 
 def two_stages() -> tuple[nn.Module, pd.Plan]:
-    """Returns a small model and a plan that cuts it in two."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     return model, plan_of(model, BATCHES[0][0], (2,))
 

@@ -39,7 +39,6 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def _small(task: str, count: int) -> tuple[list[nn.Module], Batches, Callable[[Tensor, Tensor], Tensor]]:
-    """Returns a narrow model of the task, of so many layers, in double precision, and minibatches."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         if task == "digits":
@@ -69,7 +68,6 @@ def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
 
 
 def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
-    """Returns the plan of equal stages; nothing is timed."""
     names = [layer.name.split(".")[0] for layer in pd.capture.capture(nn.Sequential(*units), (sample,)).graph.layers]
     return plan_of(nn.Sequential(*units), sample, [names.index(str(s)) for s in range(1, stages)])
 

@@ -253,7 +253,6 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers() -> No
 
 
 def normed(running_mean: Tensor | None = None) -> nn.Module:
-    """Returns a linear layer and a norm, whose running statistics may be another one's."""
     norm = nn.BatchNorm1d(6)
     norm._buffers["running_mean"] = norm.running_mean if running_mean is None else running_mean
     return Built(lambda self, x: torch.tanh(self.norm(self.linear(x))), linear=nn.Linear(6, 6), norm=norm)
@@ -297,7 +296,6 @@ def spring_trap(self: Any, x: Tensor) -> Tensor:
 
 
 def trapped() -> nn.Module:
-    """Returns a model of three stages that has the trap in its second one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         trap = Built(spring_trap, inner=nn.Linear(6, 8), scale=nn.Parameter(torch.ones(())))
@@ -327,7 +325,6 @@ SHARED = {
 
 
 def trap_plan(schedule: str) -> pd.Plan:
-    """Returns a plan of the trapped model: three stages, unless the method wants more."""
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
     return replace(plan_of(trapped(), marked(())[0][0], cuts, replicas), worker_order=order)
 
@@ -396,7 +393,6 @@ def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:
 
 
 def steeply(output: Tensor, targets: Tensor) -> Tensor:
-    """A loss with large gradients."""
     return F.cross_entropy(output, targets) * 50
 
 
@@ -427,7 +423,6 @@ def plain_scaled(
 
 
 def scale_of(pipeline: pd.Pipeline) -> float:
-    """Returns the loss scale, which all stages have."""
     (scale,) = {state.optimizer.scale for state in stage_states(pipeline)}
     return float(scale)
 
@@ -482,7 +477,6 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
 
 
 def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], pd.Plan]:
-    """Returns a small model, minibatches of 2048 samples of one class, and a plan of two stages."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))

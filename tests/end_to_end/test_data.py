@@ -53,8 +53,6 @@ class Job:
 
 @dataclass
 class Ran:
-    """Results of a run, and whether the generators of the process were left alone."""
-
     dones: list[pd.Done]
     state: dict[str, Tensor]
     drains: list[int]
@@ -82,8 +80,6 @@ class Notes(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
-    """The samples in an order that is drawn on the way."""
-
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
 
@@ -161,7 +157,6 @@ def run(job: Job, folder: str) -> Ran:
 
 
 def run_all(jobs: list[Job], folder: str) -> list[Ran]:
-    """Does one job after the other, each in a folder of its own."""
     return [run(job, str(Path(folder) / str(i))) for i, job in enumerate(jobs)]
 
 

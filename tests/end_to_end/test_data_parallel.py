@@ -19,17 +19,14 @@ ANIMALS = (("mlp", "sgd"), ("cnn", "sgd"), ("mlp", "adamw"), ("cnn", "adamw"))
 
 
 def both(replicas: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Trains each animal with the library and with torch; returns parameters and statistics of both."""
     return [(library(*kind, replicas), torch_alone(*kind, replicas)) for kind in ANIMALS]
 
 
 def batches_of(animal: zoo.Animal) -> list[zoo.Batch]:
-    """Returns all minibatches of the run, in order."""
     return (animal.batches * EPOCHS)[:FULL]
 
 
 def library(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
-    """Trains by a one-stage plan."""
     animal = zoo.make(name)
     with make_pipeline(animal, (replicas,), optimizer=OPTIMIZERS[optimizer], seed=SEED) as pipeline:
         done = [done.number for done in pipeline.train(batches_of(animal))]

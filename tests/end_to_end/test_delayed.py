@@ -74,7 +74,6 @@ def _matrix() -> list[Any]:
 @pytest.mark.parametrize("case", _matrix())
 def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     outcome = run(case)
-    assert len(outcome.losses) >= case.minibatches - (case.leave_at >= 0) * case.stages * 2
     check(case, outcome, BOUND)
     p, m = case.stages, case.training().make_schedules()[0].microbatches
     for stage in range(p):

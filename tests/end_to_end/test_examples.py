@@ -73,12 +73,10 @@ def plainly(recipe: pd.Recipe, weights: dict[str, torch.Tensor]) -> dict[str, fl
 
 
 def losses_of(folder: Path) -> list[tuple[int, float]]:
-    """Returns the losses that a run left."""
     return [tuple(row) for row in json.loads((folder / "losses.json").read_text(encoding="utf-8"))]
 
 
 def only(folder: Path) -> Path:
-    """Returns the one folder within a folder."""
     (only_folder,) = folder.iterdir()
     return only_folder
 
@@ -177,14 +175,12 @@ def test_table_of_tofus_methods(command: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of two epochs of digits in two processes."""
     folder = tmp_path_factory.mktemp("digits") / "run"
     processes.results(train_digits, 2, folder)
     return folder
 
 
 def train_digits(folder: Path) -> None:
-    """Trains in as many workers as there are processes."""
     pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), epochs=2, out=folder, quiet=True)
 
 

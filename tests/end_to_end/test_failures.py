@@ -27,7 +27,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def start_training(
     folder: Path, launcher: tuple[str, ...] = (), loader: str = "slow=True, count=100_000", **how: Any
 ) -> Started:
-    """Starts a training of many minibatches, and returns when it is under way."""
     arguments = written(folder, loader=loader)
     started = commands.start(*launcher, *arguments, folder=folder, **how)
     started.wait_for_file("going")
@@ -263,7 +262,6 @@ def test_torchrun_that_is_killed_takes_its_workers_with_it(tmp_path: Path) -> No
 
 
 def listening(pid: int) -> list[str]:
-    """Returns the addresses on which a process accepts connections."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):

@@ -58,7 +58,6 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Returns the paths of all values inside of a JSON value."""
     paths = [path] if path else []
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -168,7 +167,6 @@ def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: P
 
 
 def go_on(saved: Path) -> None:
-    """Trains on from a checkpoint."""
     with pipeline() as trained:
         trained.load(saved)
         list(trained.train(zoo.make("mlp").batches[:2]))
@@ -176,7 +174,6 @@ def go_on(saved: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a checkpoint."""
     folder = tmp_path_factory.mktemp("saved")
     with pipeline() as trained:
         list(trained.train(zoo.make("mlp").batches[:2]))
@@ -184,7 +181,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline() -> pd.Pipeline:
-    """Returns a pipeline of one worker with a scheduler."""
     return make_pipeline("mlp", (1,), scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3))
 
 

@@ -47,8 +47,6 @@ class Living:
 
 
 def model_of(run: Living) -> nn.Sequential:
-    """Makes a model of residual blocks, as in transformers."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         return x + self.outer(F.gelu(self.inner(self.norm(x))))
 

@@ -108,6 +108,5 @@ def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Pat
 
 
 def workers_of(started: Started) -> list[str]:
-    """Returns the command lines of the workers, without their launcher's."""
     words = started.processes().values()
     return [line for line in words if "-m pipedream" in line and "torch.distributed.run" not in line]

@@ -34,7 +34,6 @@ STARTS_PROCESSES = ("train", "compare", "checkpoint")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Returns the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 

@@ -59,7 +59,6 @@ def noisy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def stages_of(sizes: tuple[int, ...], recompute: tuple[bool, ...]) -> pd.Plan:
-    """Returns a plan of stages with so many layers."""
     ends = list(accumulate(sizes))
     rows = zip((0, *ends), ends, recompute, strict=False)
     stages = (pd.Stage(a, b, names=tuple(map(str, range(a, b))), recompute=again) for a, b, again in rows)
@@ -94,8 +93,6 @@ def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
 
 
 def noted(name: str, calls: list[str], fails_at: int = 0) -> nn.Module:
-    """Returns a layer that notes its calls, of which one fails."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         calls.append(name)
         if len(calls) == fails_at:

@@ -75,19 +75,16 @@ def _matrix() -> list[object]:
 def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
-    total = case.minibatches
-    assert len(outcome.losses) == outcome.drains[-1] == total
-    plan, schedule = case.plan(), schedules.build(case.schedule, case.plan(), case.microbatches)
-    (middle, _) = outcome.drains
+    (middle, total), plan = outcome.drains, case.plan()
     assert case.evaluate_at[0] < middle < total
     if case.schedule in ROUNDS:
         # Some stage ends, in the middle or at the end, with a round that is not full.
         parts = [part % count for part in (middle, total - middle) for count in plan.replicas]
         assert any(parts), f"drains {outcome.drains}"
+    weights = schedules.build(case.schedule, plan, case.microbatches).weights
     for stage in range(case.stages):
-        assert max(outcome.staleness[stage]) == schedule.weights.staleness(stage)
-        assert outcome.watched[-1][stage].peak == schedule.weights.versions(stage)
-        assert outcome.watched[-1][stage].storages <= schedule.weights.versions(stage)
+        assert max(outcome.staleness[stage]) == weights.staleness(stage)
+        assert outcome.watched[-1][stage].peak == weights.versions(stage)
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])
@@ -135,14 +132,7 @@ def test_several_processes_give_what_one_gives(workers: int) -> None:
     of_ranks = processes.team(workers).results(cases.run_all, chosen, timeout_s=240.0)
     for number, case in enumerate(chosen):
         alone, plan = run(case), case.plan()
-        rule = schedules.build(case.schedule, plan, case.microbatches).weights
         for rank, outcomes in enumerate(of_ranks):
             # Two can be added in one order only; more, by gloo, in that of its ring: so are gradients, and norms.
             members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)
             check_same(outcomes[number], alone, rank, 0.0 if members <= 2 else 1e-10)
-            ((stage, kept),) = outcomes[number].watched[-1].items()
-            late = plan.in_flight[stage] - 1 + plan.update_delay[stage]
-            if case.schedule == "pipedream":
-                assert max(outcomes[number].staleness[stage]) == late == rule.staleness(stage)
-                assert kept.storages <= late + 1
-            assert kept.storages <= rule.versions(stage)

@@ -25,11 +25,7 @@ def batches(count: int = 3, samples: int = 8, *, seed: int = 0) -> list[Batch]:
 
 
 def plan_of(
-    model: nn.Module,
-    sample: Any,
-    cuts: Sequence[int],
-    replicas: Sequence[int] | None = None,
-    recompute: str = "never",
+    model: nn.Module, sample: Any, cuts: Sequence[int], replicas: Sequence[int] | None = None, recompute: str = "never"
 ) -> pd.Plan:
     graph = pd.capture.capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
     costs = (pd.LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
@@ -51,7 +47,6 @@ def piped(
     schedule: str = "gpipe",
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Trains a copy of the model in a pipeline; returns its state."""
     model = copy.deepcopy(model)
     plan = plan_of(model, data[0][0] if sample is None else sample, cuts, replicas, recompute=recompute)
     with pd.Pipeline(
@@ -63,7 +58,6 @@ def piped(
 
 
 def plain(model: nn.Module, loss: Callable[[Any, Any], Tensor], data: Sequence[Batch]) -> dict[str, Tensor]:
-    """Trains a copy of the model in a loop; returns its state."""
     model = copy.deepcopy(model)
     optimizer = SGD(model.parameters())
     for batch in data:

@@ -390,7 +390,6 @@ def outstanding(waited: bool = True) -> list[str]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Replaces torch.cuda.synchronize."""
     if works := outstanding(waited=False):
         raise StrictError(f"a wait for the whole device, while {works[0]} is outstanding")
     _finish_stream()

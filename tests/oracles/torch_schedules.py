@@ -46,18 +46,15 @@ def make_schedule(name: str, ranks: int, microbatches: int, count: int, **option
 
 
 def orders(name: str, ranks: int, microbatches: int, count: int) -> dict[int, list[Any]]:
-    """Returns the passes of each rank; None for a wait."""
     schedule = make_schedule(name, ranks, microbatches, count)
     return getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
 
 
 def lowered(name: str, ranks: int, microbatches: int, count: int, **options: Any) -> dict[int, list[Any]]:
-    """Returns the actions of each rank, with messages and shards."""
     return make_schedule(name, ranks, microbatches, count, **options).pipeline_order_with_comms
 
 
 def text_of(rows: dict[int, list[Any]]) -> str:
-    """Returns rows as PyTorch writes them (`_dump_csv`)."""
     return "".join(",".join("" if a is None else str(a) for a in rows[rank]) + "\r\n" for rank in rows)
 
 

@@ -132,7 +132,6 @@ class Case:
 
     @property
     def minibatches(self) -> int:
-        """Number of minibatches of the run."""
         return 5 * self.epochs
 
     def lengthened(self) -> Case:
@@ -140,7 +139,6 @@ class Case:
         return replace(self, epochs=max(self.epochs, 7), evaluate_at=(13,) if self.evaluate_at else (), check=True)
 
     def plan(self) -> pd.Plan:
-        """Returns the plan."""
         layout = pd.schedules.STAGE_ORDERS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth, self.cuts)
@@ -157,7 +155,6 @@ class Case:
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
     def training(self) -> Training:
-        """Returns the training."""
         animal = zoo.make(self.animal, self.dtype)
         schedule = partial(pd.schedules.SCHEDULES[self.schedule], **dict(self.options)) if self.options else None
         more = {name: getattr(self, name) for name in ("check", "activations", "optimizer_state")} | dict(self.more)
@@ -186,25 +183,21 @@ PASSED_ON = (
 
 
 def phased(phases: str, replicas: tuple[int, ...] = (1, 1, 1), animal: str = "mlp", **more: Any) -> Case:
-    """Returns a run whose method changes at drains."""
     settings = {"epochs": 11, "evaluate_at": (23,), "scheduled": True, "ema": 0.9, "clip": "local"} | more
     return Case(animal, "", len(replicas), replicas=replicas, phases=phases, **settings)
 
 
 def stage_states(pipeline: pd.Pipeline) -> list[Any]:
-    """Returns the states of the stages of this process's workers."""
     return [state for worker in pipeline._session.workers_here.workers for state in worker.stage_states.values()]
 
 
 def make_pipeline(animal: str | zoo.Animal, plan: pd.Plan | Sequence[int] = (1, 1), **options: Any) -> pd.Pipeline:
-    """Returns a pipeline of an animal, by a plan or with so many workers of each stage; it trains by SGD."""
     animal = zoo.make(animal) if isinstance(animal, str) else animal
     plan = plan if isinstance(plan, pd.Plan) else zoo.plan_of(animal, len(plan), tuple(plan))
     return pd.Pipeline(animal.model, plan, **{"loss": animal.loss, "optimizer": OPTIMIZERS["sgd"]} | options)
 
 
 def pipeline_of(case: Case) -> pd.Pipeline:
-    """Returns the pipeline of a case: in this process alone, or of one rank of a process group."""
     return case.training().make_pipeline()
 
 
@@ -242,7 +235,6 @@ def run(
 
 
 def run_all(chosen: list[Case]) -> list[Trained]:
-    """Runs one case after the other."""
     return [run(case) for case in chosen]
 
 
@@ -270,12 +262,17 @@ def check(
     minibatches = range(len(zoo.make(case.animal).batches) * case.epochs)
     assert list(outcome.losses) == [n for n in minibatches if n not in unheard]
     assert set(outcome.evaluated) <= set(outcome.drains)
+    assert outcome.drains[-1] == len(minibatches)
+    if case.schedule == "pipedream" and not case.update_delay:
+        plan = case.plan()
+        for stage, in_flight in enumerate(plan.in_flight):
+            assert max(outcome.staleness[stage]) == in_flight - 1
+            assert outcome.watched[-1][stage].storages <= in_flight
     assert list(outcome.state) == list(zoo.make(case.animal, case.dtype).model.state_dict())
     return case.training().assert_serial(outcome, tolerance, **by_hand(case, outcome, rule, optimizer))
 
 
 def by_hand(case: Case, outcome: Trained | None, rule: CompensationRule | None, optimizer: Any) -> dict[str, Any]:
-    """Returns what a training's loop takes from the papers."""
     training, rules = case.training(), {}
     schedules = training.make_schedules()
     for number, (begin, _) in (outcome.phases if outcome else {0: (0, 0)}).items():
@@ -289,7 +286,6 @@ def by_hand(case: Case, outcome: Trained | None, rule: CompensationRule | None, 
 
 
 def rules_of(case: Case, name: str, m: int, rule: CompensationRule) -> MethodRules:
-    """Returns a method as its paper says it."""
     plan = case.plan()
     flushes = pd.schedules.properties_of(name).flushes and not dict(case.options).get("delay")
     rounds = m == 1 and not flushes
@@ -383,8 +379,6 @@ def _read_versions(schedule: str, plan: pd.Plan, m: int) -> Reads:
 
 
 class Fresh:
-    """A loader that gives a copy of each batch."""
-
     def __init__(self, batches: list[zoo.Batch]) -> None:
         self._batches = batches
 

@@ -161,12 +161,10 @@ class Started:
 def start(
     *arguments: str, folder: Path, environment: dict[str, str] | None = None, within: Sequence[str] = ()
 ) -> Started:
-    """Starts ``python ARGUMENTS`` in a folder, `within` another command that runs it."""
     return Started(arguments, folder=folder, environment=environment, within=within)
 
 
 def run(*arguments: str, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 120.0) -> Ended:
-    """Starts ``python ARGUMENTS`` in a folder, and waits for its end."""
     return start(*arguments, folder=folder, environment=environment).end(timeout_s)
 
 

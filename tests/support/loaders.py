@@ -82,15 +82,11 @@ class Drawn(Epochs):
 
 
 class Subclass(DataLoader[int]):
-    """Cannot be made again from its arguments."""
-
     def __init__(self, text: str) -> None:
         super().__init__(Numbers(), batch_size=len(text), shuffle=True)
 
 
 class Stream(IterableDataset[int]):
-    """Shuffles itself, as it goes."""
-
     def __iter__(self) -> Iterator[int]:
         rest = list(range(23))
         while rest:
@@ -98,8 +94,6 @@ class Stream(IterableDataset[int]):
 
 
 class Plain:
-    """An iterable that draws."""
-
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.randperm(23).split(4))
 
@@ -185,7 +179,6 @@ WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loa
 
 
 def noise() -> None:
-    """Draws from everything, as a training loop may."""
     torch.rand(3), random.random(), np.random.rand(2)
 
 

@@ -64,7 +64,6 @@ KINDS: dict[str, type[nn.Module]] = {"forward": FailsForward, "backward": FailsB
 
 
 def train(kind: str, stages: int, schedule: str = "pipedream", **rest: Any) -> list[float]:
-    """Trains a small model whose middle layer misbehaves; `kind` 'loop' is a loop body that raises."""
     animal = zoo.make("mlp")
     if kind != "loop":
         animal.model[3] = KINDS[kind]()
@@ -79,7 +78,6 @@ def train(kind: str, stages: int, schedule: str = "pipedream", **rest: Any) -> l
 
 
 def predict(stages: int, count: int) -> list[Tensor]:
-    """Returns the outputs for `count` batches of changing size."""
     animal = zoo.make("cnn")
     x = torch.cat([batch for batch, _ in animal.batches])
     batches = [x[i : i + 1 + i % 4] for i in range(count)]
@@ -135,8 +133,6 @@ class Scored(NamedTuple):
 
 
 class Scoring(nn.Module):
-    """A layer that returns such an output."""
-
     def forward(self, value: Any) -> Scored:
         return Scored(value.scores * 2, value.length + 1) if isinstance(value, Scored) else Scored(value)
 

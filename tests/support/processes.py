@@ -87,7 +87,6 @@ def results(function: Callable[..., Any], workers: int, *args: Any, timeout_s: f
 
 
 def values(ends: Sequence[End]) -> list[Any]:
-    """Returns what the processes returned; raises the first exception of any."""
     for end in sorted(ends, key=lambda end: end.exit_code is not None):  # a process that died says less
         if end.error is not None:
             raise end.error
@@ -95,7 +94,6 @@ def values(ends: Sequence[End]) -> list[Any]:
 
 
 def _open_fork_server() -> multiprocessing.context.ForkServerContext:
-    """Returns the server, which imports what every test's module does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline", "hypothesis", "pytest"])
     return context

@@ -7,18 +7,15 @@ import pipedream as pd
 
 
 def program_of(method: str, plan: pd.Plan, microbatches: int | None = None) -> pd.Program:
-    """Returns the program of a method on a plan."""
     return pd.lower(pd.schedules.build(method, plan, microbatches))
 
 
 def uniform_program(method: str, *replicas: int, microbatches: int | None = None, depth: str = "noam") -> pd.Program:
-    """Returns the program of a method on equal stages with these replicas."""
     plan = pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(depth)
     return program_of(method, plan, microbatches)
 
 
 def with_rank(program: pd.Program, rank: int, **parts: Any) -> pd.Program:
-    """Returns the program with another `warmup` or `period` of a rank."""
     ranks = list(program.ranks)
     ranks[rank] = replace(ranks[rank], **parts)
     return replace(program, ranks=tuple(ranks))

@@ -98,5 +98,4 @@ class RandomModel(nn.Module):
 
 
 def random_case(seed: int) -> Case:
-    """Returns a model that is drawn with a seed; it classifies padded sequences."""
     return Case(f"random_{seed}", partial(RandomModel, seed), padded_tokens, F.cross_entropy)

@@ -51,7 +51,6 @@ def batches_of(case: Case, lengths: Sequence[int] = LENGTHS, *, samples: int = 6
 
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Makes the optimizer of both runs."""
     return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
 
 
@@ -85,18 +84,15 @@ def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1, scale:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Splits a batch into parts as equal as possible, none of which is empty."""
     return [part for part, samples in split_batch(batch, parts) if samples]
 
 
 def output_of(case: Case, model: nn.Module, batch: Any) -> Any:
-    """Returns what the model gives for a batch."""
     with case.casting():
         return call_model(model, case.inputs(batch))
 
 
 def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
-    """Returns the loss of a batch, as a training loop computes it."""
     with case.casting():
         return case.mean_loss(call_model(model, case.inputs(batch)), batch)
 
@@ -169,7 +165,6 @@ def train_on(case: Case, plan: pd.Plan, batches: Sequence[Any], *, dropout: bool
 
 
 def check_same(expected: Trained, actual: Trained, tolerance: float) -> None:
-    """Checks that two runs gave the same losses, weights, evaluation and outputs."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -197,7 +192,6 @@ class Feature:
         return sum(self.config) // self.chunks
 
     def plan(self, profile: pd.Profile) -> pd.Plan:
-        """Returns the plan, cut evenly."""
         count, stages = len(profile.graph.layers), len(self.config)
         shape: dict[str, Any] = {"shape": "any", "chunks": self.chunks}
         if self.chunks == 1:
@@ -227,7 +221,6 @@ FEATURES = FLUSHING | {
 
 
 def train_with(case: Case, profile: pd.Profile, feature: Feature) -> Trained:
-    """Trains with a feature."""
     if (autocast := feature.options.get("autocast")) is not None:  # which casts float32 alone
         case = replace(case, dtype=torch.float32, autocast=autocast)
     options = {"schedule": None if "phases" in feature.options else feature.schedule, "seed": 3} | feature.options

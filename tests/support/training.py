@@ -20,7 +20,6 @@ class Trained(NamedTuple):
 
 
 def train(model: nn.Module, plan: pd.Plan, data: Any, *, epochs: int = 1, **options: Any) -> Trained:
-    """Trains in a pipeline, by default by SGD on the cross-entropy."""
     with pd.Pipeline(model, plan, **{"loss": F.cross_entropy, "optimizer": SGD} | options) as pipeline:
         losses = [done.loss for done in pipeline.train(data, epochs=epochs)]
         return Trained(losses, pipeline.state_dict())

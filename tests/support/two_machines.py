@@ -12,7 +12,6 @@ from pipedream.slow_links import LINK, Host, Network, slow_network
 
 @pytest.fixture
 def machines() -> Iterator[Network]:
-    """Two hosts."""
     with slow_network((2,), (None,)) as network:
         yield network
 
@@ -28,7 +27,6 @@ def within(machine: Host, memory: Path | None = None) -> tuple[str, ...]:
 
 
 def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
-    """Runs torchrun on both machines, one worker each, and waits for both."""
     ends = [started.end() for started in started_on_both(machines, rendezvous, program, folder)]
     for rank, ended in enumerate(ends):
         assert ended.status == 0, f"machine {rank}: {ended.err}"

@@ -156,8 +156,6 @@ def lstm(dtype: torch.dtype) -> Animal:
 
 
 class Positions(nn.Module):
-    """Words and their places."""
-
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(words, width)
@@ -277,7 +275,6 @@ def _dealt(x: Tensor, y: Tensor, size: int) -> list[Batch]:
 
 
 def sum_of_classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Returns the sum of the cross-entropies, and their number."""
     picked = _full(output).log_softmax(1)[torch.arange(len(targets)), targets]
     return -picked.sum(), float(len(targets))
 
@@ -309,7 +306,6 @@ def _full(output: Tensor) -> Tensor:
 
 
 def alike_layers(layers: int) -> pd.Profile:
-    """Returns a profile whose layers are alike."""
     rows = pd.LayerGraph.chain(tuple(pd.Layer(str(i), "Linear") for i in range(layers)))
     costs = tuple(pd.LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
     return pd.Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))
@@ -319,7 +315,6 @@ def alike_layers(layers: int) -> pd.Profile:
 
 
 def samples_of(batch: Any) -> int:
-    """Returns the number of samples of a batch."""
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
     return len(batch)
@@ -370,7 +365,6 @@ class Case:
         return 1e-5 if self.float32_inside or self.amplifies else 1e-9
 
     def casting(self) -> torch.autocast:
-        """Returns the context of the forwards."""
         return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
     def build(self) -> nn.Module:
@@ -380,11 +374,9 @@ class Case:
             return self.make().train()
 
     def inputs(self, batch: Any) -> Any:
-        """Returns the model's inputs from a batch."""
         return batch if self.loss is None else batch[0]
 
     def mean_loss(self, output: Any, batch: Any) -> Tensor:
-        """Returns the loss, as a training loop computes it."""
         if self.loss is None:
             return output.loss
         is_torchs = getattr(self.loss, "func", self.loss).__module__ == "torch.nn.functional"
@@ -423,35 +415,29 @@ def images(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def masks(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Images and a mask over their pixels."""
     side = 16 + 8 * (length % 2)
     x = draw(seed, samples, 3, side, side)
     return x, (x.sum(1, keepdim=True) > 0).to(x.dtype)
 
 
 def points(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Vectors and classes."""
     return draw(seed, samples, WIDTH), classes(seed, samples)
 
 
 def next_tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Sequences of words without padding, and the next word at each position."""
     x = draw(seed, samples, length + 1, below=WORDS, least=1)
     return x[:, :-1], x[:, 1:]
 
 
 def tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Sequences of words without padding, and classes."""
     return next_tokens(seed, samples, length)[0], classes(seed, samples)
 
 
 def padded_tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Sequences of words with padding, and classes."""
     return words(seed, samples, length), classes(seed, samples)
 
 
 def tokens_and_lengths(seed: int, samples: int, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Padded sequences with their lengths, and classes."""
     x, y = padded_tokens(seed, samples, length)
     return (x, (x != PAD).sum(1)), y
 
@@ -477,12 +463,10 @@ sequence_loss = partial(F.cross_entropy, ignore_index=PAD)
 
 
 def words_counted(batch: Any) -> float:
-    """Returns the number of target words that count."""
     return float((batch[1] != PAD).sum())
 
 
 def labels_counted(batch: Any) -> float:
-    """Returns the number of labels that count."""
     return float((batch["labels"] != IGNORED).sum())
 
 
@@ -920,7 +904,6 @@ def shifted(batch: dict[str, Tensor]) -> float:
 
 
 def unpadded(batch: dict[str, Tensor]) -> float:
-    """Returns the number of words."""
     return float(batch["attention_mask"].sum())
 
 
@@ -949,20 +932,17 @@ def masked(seed: int, samples: int, length: int) -> dict[str, Tensor]:
 
 @_for("PreTraining", unpadded)
 def detected(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """For ELECTRA: which words were replaced."""
     batch = _words(seed, samples, length)
     return {**batch, "labels": (batch["input_ids"] % 2).to(torch.float32)}
 
 
 @_for("SequenceClassification")
 def classified(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """A class for each sequence."""
     return {**_words(seed, samples, length), "labels": classes(seed, samples)}
 
 
 @_for("QuestionAnswering")
 def answered(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """The first and last word of the answer."""
     ends = draw(seed + 1, 2, samples, below=2)
     return {**_words(seed, samples, length), "start_positions": ends[0], "end_positions": ends[1]}
 
@@ -975,25 +955,21 @@ def translated(seed: int, samples: int, length: int) -> dict[str, Tensor]:
 
 @_for("ImageClassification")
 def pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Images and classes."""
     return _pictures(seed, samples, SIDE)
 
 
 @_for("ImageClassification")
 def large_pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Images whose side follows from the length, and classes."""
     return _pictures(seed, samples, 40 + 8 * (length % 2))
 
 
 @_for("SemanticSegmentation")
 def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Images and a class for each pixel."""
     return {**_pictures(seed, samples, 64), "labels": draw(seed + 1, samples, 64, 64, below=CLASSES)}
 
 
 @_for("SpeechSeq2Seq", labels_counted)
 def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Spectra and their text, for Whisper."""
     return {
         "input_features": draw(seed, samples, MELS, FRAMES),
         "labels": causal(seed + 1, samples, length + 1)["labels"],
@@ -1002,13 +978,10 @@ def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
 
 @_for("AudioClassification")
 def waves(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    """Sound and a class for each."""
     return {"input_values": draw(seed, samples, 400 + 20 * length), "labels": classes(seed, samples)}
 
 
 def targeted(batch: Callable[[int, int, int], dict[str, Tensor]]) -> Callable[[int, int, int], Any]:
-    """Makes the inputs alone of a batch, with classes as targets: for models without a loss."""
-
     def pairs(seed: int, samples: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
         inputs = dict(batch(seed, samples, length))
         return inputs, inputs.pop("labels")
@@ -1017,7 +990,6 @@ def targeted(batch: Callable[[int, int, int], dict[str, Tensor]]) -> Callable[[i
 
 
 def pooled(output: Any, batch: Any) -> Tensor:
-    """A loss over the pooled output of a model without a head."""
     return F.cross_entropy(output.pooler_output[:, :CLASSES], batch[1])
 
 
@@ -1033,7 +1005,6 @@ def _make(kind: str, batch: Callable[..., Any], settings: dict[str, Any]) -> nn.
 
 
 def _case(name: str, batch: Callable[..., Any], settings: dict[str, Any], kind: str = "") -> Case:
-    """Returns a case of the model type `kind` of transformers, which is the name by default."""
     case = Case(f"hf_{name}", partial(_make, kind or name, batch, settings), batch, needs_hf=True)
     # Losses of language models are computed in float32, and T5's norms.
     single = batch in (causal, detected) or name in ("modernbert", "t5")
