@@ -1,9 +1,4 @@
-"""The algebra of compensations on tensors: methods that were published apart are one, in other coordinates.
-
-Everywhere one set of weights is trained by gradients of staleness D, on a loss that is neither quadratic nor
-separable, once as its paper says and once by the library's `Optimizer`, which knows neither predictions nor a second
-set of weights.
-"""
+"""Compensations on tensors: the library's `Optimizer` steps one weight as the papers say, or as torch does."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,37 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import (
-    BasisRotation,
-    Compensation,
-    ErrorFeedback,
-    GapAware,
-    Generalised,
-    Nesterov,
-    SpikeCompensation,
-    VelocityPrediction,
-)
+from pipedream.core.schedule import compensation as kinds
 from pipedream.profiler.sizes import list_matrices
 from pipedream.runtime.update.optimizer import Optimizer
 
-UPDATES = 300
 ROWS, COLUMNS = 4, 3
 RATE = 0.01
-Gradient = Callable[[Tensor], Tensor]
 Factory = Callable[[Any], torch.optim.Optimizer]
-
-OTHERS: dict[str, Factory] = {
-    "sgd": partial(torch.optim.SGD, lr=RATE, momentum=0.9),
-    "sgd without momentum": partial(torch.optim.SGD, lr=RATE),
-    "adam": partial(torch.optim.Adam, lr=RATE),
-    "adamw without decay": partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0),
-    "nadam": partial(torch.optim.NAdam, lr=RATE / 10, betas=(0.99, 0.999)),
-    "muon": partial(torch.optim.Muon, lr=RATE, weight_decay=0.0),
-}
+ADAM = partial(torch.optim.Adam, lr=RATE)
+SGD = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
 
 
 @pytest.fixture
@@ -51,33 +27,7 @@ def start() -> Tensor:
     return torch.randn(ROWS, COLUMNS, dtype=torch.float64)
 
 
-def problem(seed: int = 1) -> Gradient:
-    """Returns the gradient of (tanh(X w) - Y)^2 in the mean + 0.01 times the sum of w^4."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(7, ROWS, dtype=torch.float64, generator=generator)
-    targets = torch.randn(7, COLUMNS, dtype=torch.float64, generator=generator)
-
-    def gradient(weights: Tensor) -> Tensor:
-        outputs = (inputs @ weights).tanh()
-        return 2 / outputs.numel() * inputs.T @ ((outputs - targets) * (1 - outputs**2)) + 0.04 * weights**3
-
-    return gradient
-
-
-def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor], Tensor], updates: int) -> list[Tensor]:
-    """Trains by gradients taken at the weights that forwards read `delay` updates ago.
-
-    A step gives from a gradient the weights that forwards read next. Returns those, after each update.
-    """
-    recent = deque([start.clone()], maxlen=delay + 1)
-    weights = []
-    for _ in range(updates):
-        weights.append(step(gradient(recent[0])).clone())
-        recent.append(weights[-1])
-    return weights
-
-
-def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation, ...], staleness: int) -> Optimizer:
+def following(handle: nn.Parameter, factory: Factory, *chosen: kinds.Compensation, staleness: int = 0) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
     optimizer = Optimizer({"w": handle}, factory)
     optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=chosen), 0, staleness, input_updates=0)
@@ -90,73 +40,44 @@ def step_by(handle: nn.Parameter, optimizer: Any, gradient: Tensor) -> Tensor:
     return handle.detach()
 
 
-def ours(start: Tensor, factory: Factory, *chosen: Compensation, staleness: int = 0) -> tuple[Any, Optimizer]:
+def ours(start: Tensor, factory: Factory, *chosen: kinds.Compensation) -> tuple[Any, Optimizer]:
     """Returns a step of the library's optimizer with compensations, and the optimizer."""
     handle = nn.Parameter(start.clone())
-    optimizer = following(handle, factory, chosen, staleness)
+    optimizer = following(handle, factory, *chosen)
     return partial(step_by, handle, optimizer), optimizer
 
 
-def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) -> None:
-    assert len(actual) == len(expected)
-    for t, (weights, expected_weights) in enumerate(zip(actual, expected, strict=True)):
-        assert (weights - expected_weights).norm() <= bound * expected_weights.norm(), f"update {t}"
-    assert expected[-1].isfinite().all()
-    assert (expected[-1] - expected[0]).norm() > 1e-3, "nothing was learnt"
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize(("delay", "horizon"), [(1, 0.5), slow(4, 2.0)])
-def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon: float, start: Tensor) -> None:
-    """LWPw: forwards read w + T (w(t) - w(t-1)). The other methods are compared in end_to_end/test_compensation.py."""
-    handle = nn.Parameter(start.clone())
-    plain = OTHERS[name]([("w", handle)])
-
-    def published(gradient: Tensor) -> Tensor:
-        before = handle.detach().clone()
-        w = step_by(handle, plain, gradient)
-        return w + horizon * (w - before)
-
-    step, _ = ours(start, OTHERS[name], ErrorFeedback(horizon))
-    check(late(start, delay, problem(), step, UPDATES), late(start, delay, problem(), published, UPDATES))
-
-
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
-@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
-def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(
-    momentum: float, decay: float, start: Tensor
-) -> None:
-    sgd = partial(torch.optim.SGD, lr=RATE, momentum=momentum, weight_decay=decay)
+def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(decay: float, start: Tensor) -> None:
+    sgd = partial(SGD, weight_decay=decay)
     nesterov = partial(sgd, nesterov=True)
     for kind, torchs in (
-        (SpikeCompensation(0), sgd),
-        (VelocityPrediction(0.0), sgd),
-        (Generalised(0.0), sgd),
-        (Nesterov(), nesterov),
-        (SpikeCompensation(1), nesterov),
+        (kinds.SpikeCompensation(0), sgd),
+        (kinds.VelocityPrediction(0.0), sgd),
+        (kinds.Generalised(0.0), sgd),
+        (kinds.Nesterov(), nesterov),
+        (kinds.SpikeCompensation(1), nesterov),
     ):
         step, _ = ours(start, sgd, kind)
         expected, _ = ours(start, torchs)
-        both = late(start, 2, problem(), step, 50), late(start, 2, problem(), expected, 50)
-        assert all(map(torch.equal, *both)), kind
+        for gradient in torch.randn(20, ROWS, COLUMNS).double():
+            assert torch.equal(step(gradient), expected(gradient)), kind
 
 
 @pytest.mark.parametrize(("name", "decay"), [("sgd", 0.0), ("sgd", 0.1), ("adam", 0.1), ("adamw", 0.1)])
 def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor) -> None:
     """Everything per element, in a loop; the velocity of SGD is its own buffer, Adam's step is m / (sqrt(v) + eps)."""
     delay, beta, eps = 3, 0.9, 1e-8
-    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    options = {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {}}[name]
-    factory = partial(kinds[name], lr=RATE, weight_decay=decay, **options)
-    handle, gradient = nn.Parameter(start.clone()), problem()
-    optimizer = following(handle, factory, (GapAware(beta),), delay)
+    factory = {"sgd": SGD, "adam": ADAM, "adamw": partial(torch.optim.AdamW, lr=RATE)}[name]
+    handle = nn.Parameter(start.clone())
+    optimizer = following(handle, partial(factory, weight_decay=decay), kinds.GapAware(beta), staleness=delay)
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
     versions = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
         rate = RATE if t <= 50 else RATE / 4  # the gap stays that of the greatest rate
         for group in optimizer.optimizer.param_groups:
             group["lr"] = rate
-        g = gradient(versions[0])
+        g = torch.randn_like(start)
         handle.grad = g.clone()
         optimizer.compensator.penalise({"w": handle.detach()}, {"w": versions[0]})
         optimizer.step()
@@ -196,7 +117,7 @@ FAMILY: dict[str, Factory] = {
 def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geometry: Any, start: Tensor) -> None:
     """Of a basis that stays: what torch's optimizer makes of U^T W V, with U^T G V, is turned back."""
     gradients = [torch.randn_like(start) for _ in range(12)]
-    step, optimizer = ours(start, FAMILY[name], BasisRotation(99, geometry=geometry))
+    step, optimizer = ours(start, FAMILY[name], kinds.BasisRotation(99, geometry=geometry))
     weights = [step(gradient).clone() for gradient in gradients]
     sides = optimizer.compensator.state["w"]
     assert set(sides) == ({"left", "right"} if geometry == "two_sided" else {"right"})
@@ -210,31 +131,15 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
 
 
 @pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])
-def test_the_basis_becomes_that_of_the_covariance(estimate: Any) -> None:
-    """Of gradients A X B the bases become the eigenvectors of A A^T and B^T B, sorted; a vector is left alone."""
-    turns = [torch.linalg.qr(torch.randn(n, n).double()).Q for n in (4, 4)]
-    a, b = (turn * torch.tensor([8.0, 4.0, 2.0, 1.0]).double() for turn in turns)
-    w, bias = nn.Parameter(torch.zeros(4, 4).double()), nn.Parameter(torch.zeros(4).double())
-    optimizer = Optimizer({"w": w, "bias": bias}, partial(torch.optim.AdamW, lr=RATE, betas=(0.99, 0.999)))
-    rule = pd.schedules.UpdateRule((1,), compensation=(BasisRotation(3, estimate=estimate),))
-    optimizer.switch_to(rule, 0, 1, input_updates=0)
-    for _ in range(600):
-        noise = torch.randn(4, 4).double() if estimate == "second_moment" else torch.eye(4).double()
-        w.grad, bias.grad = a @ noise @ b.T, torch.ones(4).double()
-        optimizer.step()
-    state = optimizer.compensator.state
-    assert state["bias"] == {}
-    for side, turn in zip(("left", "right"), turns, strict=True):
-        assert (state["w"][side][0].T @ turn).abs().diagonal().min() > (0.97 if estimate == "second_moment" else 0.999)
-
-
-@pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])
 @pytest.mark.parametrize("geometry", ["two_sided", "one_sided"])
 def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BasisRotation, "longest", 20)
+    monkeypatch.setattr(kinds.BasisRotation, "longest", 20)
     shapes = [(3, 5), (5, 3), (4, 4), (4, 2, 3), (21, 2), (1, 6), (7,)]
     handles = {str(shape): nn.Parameter(torch.randn(shape)) for shape in shapes}
-    optimizer, rule = Optimizer(handles, torch.optim.AdamW), BasisRotation(2, geometry=geometry, estimate=estimate)
+    optimizer, rule = (
+        Optimizer(handles, torch.optim.AdamW),
+        kinds.BasisRotation(2, geometry=geometry, estimate=estimate),
+    )
     optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(rule,)), 0, 1, input_updates=0)
     for _ in range(5):
         for handle in handles.values():
@@ -247,7 +152,7 @@ def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, mon
 
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
-    step, optimizer = ours(start, OTHERS["adam"], BasisRotation(2))
+    step, optimizer = ours(start, ADAM, kinds.BasisRotation(2))
     mean = torch.zeros_like(start)
     for _ in range(7):
         gradient = torch.randn_like(start)
@@ -255,7 +160,7 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
         mean = 0.9 * mean + 0.1 * gradient
     (moments,) = optimizer.optimizer.state.values()
     total = float(moments["exp_avg_sq"].sum())
-    for chosen in (BasisRotation(2, estimate="first_moment"), BasisRotation(3, geometry="one_sided")):
+    for chosen in (kinds.BasisRotation(2, estimate="first_moment"), kinds.BasisRotation(3, geometry="one_sided")):
         optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(chosen,)), 0, 0, input_updates=0)
         gradient = torch.randn_like(start)
         step(gradient)
@@ -268,12 +173,12 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
 
 
 def test_state_is_taken_up_again(start: Tensor) -> None:
-    for chosen, factory in (([ErrorFeedback(2.0)], "adam"), ([GapAware()], "sgd"), ([BasisRotation(2)], "adam")):
-        step, optimizer = ours(start, OTHERS[factory], *chosen)
+    for chosen, factory in ((kinds.ErrorFeedback(2.0), ADAM), (kinds.GapAware(), SGD), (kinds.BasisRotation(2), ADAM)):
+        step, optimizer = ours(start, factory, chosen)
         gradients = [torch.randn_like(start) for _ in range(6)]
         for g in gradients[:3]:
             middle = step(g).clone()
-        resumed, again = ours(middle, OTHERS[factory], *chosen)
+        resumed, again = ours(middle, factory, chosen)
         again.optimizer.load_state_dict(deepcopy(optimizer.optimizer.state_dict()))
         again.compensator.load("w", {key: t.clone() for key, t in optimizer.compensator.state["w"].items()})
         for g in gradients[3:]:
@@ -283,17 +188,23 @@ def test_state_is_taken_up_again(start: Tensor) -> None:
 
 
 REFUSED = [
-    (Nesterov(), torch.optim.AdamW, r"'?nesterov'? works on the velocity of torch.optim.SGD, found AdamW; use error"),
-    (SpikeCompensation(), torch.optim.SGD, r"spike works on the velocity, which SGD without momentum"),
-    (SpikeCompensation(), partial(torch.optim.SGD, momentum=0.9, dampening=0.5), r"SGD with dampening=0\.5"),
-    (Generalised(0.5), partial(torch.optim.SGD, momentum=0.9, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
-    (VelocityPrediction(), partial(torch.optim.SGD, momentum=0.9, maximize=True), r"SGD with maximize=True"),
-    (BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
-    (BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
+    (
+        kinds.Nesterov(),
+        torch.optim.AdamW,
+        "'?nesterov'? works on the velocity of torch.optim.SGD, found AdamW; use error",
+    ),
+    (kinds.SpikeCompensation(), torch.optim.SGD, "spike works on the velocity, which SGD without momentum"),
+    (kinds.SpikeCompensation(), partial(SGD, dampening=0.5), r"SGD with dampening=0\.5"),
+    (kinds.Generalised(0.5), partial(SGD, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
+    (kinds.VelocityPrediction(), partial(SGD, maximize=True), "SGD with maximize=True"),
+    (kinds.BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
+    (kinds.BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_is_not_defined_for_an_optimizer_is_refused(kind: Compensation, factory: Factory, words: str) -> None:
+def test_what_is_not_defined_for_an_optimizer_is_refused(
+    kind: kinds.Compensation, factory: Factory, words: str
+) -> None:
     with pytest.raises(pd.PipelineError, match=words):
-        following(nn.Parameter(torch.ones(2)), factory, (kind,), 1)
+        following(nn.Parameter(torch.ones(2)), factory, kind, staleness=1)
