@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
+from pipedream.runtime.comm.channel import Group, LocalGroup, Pending, run_alone
 from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, fill_buckets
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -19,13 +18,6 @@ from pipedream.runtime.update.tied_weights import TiedGradientSum
 
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 HANDLES = st.lists(st.tuples(st.integers(1, 9), TYPES), min_size=0, max_size=9)
-
-
-def result(generator: Any) -> Any:
-    """Runs a generator that has nothing to wait for."""
-    with pytest.raises(StopIteration) as stop:
-        next(generator)
-    return stop.value.value
 
 
 @pytest.mark.parametrize("byte_scale", [0.01, 30.0])
@@ -84,7 +76,7 @@ def test_sums_are_those_of_the_members_in_their_order(
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
             assert reduction.started == len(fill_buckets(handles, bucket_bytes, bucket_bytes))
         for reduction in reductions:
-            sums, loss_weight, count, stop_request = result(reduction.take())
+            sums, loss_weight, count, stop_request = run_alone(reduction.take())
             assert (loss_weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
             assert count == sum(update + m for m in range(members))
             for i, handle in enumerate(handles):
@@ -125,7 +117,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
         optimizer.start_remaining_sums(gradients)
         stage_states.append((handles, optimizer, gradients))
     for handles, optimizer, gradients in stage_states:
-        optimizer.step(result(optimizer.prepare(gradients))[0])
+        optimizer.step(run_alone(optimizer.prepare(gradients))[0])
         assert torch.equal(handles["unused"], torch.ones(2)), "no weight decay, as in one process"
         torch.testing.assert_close(handles["used"].detach(), torch.full((2,), 1 - 0.1 * (0.5 + 0.5)))
 
@@ -178,7 +170,7 @@ def test_the_host_reads_no_number_from_the_device() -> None:
     handles = [nn.Parameter(torch.empty(4, 2, device="meta")), nn.Parameter(torch.empty(3, device="meta"))]
     reduction = GradientAllReduce(handles, LocalGroup(1).member(0))
     reduction.close([torch.empty(4, 2, device="meta"), None], 3.0, 2, 1.0)
-    sums, loss_weight, count, stop_request = result(reduction.take())
+    sums, loss_weight, count, stop_request = run_alone(reduction.take())
     assert (loss_weight, count, stop_request) == (3.0, 2, 1.0)
     assert sums[0].is_meta
     assert sums[1] is None
@@ -189,7 +181,7 @@ def test_tied_weights_on_a_device_are_counted_on_the_host() -> None:
     handle = torch.empty(2, device="meta")
     total = TiedGradientSum(shared, {0: {"a": handle}}, (1, 1), LocalGroup(1).member(0))
     sums = {0: [torch.empty(2, device="meta")]}
-    result(total.all_reduce(sums))
+    run_alone(total.all_reduce(sums))
     assert sums[0][0].is_meta
 
 

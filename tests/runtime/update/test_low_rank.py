@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from pipedream.core.plan.sums import SumMethod, greatest_rank
-from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
+from pipedream.runtime.comm.channel import Group, LocalGroup, Pending, run_together
 from pipedream.runtime.update.low_rank import LowRankSum
 
 SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: greatest_rank(shape) > 0)
@@ -34,11 +34,9 @@ def make(replicas: int, shape: Sequence[int], rank: int, dtype: torch.dtype = to
 
 
 def sum_up(replicas: Sequence[LowRankSum], gradients: Sequence[Tensor | None], divisor: float = 1.0) -> list[Any]:
-    """Sums over all replicas, one of which waits for another; returns what each has afterwards."""
+    """Sums over all replicas; returns what each has afterwards."""
     sums = [[gradient] for gradient in gradients]
-    waiting = [replica.sum_up(row, divisor) for replica, row in zip(replicas, sums, strict=True)]
-    while waiting:
-        waiting = [generator for generator in waiting if next(generator, None) is not None]
+    run_together(replica.sum_up(row, divisor) for replica, row in zip(replicas, sums, strict=True))
     assert all((row[0] is None) == (sums[0][0] is None) for row in sums)
     assert all(row[0] is None or torch.equal(row[0], sums[0][0]) or not row[0].isfinite().all() for row in sums)
     return [row[0] for row in sums]
@@ -81,19 +79,6 @@ def test_a_matrix_of_low_rank_arrives_as_it_is(shape: tuple[int, int], seed: int
             torch.testing.assert_close(result, 3 * gradient)
         finish(replicas)
         assert all(float(replica.errors["weight"].norm()) < 1e-9 * float(gradient.norm()) for replica in replicas)
-
-
-def test_an_update_begins_with_the_factor_of_the_last() -> None:
-    (replica,) = make(1, (8, 12), 2)
-    factor, error = replica.factors["weight"].clone(), torch.zeros(8, 12).double()
-    for seed in range(3):
-        gradient = torch.randn(8, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        matrix = gradient + error
-        left = torch.linalg.qr(matrix @ torch.linalg.qr(factor).Q).Q
-        factor = matrix.T @ left
-        error = matrix - left @ factor.T
-        torch.testing.assert_close(sum_up([replica], [gradient])[0], left @ factor.T)
-        finish([replica])
 
 
 def test_a_gradient_of_zeros_does_not_end_the_factors() -> None:
