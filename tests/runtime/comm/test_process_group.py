@@ -68,20 +68,10 @@ FOUR = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1}
         *((name, 0, {}, f"^device '{name}' is not known; choose cpu or cuda$") for name in ("tpu", "cuda:x", "")),
         ("cuda", 0, {}, "device 'cuda:0' was requested, but no GPUs were found on this machine; use cpu"),
         ("cuda", 4, {"WORLD_SIZE": 8}, "GPU is not known: none of LOCAL_RANK.*4 GPUs.*torchrun.*set LOCAL_RANK"),
-        (
-            "cuda",
-            2,
-            FOUR,
-            r"4 processes .* on this machine.*but 2 GPUs were found; start 2 \(--workers or --nproc-per-n",
-        ),
+        ("cuda", 2, FOUR, r"4 processes .* on this machine.*but 2 GPUs were found; start 2 \(--workers or --nproc-per"),
         ("cuda", 1, FOUR, r"but 1 GPU was found; start 1 \(--workers or --nproc-per-node"),
         ("cuda", 0, FOUR, "no GPUs were found; start them with --device cpu"),
-        (
-            "cuda",
-            2,
-            {"WORLD_SIZE": 4, "SLURM_LOCALID": 2},
-            "'cuda:2' was requested, but 2 GPUs.*or start fewer processes",
-        ),
+        ("cuda", 2, {"WORLD_SIZE": 4, "SLURM_LOCALID": 2}, "'cuda:2' was requested, but 2 GPUs.*start fewer processes"),
     ],
 )
 def test_a_device_that_a_process_does_not_have(

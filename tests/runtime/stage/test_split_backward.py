@@ -20,12 +20,11 @@ from pipedream.runtime.stage import stage_module, versions
 from pipedream.runtime.stage.split_backward import split_backward
 
 WIDTH = 4
+CALLS: list[Any] = []
 
 
 class Own(torch.autograd.Function):
     """A product by a function of the user's, which lets go of what it kept: there is no second run."""
-
-    calls = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -34,7 +33,7 @@ class Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        Own.calls += 1
+        CALLS.append(ctx)
         x, weight = ctx.tensors.pop()
         return weight * gradients[0], (x * gradients[0]).sum(0)
 
@@ -198,40 +197,35 @@ def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
         torch.testing.assert_close(two, first)
 
 
-def test_a_function_of_the_user_runs_once() -> None:
-    Own.calls = 0
-    assert_alike(
-        *both_ways(lambda: Net([("own", 0, 0, 0), ("linear", 1, 0, 1)]), [torch.ones(3, WIDTH).double()], [True])
-    )
-    assert Own.calls == 2, "one for each way"
+def through_own(self: Any, x: Tensor) -> tuple[Tensor]:
+    return (self.b(Own.apply(self.a(x), self.v)),)
 
 
-def test_a_checkpoint_is_made_again_once() -> None:
-    runs = []
+def checkpointed(self: Any, x: Tensor) -> tuple[Tensor]:
+    def counted(value: Tensor) -> Tensor:
+        CALLS.append(value)
+        return self.b(self.a(value).tanh())
 
-    def forward(self: Any, x: Tensor) -> tuple[Tensor]:
-        def counted(value: Tensor) -> Tensor:
-            runs.append(value)
-            return torch.as_tensor(self.inner(value))
-
-        return (torch.as_tensor(checkpoint(counted, x, use_reentrant=False)),)
-
-    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()  # noqa: E731
-    assert_alike(*both_ways(lambda: Built(forward, inner=make()), [torch.ones(3, WIDTH).double()], [True]))
-    assert len(runs) == 4, "a forward and a second one, each way"
+    return (checkpoint(counted, x, use_reentrant=False),)
 
 
-def test_a_hook_on_a_tensor_changes_a_gradient_once() -> None:
-    calls = []
+def hooked(self: Any, x: Tensor) -> tuple[Tensor]:
+    x = self.a(x)
+    x.register_hook(lambda gradient: CALLS.append(x) or gradient * 0.5)
+    return (self.b(x),)
 
-    def forward(self: Any, x: Tensor) -> tuple[Tensor]:
-        x = self.a(x)
-        x.register_hook(lambda gradient: calls.append(1) or gradient * 0.5)
-        return (self.b(x),)
 
-    make = lambda: Built(forward, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH)).double()  # noqa: E731
+@pytest.mark.parametrize(("forward", "calls"), [(through_own, 1), (checkpointed, 2), (hooked, 1)])
+def test_what_the_user_wrote_is_called_once_each_way(forward: Any, calls: int) -> None:
+    """A function's own backward, the forward of a checkpoint and its repetition, a hook on a tensor."""
+
+    def make() -> nn.Module:
+        parts = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH), "v": nn.Parameter(torch.randn(WIDTH))}
+        return Built(forward, **parts).double()
+
+    CALLS.clear()
     assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
-    assert len(calls) == 2
+    assert len(CALLS) == 2 * calls
 
 
 def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
@@ -312,23 +306,6 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     torch.testing.assert_close(ready_gradients, expected)
     assert saved.weights is not None
     assert all(leaf.grad is None for leaf in saved.weights.leaves.values())
-
-
-def test_sums_grow_in_place() -> None:
-    layer = nn.Linear(WIDTH, WIDTH)
-    handles = dict(layer.named_parameters())
-    stage = stage_module.StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
-    weights = versions.Versions(handles).acquire(0)
-    accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
-    value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    saved = stage_module.SavedForward(
-        weights, graph_inputs, (stage.forward(value, weights.leaves, 0, is_first=False),), (True,), 0
-    )
-    stage.backward_inputs(saved, [torch.ones(2, WIDTH)])
-    gradients = stage.backward_weights(saved, accumulators)
-    assert gradients[0] is accumulators[0]
-    assert torch.equal(accumulators[0], torch.full((WIDTH, WIDTH), 3.0))
-    assert torch.equal(gradients[1], torch.full((WIDTH,), 2.0))
 
 
 def read_twice(self: Any, tokens: Tensor) -> Tensor:

@@ -29,20 +29,23 @@ def twice() -> nn.Module:
     return Built(lambda self, x: x * (self.a + self.b), a=a, b=b)
 
 
-def test_sums_grow_in_place_and_share_nothing() -> None:
+@pytest.mark.parametrize("splits", [False, True])
+def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
     layer = twice()
     stage, handles = stage_of(layer)
     versions, gradients = Versions(handles), Gradients(2)
     expected, sums = torch.zeros(3), []
     for k in range(3):
-        arrived = torch.randn(2, 3)
-        weights = versions.acquire(0)
+        arrived, scale = torch.randn(2, 2, 3)
+        weights, accumulators = versions.acquire(0), gradients.accumulators
         value, boxes = stage.enter("", (arrived.clone(),), (True,))
         output = stage.forward(value, weights.leaves, k, is_first=False)
-        scale = torch.randn(2, 3)
-        accumulators = gradients.accumulators
         saved = stage_module.SavedForward(weights, boxes, (output,), (True,), k)
-        weight_gradients, back = stage.backward(saved, [scale], accumulators)
+        if splits:
+            back = stage.backward_inputs(saved, [scale])
+            weight_gradients = stage.backward_weights(saved, accumulators)
+        else:
+            weight_gradients, back = stage.backward(saved, [scale], accumulators)
         assert k == 0 or all(new is old for new, old in zip(weight_gradients, accumulators, strict=True))
         gradients.add(weight_gradients, 1.0)
         expected += (arrived * scale).sum(0)
