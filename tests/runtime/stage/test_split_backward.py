@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from built import Built
-from first_minibatches import assert_equal, piped, plain
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -306,23 +305,3 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     torch.testing.assert_close(ready_gradients, expected)
     assert saved.weights is not None
     assert all(leaf.grad is None for leaf in saved.weights.leaves.values())
-
-
-def read_twice(self: Any, tokens: Tensor) -> Tensor:
-    """Of a table of words that the output reads too, in one stage: the first layer's input wants no gradient."""
-    return self.inner(self.table(tokens)).tanh() @ self.table.weight.T
-
-
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
-def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
-    """And a last stage that reads one weight at two places of the path."""
-
-    def make_model() -> nn.Sequential:
-        torch.manual_seed(0)
-        tied, shared = Built(read_twice, table=nn.Embedding(7, 4), inner=nn.Linear(4, 4)), nn.Linear(7, 7)
-        return nn.Sequential(tied, nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
-
-    batches = [(torch.randint(7, (6, 3)), torch.randn(6, 3, 7, dtype=torch.float64)) for _ in range(5)]
-    loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
-    trained = piped(make_model(), loss, batches, cuts=(1, 2), schedule=schedule, microbatches=3)
-    assert_equal(trained, plain(make_model(), loss, batches))

@@ -126,29 +126,6 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
     check()
 
 
-@pytest.mark.parametrize("stepper", STEPPERS)
-def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
-    handles = make_handles()
-    versions, optimizer = Versions(handles, single=True), stepper(handles.values())
-    places = {name: handle.data_ptr() for name, handle in handles.items()}
-    readers = [versions.acquire(0)]
-    for n in range(1, 4):
-        for handle in handles.values():
-            handle.grad = torch.randn_like(handle)
-        update(versions, {n - 1}, optimizer.step)
-        readers.append(versions.acquire(n))
-        assert {reader.version for reader in readers} == {n}, "all read the newest"
-        assert all(torch.equal(readers[0].leaves[name], handle) for name, handle in handles.items())
-        assert {name: handle.data_ptr() for name, handle in handles.items()} == places
-        assert (versions.storages, versions.peak) == (1, 1)
-    with pytest.raises(KeyError):
-        versions.acquire(0)
-    for reader in readers:
-        versions.release(reader)
-    versions.rewind()
-    assert versions.newest == 0
-
-
 def test_kept_views_are_sets_of_their_own() -> None:
     handles = make_handles()
     versions = Versions(handles, single=True)
