@@ -1,7 +1,7 @@
 """A stage's backward: autograd adds to the sums that it is given."""
 
-import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -170,49 +170,24 @@ def _flatten_as_cudnn_does(module: nn.RNNBase) -> None:
             offset += weight.numel()
 
 
-def _flatten_and_run(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _recur(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     self.lstm.flatten_parameters()
     return self.lstm(x)[0]
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn_does)
-    layer = Built(_flatten_and_run, lstm=nn.LSTM(2, 3))
-    plain = copy.deepcopy(layer)
-    handles = dict(layer.named_parameters())
-    for handle in handles.values():
-        handle.data = handle.data.clone()  # as a move to a GPU does, one by one
-    stage = stage_module.StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
-    versions, optimizer = Versions(handles), torch.optim.SGD(handles.values(), lr=0.1)
-    serial = torch.optim.SGD(plain.parameters(), lr=0.1)
-    inputs, waiting = torch.randn(6, 4, 2, 2), []
-    history = [[p.detach().clone() for p in plain.parameters()]]
-    for x in inputs:
-        weights = versions.acquire(versions.newest)
-        waiting.append((weights, stage.forward(x, weights.leaves, 0, is_first=True)))
-        assert all(torch.equal(a, b) for a, b in zip(weights.leaves.values(), history[weights.version], strict=True))
-        for leaves in (weights.leaves, handles):
-            assert len({leaf.untyped_storage().data_ptr() for leaf in leaves.values()}) == 1, "one chunk"
-        if len(waiting) < in_flight:
-            continue
-        weights, output = waiting.pop(0)
-        scale = torch.ones_like(output)
-        gradients, _ = stage.backward(
-            stage_module.SavedForward(weights, (), (output,), (), 0), [scale], [None] * len(handles)
-        )
-        versions.release(weights)
-        for handle, twin, gradient in zip(handles.values(), plain.parameters(), gradients, strict=True):
-            handle.grad, twin.grad = gradient, gradient.clone()
-        versions.choose_storage((versions.newest,) if in_flight > 1 else ())
-        versions.move_handles()
-        optimizer.step()
-        versions.after_step()
-        serial.step()
-        history.append([p.detach().clone() for p in plain.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(handles.values(), plain.parameters(), strict=True))
-    assert not torch.equal(history[0][0], history[-1][0])
-    assert "flatten_parameters" not in vars(layer.lstm)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_layer_that_flattens_its_weights_trains(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Built(_recur, lstm=nn.LSTM(2, 3)), nn.Linear(3, 1)).double()
+
+    data = [(torch.randn(4, 2, 2).double(), torch.randn(4, 2, 1).double()) for _ in range(6)]
+    how = {"loss": nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    training = pd.testing.Training(model=make, data=data, plan=(1, 1), schedule=schedule, **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn_does)
+        trained = training.pipeline()
+    training.assert_serial(trained)
 
 
 def test_a_forward_that_moves_a_weight_is_refused() -> None:
