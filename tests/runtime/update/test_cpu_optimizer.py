@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import OPTIMIZERS, Case, Fresh, run, stage_states
+from cases import OPTIMIZERS, Case, run, stage_states
 from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
@@ -57,16 +57,16 @@ def test_the_place_of_the_optimizer_changes_no_bit(case: Case) -> None:
 
 
 def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
-    with pipeline("host") as trained:
+    """Also where the schedule is not known by its name."""
+    schedule = pd.schedules.build("1f1b", plan_of(make(), batches()[0][0], (3, 5)), 4)
+    with pipeline("host", schedule, microbatches=None) as trained:
         list(trained.train(batches()))
-        for stage_state in stage_states(trained):
-            optimizer, handles = stage_state.optimizer, stage_state.versions.handles
-            stepped = [weight for group in optimizer.optimizer.param_groups for weight in group["params"]]
-            assert [id(weight) for weight in stepped] == [id(weight) for weight in optimizer.stepped.values()]
-            for name, weight in optimizer.stepped.items():
-                assert weight.untyped_storage().data_ptr() != handles[name].untyped_storage().data_ptr()
-                assert torch.equal(weight, handles[name])
-            assert set(optimizer.optimizer.state) <= set(stepped)
+        for state in stage_states(trained):
+            handles, stepped = state.versions.handles, state.optimizer.stepped
+            groups = [weight for group in state.optimizer.optimizer.param_groups for weight in group["params"]]
+            assert [id(weight) for weight in groups] == [id(weight) for weight in stepped.values()]
+            assert all(torch.equal(weight, handles[name]) for name, weight in stepped.items())
+            assert not {weight.data_ptr() for weight in stepped.values()} & {p.data_ptr() for p in handles.values()}
 
 
 def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
@@ -79,25 +79,17 @@ def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("host", None), (None, "host")])
 def test_a_checkpoint_goes_on_with_the_optimizer_elsewhere(before: Any, after: Any, tmp_path: Path) -> None:
-    """Momentum of a loaded checkpoint, and loaded weights, count."""
-    losses = {}
-    for last in (before, after):
-        with pipeline(before) as first:
-            list(first.train(Fresh(batches()), epochs=1))
-            first.save(tmp_path / str(last))
-        with pipeline(last) as second:
-            second.load(tmp_path / str(last))
-            losses[last] = [done.loss for done in second.train(Fresh(batches()), epochs=2)]
-    assert losses[before] == losses[after]
+    case = Case("mlp", "1f1b", 3, microbatches=4, optimizer="adamw", optimizer_state=before, evaluate_at=())
+    case.training().resumed(tmp_path, (3, 7), replace(case, optimizer_state=after).training())
 
 
 def test_loaded_weights_are_trained() -> None:
     states = []
     for state in ("host", "device"):
         with pipeline(state) as trained:
-            list(trained.train(batches()))
-            trained.load_state_dict(make().state_dict())
-            list(trained.train(batches()))
+            for _ in range(2):
+                trained.load_state_dict(make().state_dict())
+                list(trained.train(batches()))
             states.append(trained.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -118,14 +110,8 @@ def test_what_cannot_be_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         (partial(check_movable, capturable), "'host' was asked for with SGD, which has capturable=True, .*; leave"),
         (partial(check_movable, holding), "SGD, which holds 'seen' on cuda:0"),
         (partial(pipeline, "gpu"), "optimizer_state='gpu' was asked for; give device or host"),
-        (
-            partial(pipeline, "host", "spectrain", OPTIMIZERS["sgd"], microbatches=1),
-            "'spectrain', which reads weights beside the state of its optimizer; keep",
-        ),
-        (
-            partial(pipeline, "host", "pipedream", replicas=(2, 1, 1), sums="every:2"),
-            "which averages weights over replicas of its optimizer; keep",
-        ),
+        (partial(pipeline, "host", "spectrain", OPTIMIZERS["sgd"], microbatches=1), "'spectrain', which reads weights"),
+        (partial(pipeline, "host", "pipedream", replicas=(2, 1, 1), sums="every:2"), "which averages weights over rep"),
     ):
         with pytest.raises(pd.PipelineError, match=words):
             call()
@@ -185,20 +171,15 @@ def test_a_plan_counts_device_and_host() -> None:
 def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, gpus: bool) -> None:
     layer = pd.LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=500, parameter_bytes=1000, temporary_bytes=70)
     profile = pd.Profile.of_chain((layer,) * 4, batch=16, optimizer_bytes=8000, input_shapes=((16, 47),))
-    profile = on_gpus(profile) if gpus else profile
-    cluster = replace(pd.Cluster.flat(2), host_bytes_per_s=4e3)
-    plans = [
-        pd.plan(profile, cluster, schedule=schedule, microbatches=4, shape="straight", optimizer_state=state)
-        for state in ("device", "host")
-    ]
-    phases = (pd.Phase(schedule, microbatches=4),)
+    profile, cluster = on_gpus(profile) if gpus else profile, replace(pd.Cluster.flat(2), host_bytes_per_s=4e3)
+    ask = partial(pd.plan, profile, cluster, schedule=schedule, microbatches=4, shape="straight")
+    plans, phases = [ask(optimizer_state=state) for state in ("device", "host")], (pd.Phase(schedule, microbatches=4),)
     for planned, target in (plans, plans[::-1]):
-        moved = prepare.follow_moves(planned.choosing(optimizer_state=target.choices.optimizer_state), planned, phases)
-        assert moved.stages == target.stages
+        moved = planned.choosing(optimizer_state=target.choices.optimizer_state)
+        assert prepare.follow_moves(moved, planned, phases).stages == target.stages
     assert prepare.follow_moves(plans[0], plans[0], phases) is plans[0]
-    moved = plans[0].choosing(optimizer_state="host")
     least, most = sorted(max(plan.worker_bytes.values()) for plan in plans)
-    full = replace(moved, cluster=replace(cluster, memory_bytes=least))
+    full = replace(plans[0].choosing(optimizer_state="host"), cluster=replace(cluster, memory_bytes=least))
     if gpus:
         assert prepare.follow_moves(full, plans[0], phases).stages == plans[1].stages
     else:
@@ -208,25 +189,18 @@ def test_moving_an_optimizer_later_predicts_what_planning_does(schedule: str, gp
 
 def test_activations_moved_later_count_elsewhere() -> None:
     layers = (pd.LayerProfile(1.0, 2.0, output_bytes=10, activation_bytes=8000, parameter_bytes=1000),) * 4
-    profile = pd.Profile.of_chain(layers, batch=16)
-    planned = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=4, shape="straight")
-    moved = prepare.follow_moves(planned.choosing(activations="host"), planned, (pd.Phase("1f1b", microbatches=4),))
+    cluster, phases = pd.Cluster.flat(2), (pd.Phase("1f1b", microbatches=4),)
+    planned = pd.plan(pd.Profile.of_chain(layers, batch=16), cluster, schedule="1f1b", microbatches=4, shape="straight")
+    moved = prepare.follow_moves(planned.choosing(activations="host"), planned, phases)
     for before, stage in zip(planned.stages, moved.stages, strict=True):
-        assert stage.memory.moved_bytes > 0
         # A quarter of a microbatch's is in memory.
-        assert before.peak_bytes - stage.peak_bytes == stage.memory.moved_bytes - stage.activation_bytes // 4 // 4
+        assert before.peak_bytes - stage.peak_bytes == stage.memory.moved_bytes - stage.activation_bytes // 4 // 4 > 0
 
 
 def test_a_pipeline_predicts_where_its_optimizer_is() -> None:
     with pipeline("device", "pipedream") as device, pipeline("host", "pipedream") as host:
         pairs = zip(device.plan.stages, host.plan.stages, strict=True)
         assert [after.peak_bytes - before.peak_bytes for before, after in pairs] == [300, 200, 100]
-
-
-def test_a_schedule_of_its_own_hosts_optimizers() -> None:
-    schedule = pd.schedules.build("1f1b", plan_of(make(), batches()[0][0], (3, 5)), 4)
-    with pipeline("host", schedule, microbatches=None) as trained:
-        assert all(state.cpu_optimizer is not None for state in stage_states(trained))
 
 
 def test_copies_of_a_hosted_optimizer_take_time() -> None:
