@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from exchange import assert_arrived
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
-from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.comm.message import (
-    Content,
-    Header,
-    Message,
-    MessageFormat,
-    SentFormats,
-    copy_as_received,
-    dimension_order,
-    flatten_in_memory_order,
-    write,
-)
+from pipedream.runtime.comm import channel, message as wire
+from pipedream.runtime.comm.message import Message
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -43,7 +33,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 MESSAGES = st.builds(
     Message,
     microbatch=st.integers(0, 2**62),
-    content=st.sampled_from(Content),
+    content=st.sampled_from(wire.Content),
     tensors=st.lists(st.none() | tensors(), max_size=4).map(tuple),
     structure=st.text(max_size=20) | st.sampled_from(["long" * 1000, "\N{EURO SIGN}" * 1300]),
     minibatch=st.integers(0, 2**62),
@@ -57,20 +47,20 @@ MESSAGES = st.builds(
 )
 
 
-def through_bytes(message: Message, sent_formats: SentFormats, formats: dict[int, MessageFormat]) -> Message:
+def through_bytes(message: Message, sent_formats: wire.SentFormats, formats: dict[int, wire.MessageFormat]) -> Message:
     """Writes a message and reads it again, as a channel's ends do."""
     number, message_format, description = sent_formats.find(message)
-    header = Header.of(message, number, 7, len(description))
+    header = wire.Header.of(message, number, 7, len(description))
     begin = header.head_bytes
     sent = torch.full((begin + message_format.payload_bytes,), 255, dtype=torch.uint8)
     header.write(sent.numpy().data, message.numbers, description)
-    write(message.tensors, message_format.tensors_in(sent, begin))
+    wire.write(message.tensors, message_format.tensors_in(sent, begin))
     arrived = sent.clone()
     head = arrived.numpy().data
-    header = Header.read(head)
+    header = wire.Header.read(head)
     assert header.channel == 7
     if header.description_bytes:
-        formats[header.format_number] = MessageFormat.from_json(header.read_description(head))
+        formats[header.format_number] = wire.MessageFormat.from_json(header.read_description(head))
     there = formats[header.format_number]
     assert there.payload_bytes == message_format.payload_bytes
     assert header.head_bytes == begin
@@ -78,35 +68,29 @@ def through_bytes(message: Message, sent_formats: SentFormats, formats: dict[int
 
 
 @given(message=MESSAGES, wants=st.lists(st.booleans(), min_size=4, max_size=4))
+@example(Message(0, tensors=(torch.ones((1,) * 9),) + (torch.ones(1),) * 400, numbers=(0.5,) * 100), [])
 def test_a_message_arrives_as_it_was(message: Message, wants: list[bool]) -> None:
     message = replace(message, wants=tuple(wants[: len(message.tensors)]))
-    sent_formats, formats = SentFormats(), {}
+    sent_formats, formats = wire.SentFormats(), {}
     for _ in range(2):  # described, then called by its number
         received = through_bytes(message, sent_formats, formats)
         assert replace(received, tensors=()) == replace(message, tensors=())
         assert_arrived(received.tensors, message.tensors)
         for copy, sent in zip(received.tensors, message.tensors, strict=True):
             if copy is not None and sent is not None:
-                here = copy_as_received(sent)
-                assert dimension_order(copy) == dimension_order(here)
+                assert not copy._is_view(), "tensors of one message enter a graph apart from each other"
+                here = wire.copy_as_received(sent)
+                assert wire.dimension_order(copy) == wire.dimension_order(here)
                 assert copy.stride() == here.stride(), "in one process and over a wire the layout is the same"
                 assert copy.clone().stride() == copy.stride(), "a receiver's copy keeps it"
 
 
-@given(tensor=tensors())
-def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor) -> None:
-    message_format = MessageFormat.of(Message(0, tensors=(tensor,)))
-    (received,) = message_format.tensors_in(flatten_in_memory_order(tensor).view(torch.uint8).clone())
-    assert received is not None
-    assert torch.equal(received, tensor)
-
-
 def test_a_format_is_described_once_and_the_oldest_is_forgotten() -> None:
-    sent_formats, formats = SentFormats(max_formats=3), {}
+    sent_formats, formats = wire.SentFormats(max_formats=3), {}
     ones = [Message(0, tensors=(torch.ones(size),)) for size in range(5)]
     assert [bool(sent_formats.find(ones[i])[2]) for i in (0, 1, 0, 2, 1)] == [True, True, False, True, False]
     assert [bool(sent_formats.find(ones[i])[2]) for i in (3, 1, 2, 0)] == [True, False, False, True]
-    sent_formats = SentFormats(max_formats=3)
+    sent_formats = wire.SentFormats(max_formats=3)
     for i in (0, 1, 2, 3, 4, 0, 4, 1):
         (tensor,) = through_bytes(ones[i], sent_formats, formats).tensors
         assert torch.equal(tensor, torch.ones(i))
@@ -114,36 +98,26 @@ def test_a_format_is_described_once_and_the_oldest_is_forgotten() -> None:
 
 
 @given(tensor=tensors())
-def test_a_copy_is_dense_in_the_order_of_its_dimensions(tensor: torch.Tensor) -> None:
-    copy = copy_as_received(tensor)
+def test_a_copy_and_what_is_sent_alone_are_dense_in_the_order_of_the_dimensions(tensor: torch.Tensor) -> None:
+    copy = wire.copy_as_received(tensor)
     step, strides = 1, [0] * tensor.ndim
-    for dimension in reversed(dimension_order(tensor)):
+    for dimension in reversed(wire.dimension_order(tensor)):
         strides[dimension], step = step, step * max(1, tensor.shape[dimension])
     assert copy.stride() == tuple(strides)
     assert torch.equal(copy, tensor)
     assert not copy._is_view()
     assert not copy.requires_grad
-
-
-def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
-    message = Message(0, tensors=(torch.ones(2), torch.ones(3), torch.ones(4)))
-    assert not any(t._is_view() for t in through_bytes(message, SentFormats(), {}).tensors)
-
-
-def test_a_message_holds_any_number_of_tensors_dimensions_and_numbers() -> None:
-    numbers = tuple(map(float, range(100)))
-    message = Message(0, tensors=(torch.ones((1,) * 9),) + (torch.ones(1),) * 400, numbers=numbers)
-    received = through_bytes(message, SentFormats(), {})
-    assert_arrived(received.tensors, message.tensors)
-    assert received.numbers == numbers
+    sent = wire.flatten_in_memory_order(tensor).view(torch.uint8).clone()
+    (received,) = wire.MessageFormat.of(Message(0, tensors=(tensor,))).tensors_in(sent)
+    assert torch.equal(received, tensor)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    for send in (SentFormats().find, LocalChannel().send):
+    for send in (wire.SentFormats().find, channel.LocalChannel().send):
         with pytest.raises(TypeError, match=r"layout torch\.sparse_coo cannot be sent"):
             send(Message(0, tensors=(torch.eye(2).to_sparse(),)))
     with pytest.raises(TypeError, match=r"torch\.bits8 cannot be sent"):
-        SentFormats().find(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)))
+        wire.SentFormats().find(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +130,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
     ids=["conjugate", "negated", "float8"],
 )
 def test_numbers_that_memory_does_not_hold_as_such(tensor: torch.Tensor) -> None:
-    numbers = flatten_in_memory_order(tensor)
+    numbers = wire.flatten_in_memory_order(tensor)
     received = torch.empty_like(numbers)
     received.view(torch.uint8).copy_(numbers.view(torch.uint8))  # bytes, as gloo sends them
     assert torch.equal(received.to(torch.complex64), tensor.to(torch.complex64).reshape(-1).resolve_conj())
