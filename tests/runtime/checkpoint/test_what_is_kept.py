@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from cases import make_pipeline, stage_states
 from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, writer
@@ -43,20 +43,22 @@ class Scale(nn.Module):
         self.factor = state["factor"]
 
 
-def generator_of(kind: str) -> Any:
-    """Returns a generator of one of the kinds."""
-    if kind == "torch":
-        return torch.Generator().manual_seed(1)
-    return {"python": random.Random, "numpy": np.random.default_rng}.get(kind, np.random.RandomState)(1)
-
-
-def draw(generator: Any) -> float:
-    return float(torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random())
+GENERATORS: dict[str, tuple[Any, Any]] = {
+    "python": (random.Random, random.Random.random),
+    "numpy": (np.random.default_rng, np.random.Generator.random),
+    "numpy's older": (np.random.RandomState, np.random.RandomState.random),
+    "torch": (
+        lambda seed: torch.Generator().manual_seed(seed),
+        lambda generator: float(torch.rand((), generator=generator)),
+    ),
+}
+"""Makers of a generator of a seed, and what draws from it."""
 
 
 def make_model(kind: str = "torch") -> nn.Module:
     """Returns a model that draws from a generator in a container; its unused head is in its state dict only."""
-    noise = Built(lambda self, x: x * (1 + draw(self.generators[0])), generators=[generator_of(kind)])
+    make, draw = GENERATORS[kind]
+    noise = Built(lambda self, x: x * (1 + draw(self.generators[0])), generators=[make(1)])
     layers = {"first": nn.Linear(3, 4), "noise": noise, "scale": Scale(), "last": nn.Linear(4, 1)}
     forward = lambda self, x: self.last(self.scale(self.noise(self.first(x))))  # noqa: E731
     return Built(forward, **layers, unused=nn.Linear(4, 2))
@@ -80,19 +82,6 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
-class Shuffled(Sampler[int]):
-    """Draws from a generator of its own, of one of the kinds."""
-
-    def __init__(self, kind: str) -> None:
-        self.drawing = generator_of(kind)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(range(20), key=lambda _: draw(self.drawing)))
-
-    def __len__(self) -> int:
-        return 20
-
-
 def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
     """Trains in as many stages as there are processes, or two; saves after each epoch."""
     torch.manual_seed(int(resume))
@@ -100,21 +89,13 @@ def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[floa
     if not resume:
         nn.init.ones_(model.unused.weight)
     inputs = torch.linspace(-1, 1, 60).reshape(20, 3)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    losses = []
-    with pd.Pipeline(
-        model,
-        plan_of(model, inputs[:5], (3,)),
-        schedule="1f1b",
-        loss=Built(relative_loss, size=nn.Buffer(torch.ones(()))),
-        optimizer=partial(Counting, lr=0.1),
-        weight=lambda batch: len(batch[0]),
-        check=False,
-    ) as pipeline:
+    data, losses = TensorDataset(inputs, inputs.sum(1, keepdim=True)), []
+    loss, optimizer = Built(relative_loss, size=nn.Buffer(torch.ones(()))), partial(Counting, lr=0.1)
+    options = {"optimizer": optimizer, "loss": loss, "weight": lambda batch: len(batch[0]), "schedule": "1f1b"}
+    with pd.Pipeline(model, plan_of(model, inputs[:5], (3,)), check=False, **options) as pipeline:
         if resume:
             pipeline.load(folder)
-        loader = DataLoader(data, batch_size=5, sampler=Shuffled(kind))
-        for done in pipeline.train(loader, epochs=epochs - pipeline.position[0]):
+        for done in pipeline.train(DataLoader(data, 5, shuffle=True), epochs=epochs - pipeline.position[0]):
             losses.append(done.loss)
             if done.ends_epoch:
                 pipeline.save(folder)
@@ -136,7 +117,7 @@ def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("kind", ["python", *(slow(kind) for kind in ("numpy", "torch", "numpy's older"))])
+@pytest.mark.parametrize("kind", [kind if kind == "python" else slow(kind) for kind in GENERATORS])
 def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     check(tmp_path, kind, train)
 
@@ -148,12 +129,8 @@ def test_several_processes_do_too(tmp_path: Path) -> None:
     check(tmp_path, "python", lambda *args: processes.team(2).results(train, *args)[0])
 
 
-def pipeline_of(model: nn.Module, data: Any, cuts: tuple[int, ...], **options: Any) -> pd.Pipeline:
-    return pd.Pipeline(model, plan_of(model, data[0][0], cuts), loss=nn.functional.mse_loss, check=False, **options)
-
-
 class Diary(pd.callbacks.Callback):
-    """Its state, a module's and a scheduler's are lists and dicts that they go on with."""
+    """Its state, a module's, an optimizer's and a scheduler's are lists and dicts that they go on with."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"rows": [{"number": 0}], "by": {"a": [1]}}
@@ -178,8 +155,6 @@ class Remembering(nn.Linear):
 
 
 class Listing(torch.optim.SGD):
-    """Keeps a list for each weight, and one in its group."""
-
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
         for group in self.param_groups:
@@ -208,9 +183,9 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
     data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(3)]
 
     def make(diary: Diary) -> tuple[Remembering, pd.Pipeline]:
-        model = Remembering()
-        options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary]}
-        return model, pipeline_of(model, data, (), schedule="1f1b", **options)
+        model, plan = Remembering(), plan_of(Remembering(), data[0][0], ())
+        options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary], "check": False}
+        return model, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, schedule="1f1b", **options)
 
     diary = Diary()
     model, trained = make(diary)
