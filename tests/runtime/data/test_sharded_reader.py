@@ -64,33 +64,10 @@ def saved_at(reader: LoaderReader, *position: int) -> Any:
     return json.loads(json.dumps(reader.state(*position)))
 
 
-def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int]]]:
-    return [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
-
-
-@pytest.mark.parametrize(
-    "name", thinned(pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS)
-)
-def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
-    epochs = plain_loop(LOADERS[name](), 3)
-    seed_all(5)
-    loader, order = LOADERS[name](), rng.DataOrder()
-    before = torch.get_rng_state(), random.getstate()
-    reader = reader_of(loader, order, EpochRange(end=2))
-    assert isinstance(reader, sharded_reader.ShardedReader) == (name in SHARDED)
-    numbers = list(reader)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1], "the process's own generators have not moved"
-    reader.close()
-    noise()
-    # A second stream of the same loader goes on where the first one ended.
-    again = sharded_reader.ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in SHARDED else None
-    rest = batches_of(again or IterableReader(loader, order, EpochRange(2, 3), None))
-    actual = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
-    expected = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
-    assert actual + [part[1:] for part in rest] == expected
-    if isinstance(reader, sharded_reader.ShardedReader):
-        reader._sharded.close()
+def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int], bool]]:
+    """Returns (epoch, batch, ends_epoch) of each minibatch."""
+    ends = [(epoch, n, n == len(batches) - 1) for epoch, batches in enumerate(epochs) for n in range(len(batches))]
+    return [(epoch, epochs[epoch][n], is_last) for epoch, n, is_last in ends]
 
 
 def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
@@ -108,11 +85,16 @@ def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
     seed_all(99)
     on = reader_of(loader, rng.DataOrder(), EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
-    assert [part[1:3] for part in before + batches_of(on)] == expected
+    own = torch.get_rng_state(), random.getstate()
+    first = next(on)
+    assert torch.equal(torch.get_rng_state(), own[0])
+    assert random.getstate() == own[1], "the process's own generators have not moved"
+    before.append((first.number, first.epoch, listed(first.batch), first.ends_epoch))
+    assert [part[1:] for part in before + batches_of(on)] == expected
     for each in (reader, on):
         if isinstance(each, sharded_reader.ShardedReader):
             each._sharded.close()
-    return loader, sum(len(batch) for _, batch in expected[count:])
+    return loader, sum(len(batch) for _, batch, _ in expected[count:])
 
 
 @pytest.mark.parametrize(
@@ -126,10 +108,11 @@ def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
         every=3,
     ),
 )
-def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
+def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(name: str, done: int | str) -> None:
     size = len(plain_loop(LOADERS[name](), 1)[0])
     count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
     assert isinstance(count, int)
+    assert sharded_reader.can_be_sharded(LOADERS[name]()) == (name in SHARDED)
     loader, rest = check_position(LOADERS[name], count)
     if name in SHARDED and name not in WITH_PROCESSES:
         assert len(loader.dataset.loaded) == rest, "what was done is passed over, not loaded"
@@ -373,8 +356,8 @@ def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> Non
             peeked = reader.peek()
             assert peeked is not None
             assert peeked.number == next(reader).number
-            minibatches = [(peeked.epoch, listed(peeked.batch)), *(part[1:3] for part in batches_of(reader))]
-            assert minibatches == expected[extent.skip :]
+            first = (peeked.epoch, listed(peeked.batch), peeked.ends_epoch)
+            assert [first, *(part[1:] for part in batches_of(reader))] == expected[extent.skip :]
             reader.close(), reader._sharded.close()
         middle = alike(LOADERS[name](), 5, EpochRange(end=2), None)
         batches_of(middle, 3)
