@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, product
 from types import SimpleNamespace
@@ -194,8 +195,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         plain.batch_sampler.set_epoch(epoch)
         expected += [int(batch) for batch in plain]
     places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
-    indices: list[int] = []
-    state: Any = None
+    indices, state = list[int](), None
     for i, (replicas, cycles, drain, leave) in enumerate(legs):
         if len(indices) == len(expected):
             break
@@ -203,15 +203,12 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         readers, data = [], [Numbers(1000) for _ in range(replicas)]
         for replica in range(replicas):
             seed_all(3)  # of rank 0; a session sends its state to the others
-            loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
-            extent = EpochRange(epoch, len(lengths), skip)
-            readers.append(
-                sharded_reader.ShardedReader(
-                    sharded_reader.ShardedLoader(loader, replica, replicas), rng.DataOrder(), extent, state
-                )
+            loader, extent = (
+                DataLoader(data[replica], batch_sampler=Lists(lengths)),
+                EpochRange(epoch, len(lengths), skip),
             )
-        for reader in readers:
-            reader.begin(replicas * cycles)
+            readers.append(reader_of(loader, rng.DataOrder(), extent, state, replica, replicas))
+            readers[-1].begin(replicas * cycles)
         leg_indices: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
             stop_reason, _, numbers = stream(readers, rounds)
@@ -332,12 +329,22 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()), *drawn], dtype=torch.float64)
 
 
-def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> sharded_reader.ShardedReader:
-    """Returns the reader of a process that has this seed."""
+@contextmanager
+def alike(loader: Any, seed: int, extent: EpochRange, state: Any = None) -> Iterator[sharded_reader.ShardedReader]:
+    """Opens the reader of a process that has this seed."""
     seed_all(seed)
     sharded = sharded_reader.ShardedLoader(loader)
     sharded.alike = True
-    return sharded_reader.ShardedReader(sharded, rng.DataOrder(), extent, state)
+    reader = sharded_reader.ShardedReader(sharded, rng.DataOrder(), extent, state)
+    yield reader
+    reader.close()
+    sharded.close()
+
+
+def state_after(make: Callable[[], Any], batches: int) -> Any:
+    with alike(make(), 5, EpochRange(end=2)) as reader:
+        list(islice(reader, batches))
+        return saved_at(reader, 0, batches)
 
 
 @pytest.mark.parametrize(
@@ -345,49 +352,30 @@ def alike(loader: Any, seed: int, extent: EpochRange, state: Any) -> sharded_rea
 )
 def test_processes_that_read_alike_read_what_a_plain_loop_does(name: str) -> None:
     """Also from a position within an epoch, and whatever their own generators draw."""
-    epochs = plain_loop(LOADERS[name](), 2)
-    expected = in_order(epochs)
-    state: Any = None
-    for extent in (EpochRange(end=2), EpochRange(0, 2, 3)):
-        readers = [alike(LOADERS[name](), 5, extent, state)]
-        state = saved_at(readers[0], extent.first, extent.skip)
-        readers += [alike(LOADERS[name](), 6, extent, state)]
-        for reader in readers:
+    make = LOADERS[name]
+    expected = in_order(plain_loop(make(), 2))
+    for skip, seed in product((0, 3), (5, 6)):
+        with alike(make(), seed, EpochRange(0, 2, skip), state_after(make, skip)) as reader:
             peeked = reader.peek()
             assert peeked is not None
             assert peeked.number == next(reader).number
             first = (peeked.epoch, listed(peeked.batch), peeked.ends_epoch)
-            assert [first, *(part[1:] for part in batches_of(reader))] == expected[extent.skip :]
-            reader.close(), reader._sharded.close()
-        middle = alike(LOADERS[name](), 5, EpochRange(end=2), None)
-        batches_of(middle, 3)
-        state = saved_at(middle, 0, 3)
-        middle.close(), middle._sharded.close()
+            assert [first, *(part[1:] for part in batches_of(reader))] == expected[skip:]
 
 
 @pytest.mark.parametrize("workers", [0, slow(2)])
 def test_processes_that_read_alike_draw_the_same_numbers_for_their_samples(workers: int) -> None:
-    def read(seed: int, extent: EpochRange, state: Any) -> list[list[float]]:
-        reader = alike(DataLoader(Noise(), 2, num_workers=workers), seed, extent, state)
-        rows = rows_of(reader)
-        reader._sharded.close()
-        return rows
+    def make() -> DataLoader[Any]:
+        return DataLoader(Noise(), 2, num_workers=workers)
 
-    def state_at(*position: int) -> Any:
-        reader = alike(DataLoader(Noise(), 2, num_workers=workers), 3, EpochRange(end=2), None)
-        rows_of(reader, position[1])
-        state = saved_at(reader, *position)
-        reader.close(), reader._sharded.close()
-        return state
+    def rows(seed: int, skip: int) -> list[list[float]]:
+        with alike(make(), seed, EpochRange(0, 2, skip), state_after(make, skip)) as reader:
+            return rows_of(reader)
 
-    whole = [read(seed, EpochRange(end=2), state_at(0, 0)) for seed in (3, 4)]
-    assert whole[0] == whole[1]
-    for column in range(1, 7) if not workers else (1, 2, 3):
-        assert len({row[column] for row in whole[0]}) == 24
-    rest = [read(seed, EpochRange(0, 2, 4), state_at(0, 4)) for seed in (3, 4)]
-    assert rest[0] == rest[1]
-    if not workers:
-        assert rest[0] == whole[0][8:]
+    whole, rest = rows(3, 0), rows(3, 4)
+    assert (rows(4, 0), rows(4, 4)) == (whole, rest)
+    assert {len({row[column] for row in whole}) for column in ((1, 2, 3) if workers else range(1, 7))} == {24}
+    assert workers or rest == whole[8:]
 
 
 def rows_of(reader: LoaderReader, most: int | None = None) -> list[list[float]]:
@@ -403,8 +391,7 @@ def test_replicas_draw_different_numbers_in_their_own_processes_and_the_same_aft
 
     state_at_start: list[Any] = []
     both = [rows(replica, EpochRange(end=2)) for replica in (0, 1)]
-    for column in range(1, 7):
-        assert len({row[column] for row in both[0] + both[1]}) == 24
+    assert {len({row[column] for row in both[0] + both[1]}) for column in range(1, 7)} == {24}
     again = rows(1, EpochRange(first=0, end=2, skip=2), state_at_start[1])
     assert again == both[1][2:], "of minibatches 1, 3, 5, ... without the first two of both replicas"
 
