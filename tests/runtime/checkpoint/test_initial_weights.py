@@ -197,16 +197,10 @@ def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None
 # -- files ------------------------------------------------------------------------------------------
 
 
-def last(words: nn.Embedding) -> nn.Module:
-    """Returns an output layer that shares the matrix of an embedding."""
-    head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
-    head.weight = words.weight
-    return Built(lambda self, x: self.head(x)[:, -1], head=head)
-
-
 def tied() -> nn.Module:
-    words = nn.Embedding(9, 4)
-    return nn.Sequential(words, nn.Linear(4, 4), nn.Tanh(), last(words))
+    words, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    head.weight = words.weight
+    return nn.Sequential(words, nn.Linear(4, 4), nn.Tanh(), Built(lambda self, x: self.head(x)[:, -1], head=head))
 
 
 def untied() -> nn.Module:
@@ -227,15 +221,14 @@ def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
     if form == "state dict":
         torch.save(state, folder / "weights.pt")
         return folder / "weights.pt"
-    torch_files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    save_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_file
     if form == "shards":
-        names = list(state)
-        places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+        places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(state)}
         for file in set(places.values()):
-            torch_files.save_file({name: state[name] for name in names if places[name] == file}, folder / file)
+            save_file({name: tensor for name, tensor in state.items() if places[name] == file}, folder / file)
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
         return folder
-    torch_files.save_file(state, folder / "model.safetensors")
+    save_file(state, folder / "model.safetensors")
     return folder / "model.safetensors" if form == "file" else folder
 
 
@@ -264,24 +257,17 @@ def test_a_shared_parameter_may_be_saved_once(tmp_path: Path) -> None:
         check_equal(start(tied, (2,), write(tmp_path, once, "file")), state)
 
 
-def inner() -> nn.Module:
-    return Built(None, rows=nn.Linear(4, 5), columns=nn.Linear(5, 3), base_model_prefix="body")
-
-
-def outer() -> nn.Module:
-    """Returns a head on an inner model, as those of Hugging Face."""
-    return Built(None, body=inner(), head=nn.Linear(3, 3), base_model_prefix="body")
-
-
-def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> None:
-    state = state_of(outer, seed=6)
+def test_a_prefix_of_the_inner_model_may_be_missing_or_added() -> None:
+    """The outer model is a head on the inner one, as those of Hugging Face."""
+    inner = Built(None, rows=nn.Linear(4, 5), columns=nn.Linear(5, 3), base_model_prefix="body")
+    outer = Built(None, body=inner, head=nn.Linear(3, 3), base_model_prefix="body")
+    state, bare = outer.state_dict(), inner.state_dict()
     bodies = {name.removeprefix("body."): tensor for name, tensor in state.items()}
-    check_equal(dict(files.fit_names(outer(), bodies, state, {}, "here")), state)
-    bare = {name: tensor for name, tensor in bodies.items() if not name.startswith("head")}
-    check_equal(dict(files.fit_names(inner(), state, bare, {}, "here")), bare)
+    check_equal(dict(files.fit_names(outer, bodies, state, {}, "here")), state)
+    check_equal(dict(files.fit_names(inner, state, bare, {}, "here")), bare)
     words = r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Built"
     with pytest.raises(pd.errors.CaptureError, match=words):
-        files.fit_names(outer(), bare, state, {}, "here")
+        files.fit_names(outer, bare, state, {}, "here")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -335,7 +321,7 @@ def test_folders_without_weights_are_refused(file: str, text: str, words: str, t
 
 def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Returns what this process has read of a folder, and the state that rank 0 collects."""
-    read = []
+    read: list[str] = []
     get = files._SafeTensors.__getitem__
 
     def noted(weights: files._SafeTensors, name: str) -> Tensor:
@@ -357,8 +343,7 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
 
 
 def lame() -> nn.Module:
-    scaled = Built(lambda self, x: x * self.scale.sum(), scale=nn.Parameter(torch.ones(2)))
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), scaled)
+    return nn.Sequential(*untied(), Built(lambda self, x: x * self.scale.sum(), scale=nn.Parameter(torch.ones(2))))
 
 
 @pytest.mark.processes
@@ -366,7 +351,7 @@ def lame() -> nn.Module:
 def test_every_rank_raises_what_one_of_them_finds() -> None:
     for end in processes.launch(start, 2, lame, (2,), None):
         assert isinstance(end.error, (pd.errors.CaptureError, pd.errors.PeerError))  # where it was found, and elsewhere
-        assert "the parameter '3.scale' is on the meta device" in str(end.error)
+        assert "the parameter '4.scale' is on the meta device" in str(end.error)
 
 
 @pytest.mark.processes
@@ -386,36 +371,11 @@ def test_values_from_the_meta_device_do_not_depend_on_the_plan(make: Callable[[]
 # -- the model's own format -------------------------------------------------------------------------
 
 
-def pretrained() -> nn.Module:
-    """A chain that is a model of Hugging Face, with tied weights."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    class TinyConfig(transformers.PretrainedConfig):  # type: ignore[misc, name-defined]
-        model_type = "tiny"
-
-    class Tiny(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
-        config_class = TinyConfig
-        _tied_weights_keys = {"last.head.weight": "words.weight"}  # noqa: RUF012
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.words = nn.Embedding(9, 4)
-            self.middle = nn.Linear(4, 4)
-            self.last = last(self.words)
-            self.post_init()
-
-        def forward(self, x: Tensor) -> Any:
-            return self.last(self.middle(self.words(x)))
-
-    return Tiny(TinyConfig(tie_word_embeddings=True))
-
-
 def save_trained(folder: Path) -> dict[str, Tensor]:
-    model = pretrained()
-    torch.manual_seed(4)
-    batches = [(torch.randint(0, 9, (4, 3)), torch.randint(0, 9, (4,))) for _ in range(2)]
-    plan = plan_of(pretrained(), batches[0][0], (2,))
-    with pd.Pipeline(model, plan, ema=0.5, **OPTIONS) as pipeline:
+    """Trains a model with tied weights; returns its state and its averages."""
+    batches = [HF["hf_gpt2"].batch(seed, 4, 6) for seed in range(2)]
+    plan = plan_of(hugging_face("gpt2"), batches[0], (2,))
+    with pd.Pipeline(hugging_face("gpt2"), plan, ema=0.5, **OPTIONS | {"loss": None}) as pipeline:
         list(pipeline.train(batches))
         pipeline.save_pretrained(folder / "trained")
         pipeline.save_pretrained(folder / "averaged", ema=True)
@@ -423,21 +383,21 @@ def save_trained(folder: Path) -> dict[str, Tensor]:
 
 
 def check_saved(folder: Path, state: dict[str, Tensor]) -> None:
-    kind = type(pretrained())
     for name, prefix in (("trained", ""), ("averaged", "ema.")):
         assert {"config.json", "model.safetensors"} <= {path.name for path in (folder / name).iterdir()}
-        model = kind.from_pretrained(folder / name)
+        model: Any = type(hugging_face("gpt2")).from_pretrained(folder / name)  # type: ignore[attr-defined]
         check_equal(model.state_dict(), {name: state[prefix + name] for name in model.state_dict()})
-        assert model.last.head.weight is model.words.weight
-        assert len(files.open_weights(folder / name)) == 3
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert len(files.open_weights(folder / name)) == len(model.state_dict()) - 1
 
 
 def test_trained_weights_are_saved_in_the_models_own_format(tmp_path: Path) -> None:
     state = save_trained(tmp_path)
     check_saved(tmp_path, state)
-    assert not torch.equal(state["words.weight"], state["ema.words.weight"])
-    plan = plan_of(pretrained(), torch.zeros(2, 3).long(), (2,))
-    with pd.Pipeline(on_meta(pretrained), plan, weights=tmp_path / "trained", **OPTIONS) as pipeline:
+    assert not torch.equal(state["lm_head.weight"], state["ema.lm_head.weight"])
+    plan = plan_of(hugging_face("gpt2"), HF["hf_gpt2"].batch(0, 4, 6), (2,))
+    model = on_meta(lambda: hugging_face("gpt2"))
+    with pd.Pipeline(model, plan, weights=tmp_path / "trained", **OPTIONS | {"loss": None}) as pipeline:
         check_equal(pipeline.state_dict(), {n: t for n, t in state.items() if not n.startswith("ema.")})
 
 
