@@ -1,7 +1,6 @@
 """Loaders that write later batches into the memory of earlier ones, which are still in flight."""
 
 from collections.abc import Callable, Iterator
-from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +32,6 @@ def by_numpy() -> tuple[Arrays, Any]:
     return arrays, tuple(map(torch.from_numpy, arrays))
 
 
-def by_memoryview() -> tuple[Arrays, Any]:
-    memory = memoryview(bytearray(SIZE * 40))
-    arrays = np.frombuffer(memory[: SIZE * 32]).reshape(SIZE, 4), np.frombuffer(memory[SIZE * 32 :], np.int64)
-    return arrays, tuple(map(torch.from_numpy, arrays))
-
-
 class Loader(IterableDataset[Any]):
     """Fills sets of buffers in turn."""
 
@@ -55,19 +48,12 @@ class Loader(IterableDataset[Any]):
             yield self.wrap(tensors)
 
 
-def collate_into_one_array() -> DataLoader[Any]:
-    arrays, tensors = by_numpy()
-
-    def collate(samples: list[Any]) -> Any:
-        for i, (x, y) in enumerate(samples):
-            arrays[0][i], arrays[1][i] = x, y
-        return tensors
-
-    return DataLoader(list(zip(X, Y, strict=True)), SIZE, collate_fn=collate)
-
-
 def refill(batch: dict[str, Any]) -> Callable[..., Any]:
     return lambda tensors: batch.update(x=tensors[0], y=tensors[1]) or batch
+
+
+def in_an_object(tensors: Any) -> SimpleNamespace:
+    return SimpleNamespace(arrays=[tensor.numpy() for tensor in tensors])
 
 
 def one_array_of_inputs() -> Callable[[Any], torch.Tensor]:
@@ -80,33 +66,19 @@ def one_array_of_inputs() -> Callable[[Any], torch.Tensor]:
     return fill
 
 
-def of(index: Any) -> dict[str, Any]:
+def take(read: Callable[[Any, int], Any]) -> dict[str, Any]:
     """Returns options that take inputs and targets from a batch."""
-    return {"inputs": lambda batch: batch[index[0]], "targets": lambda batch: batch[index[1]]}
+    return {"inputs": lambda batch: read(batch, 0), "targets": lambda batch: read(batch, 1)}
 
 
 LOADERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    **{
-        f"{sets} {make.__name__}": lambda make=make, sets=sets: (Loader(make, sets), {})
-        for make, sets in (
-            (by_torch, 1),
-            (by_numpy, 1),
-            (by_numpy, 2),
-            (by_memoryview, 3),
-            (torch.inference_mode()(by_torch), 2),
-        )
-    },
-    "refilled dict": lambda: (Loader(by_torch, 1, refill({})), of("xy")),
-    "own class": lambda: (
-        Loader(by_numpy, 1, lambda tensors: SimpleNamespace(arrays=tuple(tensor.numpy() for tensor in tensors))),
-        {
-            "inputs": lambda batch: torch.from_numpy(batch.arrays[0]),
-            "targets": lambda batch: torch.from_numpy(batch.arrays[1]),
-        },
-    ),
-    "collate": lambda: (collate_into_one_array(), {}),
+    "one set by torch": lambda: (Loader(by_torch, 1), {}),
+    "two sets by NumPy": lambda: (Loader(by_numpy, 2), {}),
+    "in inference mode": lambda: (Loader(torch.inference_mode()(by_torch), 2), {}),
+    "refilled dict": lambda: (Loader(by_torch, 1, refill({})), take(lambda batch, i: batch["xy"[i]])),
+    "own class": lambda: (Loader(by_numpy, 1, in_an_object), take(lambda batch, i: torch.from_numpy(batch.arrays[i]))),
     "iterable data set": lambda: (DataLoader(Loader(by_numpy, 2), batch_size=None), {}),
-    "inputs": lambda: (BATCHES, of((0, 1)) | {"inputs": one_array_of_inputs()}),
+    "inputs": lambda: (BATCHES, take(lambda batch, i: batch[i]) | {"inputs": one_array_of_inputs()}),
 }
 
 
@@ -116,9 +88,8 @@ def model_of() -> nn.Module:
 
 
 def train(loader: Any, schedule: str, parts: int, replicas: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
-    model = model_of()
-    plan = plan_of(model, X[:SIZE], (2, 4)[: len(replicas) - 1], replicas)
-    trained = training.train(model, plan, loader, schedule=schedule, microbatches=parts, **options)
+    plan = plan_of(model_of(), X[:SIZE], (2, 4)[: len(replicas) - 1], replicas)
+    trained = training.train(model_of(), plan, loader, schedule=schedule, microbatches=parts, **options)
     return list(trained.state.values())
 
 
@@ -134,16 +105,9 @@ def test_batches_in_reused_memory_train_as_others(schedule: str, parts: int, rep
         assert all(map(torch.equal, trained, expected)), name
 
 
-def test_a_shared_array_is_evaluated_and_predicted_as_others() -> None:
-    memory = shared_memory.SharedMemory(create=True, size=SIZE * 40)
-    try:
-        arrays = np.ndarray((SIZE, 4), np.float64, memory.buf), np.ndarray(SIZE, np.int64, memory.buf, SIZE * 32)
-        loader = Loader(lambda: (arrays, tuple(map(torch.from_numpy, arrays))), 1)
-        model = model_of()
-        expected = model(X).detach()
-        plan = plan_of(model, X[:SIZE], (2,))
-        with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
-            assert pipeline.evaluate(loader)["loss"] == pytest.approx(float(F.cross_entropy(expected, Y)))
-            assert torch.allclose(torch.cat(list(pipeline.predict(loader))), expected)
-    finally:
-        memory.unlink()
+def test_they_are_evaluated_and_predicted_as_others() -> None:
+    model, loader = model_of(), Loader(by_numpy, 1)
+    expected = model(X).detach()
+    with pd.Pipeline(model, plan_of(model, X[:SIZE], (2,)), loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        assert pipeline.evaluate(loader)["loss"] == pytest.approx(float(F.cross_entropy(expected, Y)))
+        assert torch.allclose(torch.cat(list(pipeline.predict(loader))), expected)

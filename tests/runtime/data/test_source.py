@@ -13,7 +13,7 @@ import pytest
 import torch
 from drawn import schedules
 from hypothesis import given, strategies as st
-from loaders import Numbers, Plain, Shuffled, listed, seed_all
+from loaders import Numbers, Plain, listed, seed_all
 from programs import uniform_program
 from torch.utils.data import DataLoader
 
@@ -275,16 +275,6 @@ def test_what_each_machine_would_read_differently_is_handed_over(
     caplog.clear()
     Replicas("aa", microbatches, monkeypatch).open(make_loader)
     assert not caplog.text
-
-
-def test_a_sampler_of_the_users_own_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It draws from all global generators, which differ from process to process."""
-    make_loader = lambda rank=0: DataLoader(Numbers(), batch_sampler=Shuffled(23, True))  # noqa: E731
-    sources = Replicas("ab", [3], monkeypatch).open(make_loader)
-    assert [type(source) for source in sources] == [ReadingSource, ReadingSource]
-    seed_all(5)
-    plain = make_loader()
-    assert take_all(sources, 3) == [listed(batch) for _ in range(2) for batch in plain]
 
 
 @pytest.mark.parametrize("draws", [False, True])
