@@ -76,14 +76,13 @@ def test_all_numbers_go_to_a_logger_like_lightnings() -> None:
     ends = [done.number for done in heard if done.ends_epoch]
     for name in ("loss", "spread"):
         assert log.of(f"test/{name}") == dict(zip(ends, (evaluation[name] for evaluation in evaluations), strict=True))
-    assert set(ends) <= set(log.of("train/samples_per_s"))
-    assert min(log.of("train/samples_per_s").values()) > 0
-    assert log.of("train/bubble").keys() == log.of("train/samples_per_s").keys()
-    assert all(0.0 <= share < 1.0 for share in log.of("train/bubble").values())
+    speeds, bubbles = log.of("train/samples_per_s"), log.of("train/bubble")
+    assert set(ends) <= speeds.keys() == bubbles.keys()
+    assert min(speeds.values()) > 0
+    assert 0.0 <= min(bubbles.values()) <= max(bubbles.values()) < 1.0
     assert log.status == ["success"]
     (params,) = log.params
-    assert params["schedule"] == "1f1b"
-    assert (params["workers"], params["plan"], params["rate"]) == (2, "1-1", 0.1)
+    assert (params["schedule"], params["workers"], params["plan"], params["rate"]) == ("1f1b", 2, "1-1", 0.1)
 
 
 def test_evaluations_are_named_and_a_failed_run_finalizes_its_loggers() -> None:

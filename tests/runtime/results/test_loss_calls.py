@@ -42,6 +42,10 @@ def _flat(b: Batch) -> tuple[Tensor, Tensor]:
     return b["x"].flatten(0, 1), b["labels"].flatten()
 
 
+def _count(b: Batch) -> Tensor:
+    return (b["labels"] != -100).sum()
+
+
 def _under_a_device(b: Batch) -> Tensor:
     with torch.device("cpu"):
         loss = F.cross_entropy(*_flat(b))
@@ -64,7 +68,7 @@ RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
     "a list": lambda b: sum([F.cross_entropy(*_flat(b)), 2 * F.cross_entropy(*_flat(b)) + 1]),
     "a sum": lambda b: F.cross_entropy(*_flat(b), reduction="sum"),
     "a sum by a number that is given": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / b["count"].to("cpu"),
-    "a sum by a count": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / (b["labels"] != -100).sum(),
+    "a sum by a count": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / _count(b),
     "a sum by the samples": lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / len(b["x"]),
     "a sum by a constant": lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / 64.5,
     "elements": lambda b: F.cross_entropy(*_flat(b), reduction="none").mean(),
@@ -74,9 +78,7 @@ RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
     "binary": lambda b: F.binary_cross_entropy_with_logits(b["x"], b["y"].sigmoid()),
     "weighted squares": lambda b: F.mse_loss(b["x"], b["y"], weight=b["y"].abs()),
     "divergence": lambda b: F.kl_div(b["x"].log_softmax(-1), b["y"].softmax(-1), reduction="batchmean"),
-    "a count of at least one": lambda b: (
-        F.cross_entropy(*_flat(b), reduction="sum") / (b["labels"] != -100).sum().clamp(min=1)
-    ),
+    "a count of at least one": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / _count(b).clamp(min=1),
     "a regulariser": lambda b: F.cross_entropy(*_flat(b)) + 0.1 * CLASSES.square().sum(),
     "under a device": _under_a_device,
 }
@@ -124,16 +126,12 @@ def _contrastive(b: Batch) -> Tensor:
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bool, torch.long])
 def test_equal_weights_and_full_masks_do_not_hide_what_a_mean_is_over(kind: torch.dtype) -> None:
-    def hidden(b: Batch) -> Any:
-        squares = ((b["x"] - b["y"]) ** 2).mean(2)
-        return SimpleNamespace(loss=(squares * b["equal"]).sum() / b["equal"].sum())
-
-    def scaled(b: Batch) -> Any:
-        return SimpleNamespace(loss=((b["x"] - b["y"]) ** 2 * b["equal"].unsqueeze(2)).mean())
+    def squares(b: Batch) -> Tensor:
+        return (b["x"] - b["y"]).square().mean(2) * b["equal"]
 
     batch = {**_batch(), "equal": torch.ones(N, L, dtype=kind)}
-    assert _probe(hidden, batch) == "other"
-    assert _probe(scaled, batch) == "samples"
+    assert _probe(lambda b: {"loss": squares(b).sum() / b["equal"].sum()}, batch) == "other"
+    assert _probe(lambda b: {"loss": squares(b).mean()}, batch) == "samples"
 
 
 PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
@@ -162,18 +160,13 @@ def test_a_loss_is_probed(name: str) -> None:
 
 
 class _Pair(NamedTuple):
-    x: torch.Tensor
+    x: Tensor
     names: list[str]
 
 
 def test_a_batch_of_which_the_model_takes_no_part_is_probed() -> None:
-    def check_names(batch: _Pair) -> dict[str, torch.Tensor]:
-        assert len(batch.names) == len(batch.x)
-        return {"loss": batch.x.mean()}
-
     batch = _Pair(torch.randn(4, 2), ["a", "b", "c", "d"])
-    assert _probe(lambda b: {"loss": b.x.mean()}, batch) == "samples"
-    assert _probe(check_names, batch) == "samples", "names are split, too"
+    assert _probe(lambda b: {"loss": b.x.mean() * (len(b.names) == len(b.x))}, batch) == "samples", "names are split"
     assert _probe(lambda b: {"logits": b.data}, pack_sequence([torch.ones(2), torch.ones(1)])) == ""
 
 
@@ -301,21 +294,13 @@ def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
         assert weight == (N if whole else float((_batch()["labels"] != -100).sum()))
 
 
-def _score(self: nn.Module, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    scores = self.project(value[0])
-    return {"loss": F.cross_entropy(scores.flatten(0, 1), value[1].flatten()), "scores": scores}
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stem = Built(lambda self, batch: (self.embed(batch["ids"]), batch["labels"]), embed=nn.Embedding(11, 6))
-    model = nn.Sequential(stem, Built(_score, project=nn.Linear(6, C)))
-    batch = {"ids": torch.randint(11, (N, L)), "labels": torch.randint(C, (N, L))}
-    captured = pd.capture(model, (batch,))
+    model, inputs = nn.Linear(2, 2), (torch.ones(4, 2),)
+    captured, plan = pd.capture(model, inputs), plan_of(model, inputs, ())
     other = replace(captured.graph, loss_weight="other")
     assert pd.LayerGraph.from_json(other.to_json()) == other
-    how = {"loss": None, "optimizer": torch.optim.SGD, "schedule": "1f1b", "microbatches": microbatches}
-    plan = plan_of(model, (batch,), (1,))
     monkeypatch.setattr(pd.pipeline, "find_plan_layers", lambda *_: replace(captured, graph=other))
+    how = {"loss": None, "optimizer": torch.optim.SGD, "schedule": "1f1b", "microbatches": microbatches}
     with pytest.raises(pd.PipelineError, match="not a mean over samples") if microbatches > 1 else nullcontext():
         pd.Pipeline(model, plan, **how)
