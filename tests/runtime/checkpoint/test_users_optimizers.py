@@ -65,38 +65,32 @@ class Wrapper(torch.optim.Optimizer):
 class Late(torch.optim.Optimizer):
     """Makes options of its groups, and lists of tensors in its state, at the first step."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", torch.zeros(())) + 1
-            group.setdefault("betas", (0.9, 0.99))
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                moments = state.setdefault("moments", [torch.zeros_like(p), {"square": torch.zeros_like(p)}])
-                moments[0].lerp_(p.grad, 1 - first)
-                moments[1]["square"].lerp_(p.grad * p.grad, 1 - second)
-                p.sub_(group["lr"] * moments[0] / (moments[1]["square"].sqrt() + 1e-2) / math.sqrt(group["step"]))
+        (group,) = self.param_groups
+        group["step"] = group.get("step", torch.zeros(())) + 1
+        first, second = group.setdefault("betas", (0.9, 0.99))
+        for p in group["params"]:
+            moments = self.state[p].setdefault("moments", [torch.zeros_like(p), {"square": torch.zeros_like(p)}])
+            moments[0].lerp_(p.grad, 1 - first)
+            moments[1]["square"].lerp_(p.grad * p.grad, 1 - second)
+            p.sub_(group["lr"] * moments[0] / (moments[1]["square"].sqrt() + 1e-2) / math.sqrt(group["step"]))
 
 
 class Decays(torch.optim.lr_scheduler.LRScheduler):
     """Moves the weight decay of each group too, from its own list."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, total: int = 8) -> None:
-        self.total = total
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.base_decays = [group["weight_decay"] for group in optimizer.param_groups]
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        part = 0.5 * (1 + math.cos(math.pi * self.last_epoch / self.total))
         for group, decay in zip(self.optimizer.param_groups, self.base_decays, strict=True):
-            group["weight_decay"] = decay * (2 - part)
-        return [base * (0.1 + part) for base in self.base_lrs]
+            group["weight_decay"] = decay * (2 - 0.9**self.last_epoch)
+        return [base * 0.9**self.last_epoch for base in self.base_lrs]
 
 
 def milestones(optimizer: torch.optim.Optimizer) -> Any:
