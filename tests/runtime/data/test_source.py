@@ -5,6 +5,7 @@ What arrives, who reads, and no deadlock.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,20 +132,19 @@ def test_an_end_that_all_know_before_they_come_to_it_leaves_no_message(count: in
 def test_a_replica_that_reads_other_samples_is_stopped() -> None:
     """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
 
-    def source_of(order: list[list[int]], **rest: Any) -> ReadingSource:
+    def source_of(order: list[list[int]], replica: int, channel: LocalChannel) -> ReadingSource:
         sharded = sharded_reader.ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
         sharded.alike = True
         reader: Any = sharded_reader.ShardedReader(sharded, rng.DataOrder(), EpochRange(), None)
         reader.adapt = lambda batch: (batch, None)
-        if not rest:
-            reader = FollowingReader(reader, channel, 7)
-        source = ReadingSource(reader, splitter.Splitter(), replicas=2, **rest)
-        source.begin(2, 0 if rest else 1, 0)
+        reader = FollowingReader(reader, channel, 7) if replica else reader
+        source = ReadingSource(reader, splitter.Splitter(), replicas=2, followers=[] if replica else [channel])
+        source.begin(2, replica, 0)
         return source
 
     for order in ([[0, 1], [2, 4]], [[0, 1]], [[0, 1], [2, 3], [4, 5]]):
         channel = LocalChannel()
-        first, other = source_of([[0, 1], [2, 3]], followers=[channel]), source_of(order)
+        first, other = source_of([[0, 1], [2, 3]], 0, channel), source_of(order, 1, channel)
         for k in (0, 2):
             first.take(k)
         with pytest.raises(pd.PipelineError, match=r"(?s)rank 7.*minibatch [01] of this stream has other samples here"):
@@ -152,15 +152,16 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
 
 
 class Changed(Numbers):
-    """Draws from a generator of its own making, in each process another; or its files are on another machine."""
-
-    def __init__(self, there: bool) -> None:
-        super().__init__()
-        self.there = there
+    """Draws from a generator of its own making, in each process another."""
 
     def __getitem__(self, index: int) -> Any:
-        if self.there:
-            return np.random.default_rng().random()
+        return np.random.default_rng().random()
+
+
+class Missing(Numbers):
+    """Its files are on another machine."""
+
+    def __getitem__(self, index: int) -> Any:
         raise FileNotFoundError(index)
 
 
@@ -189,7 +190,7 @@ class Replicas:
         channels = {(a, b): LocalChannel() for b in ranks for a in range(b)}
         rows: list[list[str]] = []  # of each exchange, by rank
 
-        class Missing(BaseException):
+        class LacksText(BaseException):
             pass
 
         def open_one(rank: int) -> Any:
@@ -202,7 +203,7 @@ class Replicas:
                 row = rows[number]
                 row[rank] = row[rank] or json.dumps(value)
                 if not all(row):
-                    raise Missing
+                    raise LacksText
                 return list(map(json.loads, row))
 
             self.monkeypatch.setattr("pipedream.runtime.data.source.gather_json", gather)
@@ -221,10 +222,8 @@ class Replicas:
         while None in opened:
             for rank in ranks:
                 if opened[rank] is None:
-                    try:
+                    with suppress(LacksText):
                         opened[rank] = open_one(rank)
-                    except Missing:
-                        continue
         return opened
 
 
@@ -258,8 +257,8 @@ def test_the_first_replica_of_each_machine_reads(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("make_loader", "microbatches", "sizes", "reason"),
     [
-        (lambda rank: loader_of(Changed(True)), [2], OF_SIX, "first minibatch of the loader is not the same"),
-        (lambda rank: loader_of(Changed(False) if rank else Numbers()), [2], OF_SIX, "is not the same on each machine"),
+        (lambda rank: loader_of(Changed()), [2], OF_SIX, "first minibatch of the loader is not the same"),
+        (lambda rank: loader_of(Missing() if rank else Numbers()), [2], OF_SIX, "is not the same on each machine"),
         (lambda rank: loader_of(Numbers()), [2, 1], OF_SIX, "only some phases split minibatches"),
         (lambda rank: Plain(), [2], [3, 3, *[4] * 10], "no map-style DataLoader"),
     ],

@@ -82,9 +82,6 @@ IDS, POSITIONS = torch.ones(4, 7), torch.ones(1, 7)
 )
 def test_samples_are_counted(batch: Any, batch_dim: BatchDim, samples: int) -> None:
     assert count_samples(batch, batch_dim) == samples
-
-
-def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(pd.PipelineError, match="holds no tensor"):
         count_samples({"name": "text"})
 
@@ -93,9 +90,9 @@ def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
     sequence, lengths, labels = torch.arange(12).reshape(3, 4), torch.arange(4), torch.arange(4) + 10
     sizes, inputs, targets = split((sequence, lengths), labels, 2, batch_dim=1)
     assert sizes == [2, 2]
-    assert [part[0].tolist() for part in inputs] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
-    assert [part[1].tolist() for part in inputs] == [[0, 1], [2, 3]], "what has no such dimension has the first"
-    assert [part.tolist() for part in targets] == [[10, 11], [12, 13]]
+    assert listed(part[0] for part in inputs) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+    assert listed(part[1] for part in inputs) == [[0, 1], [2, 3]], "what has no such dimension has the first"
+    assert listed(targets) == [[10, 11], [12, 13]]
     batch = {"sequence": sequence, "labels": labels, "bias": torch.ones(4)}
     sizes, inputs, _ = split(batch, None, 2, batch_dim={"sequence": 1, "bias": None})
     assert sizes == [2, 2]
@@ -137,14 +134,18 @@ def test_parts_are_flattened_as_each_alone() -> None:
         (x, torch.empty(5, device="meta")), {"packed": packed, "x": x}, [x, None, torch.ones(3)],
     ):  # fmt: skip
         for parts in (1, 2, 3):
-            sizes, inputs, targets = split_minibatch(value, (mask, value), parts)
+            sizes, *flat = split_minibatch(value, (mask, value), parts)
             assert sum(sizes) == 5
-            for flat_parts, whole in ((inputs, value), (targets, (mask, value))):
+            for flat_parts, whole in zip(flat, (value, (mask, value)), strict=True):
                 alone = [flatten(part) for part in split_batch(whole, 5, parts)]
-                assert [structure for structure, _ in flat_parts] == [structure for structure, _ in alone]
-                for (_, tensors), (_, others) in zip(flat_parts, alone, strict=True):
-                    assert [tensor.tolist() for tensor in tensors] == [tensor.tolist() for tensor in others]
+                assert [(structure, listed(tensors)) for structure, tensors in flat_parts] == [
+                    (structure, listed(tensors)) for structure, tensors in alone
+                ]
     assert split_minibatch(x, None, 2)[2] == [("null", ()), ("null", ())]
+
+
+def listed(tensors: Any) -> list[Any]:
+    return [tensor.tolist() for tensor in tensors]
 
 
 def boxes(*counts: int) -> list[dict[str, Any]]:
@@ -154,19 +155,16 @@ def boxes(*counts: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3, 2, 1), (4, 4, 4, 4)])
 def test_a_list_of_dicts_has_one_for_each_sample(counts: tuple[int, ...]) -> None:
     samples = len(counts)
-    images = [torch.zeros(3, 5, 5 + i) for i in range(samples)]
+    images, labels = [torch.zeros(3, 5, 5 + i) for i in range(samples)], boxes(*counts)
     for batch in (
-        {"labels": boxes(*counts), "pixels": torch.zeros(samples, 3)},
-        {"pixels": images, "labels": boxes(*counts)},
-        {"labels": tuple(boxes(*counts))},
+        {"labels": labels, "pixels": images},
+        {"pixels": images, "labels": labels},
+        {"labels": tuple(labels)},
     ):
         assert count_samples(batch) == samples
         sizes, parts, _ = split(batch, None, 2)
-        assert [[label["name"] for label in part["labels"]] for part in parts] == [
-            [str(i) for i in range(sizes[0])],
-            [str(i) for i in range(sizes[0], samples)],
-        ]
-        assert [len(label["boxes"]) for part in parts for label in part["labels"]] == list(counts)
+        assert [len(part["labels"]) for part in parts] == sizes
+        assert [str(label) for part in parts for label in part["labels"]] == list(map(str, labels))
         assert all(len(part["pixels"]) == size for part, size in zip(parts, sizes, strict=True) if "pixels" in part)
         assert split_batch(batch, samples, [1, samples - 1])[0]["labels"][0]["name"] == "0"
 
@@ -206,7 +204,6 @@ def test_a_list_with_an_item_for_each_sample_is_split(kind: str) -> None:
     items = [LISTS[kind](i) for i in range(6)]
     x = torch.arange(12).reshape(6, 2)
     for batch, take in (
-        ((x, items), lambda part: part[1]),
         ((x, tuple(items)), lambda part: list(part[1])),
         ((x, {"inner": items, "text": "abcdef"}), lambda part: part[1]["inner"]),
         ((x, Note("abcdef", items)), lambda part: part[1].boxes),
@@ -263,12 +260,11 @@ def test_lists_of_tensors_of_all_samples_are_not_split() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # prototypes of torch
-@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "jagged"])
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "strided", "jagged"])
 def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
     x = torch.eye(4)
-    if kind in ("nested", "jagged"):
-        layout = torch.jagged if kind == "jagged" else torch.strided
-        special = torch.nested.nested_tensor([torch.ones(n, 2) for n in range(1, 5)], layout=layout)
+    if kind in ("strided", "jagged"):
+        special = torch.nested.nested_tensor([torch.ones(n, 2) for n in range(1, 5)], layout=getattr(torch, kind))
     else:
         special = x.to_sparse(layout=getattr(torch, kind))
     for role, pair in (("inputs", ((x, special), ())), ("targets", ((x,), (x, special)))):
