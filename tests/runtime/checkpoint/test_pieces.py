@@ -3,7 +3,6 @@
 import io
 import json
 import tempfile
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,18 +103,6 @@ class Counted(io.FileIO):
         data = super().read(size)
         self.sizes.append(len(data))
         return data
-
-
-@pytest.mark.parametrize(
-    "shape", [(), (3,), (0, 5), (1 << 20,), (50257, 1024), (512, 512, 3, 3), (8, 1024, 4096), (2, 1 << 20)]
-)
-def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> None:
-    piece_boxes = pieces._split_into_pieces(shape, 4)
-    assert sum(prod(map(len, box)) for box in piece_boxes) == prod(shape)
-    assert len(piece_boxes) <= (1 if prod(shape) * 4 <= 1 << 20 else 64)
-    if prod(shape) * 4 > 64 << 20:
-        longest = [max(map(len, sides)) for sides in zip(*piece_boxes, strict=True)]
-        assert all(side <= -(-size // 4) for side, size in zip(longest, shape, strict=True) if size > 3)
 
 
 def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

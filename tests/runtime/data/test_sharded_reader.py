@@ -17,6 +17,7 @@ from loaders import (
     LOADERS,
     SHARDED,
     WITH_PROCESSES,
+    Late,
     Numbers,
     Stateful,
     Stream,
@@ -33,7 +34,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data import rng, sharded_reader
-from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
+from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch, Reader, tee
 
 OTHERS_AHEAD = ("own batches, loaded ahead", "a generator, loaded ahead", "iterable, loaded ahead")
 """Loaders whose kind and whose processes the default run has apart."""
@@ -149,7 +150,7 @@ class Lists:
             yield [100 * self.epoch + index]
 
 
-def stream(readers: Sequence[LoaderReader], rounds: int | None) -> tuple[StopReason, int, list[int]]:
+def stream(readers: Sequence[Reader], rounds: int | None) -> tuple[StopReason, int, list[int]]:
     """Lets the replicas read `rounds` rounds and then drain; returns why it ended, where, and what was read.
 
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
@@ -182,12 +183,15 @@ def stream(readers: Sequence[LoaderReader], rounds: int | None) -> tuple[StopRea
 LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("is_shared", [True, slow(False)])
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), legs=st.lists(LEG, min_size=1, max_size=3))
 def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans(
-    lengths: list[int], legs: list[tuple[int, int, int, int]]
+    is_shared: bool, lengths: list[int], legs: list[tuple[int, int, int, int]]
 ) -> None:
-    """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more."""
+    """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more.
+
+    One reads for all, or each for itself.
+    """
     seed_all(3)
     plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
     expected = []
@@ -195,34 +199,50 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         plain.batch_sampler.set_epoch(epoch)
         expected += [int(batch) for batch in plain]
     places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
-    indices, state = list[int](), None
+    indices: list[int] = []
+    state: Any = None
     for i, (replicas, cycles, drain, leave) in enumerate(legs):
         if len(indices) == len(expected):
             break
         epoch, skip = places[len(indices)]
-        readers, data = [], [Numbers(1000) for _ in range(replicas)]
-        for replica in range(replicas):
+        data, sources, extent = [Numbers(1000) for _ in range(replicas)], [], EpochRange(epoch, len(lengths), skip)
+        for replica, numbers in enumerate(data):
             seed_all(3)  # of rank 0; a session sends its state to the others
-            loader, extent = (
-                DataLoader(data[replica], batch_sampler=Lists(lengths)),
-                EpochRange(epoch, len(lengths), skip),
+            loader, order = DataLoader(numbers, batch_sampler=Lists(lengths)), rng.DataOrder()
+            sources.append(
+                IterableReader(loader, order, extent, state)
+                if is_shared
+                else reader_of(loader, order, extent, state, replica, replicas)
             )
-            readers.append(reader_of(loader, rng.DataOrder(), extent, state, replica, replicas))
-            readers[-1].begin(replicas * cycles)
+        readers = tee(sources[0], replicas) if is_shared else sources
+        for reader in readers:
+            reader.begin(replicas * cycles)
         leg_indices: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
-            stop_reason, _, numbers = stream(readers, rounds)
-            leg_indices += numbers
+            stop_reason, count, some = stream(readers, rounds)
+            leg_indices += some
             if stop_reason is StopReason.DATA:
                 break
+            assert count % (replicas * cycles) == 0
             for reader in readers:
                 reader.resume()
-        loaded = [index for part in data for index in part.loaded]
-        assert sorted(loaded) == sorted(leg_indices), "each was loaded by one replica, once, and nothing ahead"
+        loaded = [index for numbers in data for index in numbers.loaded]
+        assert is_shared or sorted(loaded) == sorted(leg_indices), "each is loaded by one replica, and nothing ahead"
         indices += leg_indices
-        state = saved_at(readers[0], *places[len(indices)])
+        state = saved_at(sources[0], *places[len(indices)])
     assert indices == expected[: len(indices)]
     assert len(indices) == len(expected) or stop_reason is not StopReason.DATA
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, states = [], rng.RngStates.read()
+    monkeypatch.setattr(rng.RngStates, "read", lambda only_torch=False: reads.append(1) or states)
+    reader = IterableReader(Late() if draws else list(Late()), rng.DataOrder(), EpochRange(), None)
+    next(reader)
+    before = len(reads)
+    assert len(list(reader)) == 4
+    assert (len(reads) > before) == draws
 
 
 def halves(kind: str) -> DataLoader[Any]:
