@@ -1,7 +1,8 @@
 """Results travel with gradients, or in messages of their own; read at once, or a minibatch later."""
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +17,14 @@ from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.results.results import Results, _HostCopies
 from pipedream.testing import Trained, assert_equal
 
-CASES = tuple(
-    replace(case, evaluate_at=())
-    for case in (
-        Case("mlp", "1f1b", 3, microbatches=3),
-        Case("mlp", "zb_h1", 2, microbatches=4),
-        Case("mlp", "chimera", 4, microbatches=4, workers=4),
-        Case("mlp", "pipedream", 2, replicas=(2, 1)),
-        Case("mlp", "gpipe", 2, replicas=(1, 3), microbatches=4),
-        Case("mlp", "pipedream_2bw", 3, replicas=(1, 2, 2)),
-    )
+CASE = partial(Case, "mlp", evaluate_at=())
+CASES = (
+    CASE("1f1b", 3, microbatches=3),
+    CASE("zb_h1", 2, microbatches=4),
+    CASE("chimera", 4, microbatches=4, workers=4),
+    CASE("pipedream", 2, replicas=(2, 1)),
+    CASE("gpipe", 2, replicas=(1, 3), microbatches=4),
+    CASE("pipedream_2bw", 3, replicas=(1, 2, 2)),
 )
 
 
@@ -35,14 +34,12 @@ def read_late(patch: pytest.MonkeyPatch, late: bool = True) -> None:
     patch.setattr("pipedream.runtime.assemble.Results", make)
 
 
-def outcomes(case: Case) -> list[Trained]:
+def outcomes(case: Case) -> Iterator[Trained]:
     """Runs a case with losses that are read at once, and late."""
-    answers = []
     for late in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             read_late(patch, late)
-            answers.append(run(case))
-    return answers
+            yield run(case)
 
 
 @pytest.mark.parametrize("case", thinned(CASES), ids=str)
