@@ -129,11 +129,15 @@ def test_several_processes_do_too(tmp_path: Path) -> None:
     check(tmp_path, "python", lambda *args: processes.team(2).results(train, *args)[0])
 
 
+def fresh() -> dict[str, Any]:
+    return {"rows": [0], "by": {"a": [{"b": 1}]}}
+
+
 class Diary(pd.callbacks.Callback):
     """Its state, a module's, an optimizer's and a scheduler's are lists and dicts that they go on with."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {"rows": [{"number": 0}], "by": {"a": [1]}}
+        self.state = fresh()
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -145,27 +149,26 @@ class Diary(pd.callbacks.Callback):
 class Remembering(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.rows: list[int] = [0]
+        self.kept = fresh()
 
     def get_extra_state(self) -> Any:
-        return {"rows": self.rows}
+        return self.kept
 
     def set_extra_state(self, state: Any) -> None:
-        self.rows = state["rows"]
+        self.kept = state
 
 
 class Listing(torch.optim.SGD):
-    def __init__(self, params: Any, **options: Any) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
-        for group in self.param_groups:
-            group["rows"] = [0]
-            for weight in group["params"]:
-                self.state[weight]["rows"] = [0]
+        self.param_groups[0]["rows"] = [0]
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["kept"] = fresh()
 
 
 class Scheduler(torch.optim.lr_scheduler.LambdaLR):
     def __init__(self, optimizer: Any) -> None:
-        self.rows = [0]
+        self.kept = fresh()
         super().__init__(optimizer, lambda n: 1.0)
 
 
@@ -179,41 +182,35 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
         assert may_write.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(writer, "write_tensors", write_late)
-    data = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(3)]
-
-    def make(diary: Diary) -> tuple[Remembering, pd.Pipeline]:
-        model, plan = Remembering(), plan_of(Remembering(), data[0][0], ())
+    def make() -> tuple[Remembering, Diary, pd.Pipeline]:
+        model, diary = Remembering(), Diary()
         options: dict[str, Any] = {"optimizer": Listing, "scheduler": Scheduler, "callbacks": [diary], "check": False}
-        return model, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, schedule="1f1b", **options)
+        plan = plan_of(model, data[0][0], ())
+        return model, diary, pd.Pipeline(model, plan, loss=nn.functional.mse_loss, schedule="1f1b", **options)
 
-    diary = Diary()
-    model, trained = make(diary)
-    extra: dict[str, Any] = {"losses": [1.0], "by": {"a": [{"b": 1}]}}
+    def list_kept(model: Remembering, diary: Diary, pipeline: pd.Pipeline) -> list[dict[str, Any]]:
+        optimizer = stage_states(pipeline)[0].optimizer
+        of_group = {"rows": optimizer.optimizer.param_groups[0]["rows"], "by": {"a": [{"b": 1}]}}
+        of_weights = [state["kept"] for state in optimizer.optimizer.state.values()]
+        return [model.kept, diary.state, optimizer.scheduler.kept, of_group, *of_weights]
+
+    monkeypatch.setattr(writer, "write_tensors", write_late)
+    data, extra = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(3)], fresh()
+    model, diary, trained = make()
     with trained:
         for done in trained.train(data):
             if done.number == 1:
                 trained.save(tmp_path, wait=False, extra=extra)
                 weight = model.weight.detach().clone()
-                optimizer = stage_states(trained)[0].optimizer
-                lists = [optimizer.optimizer.param_groups[0]["rows"], optimizer.scheduler.rows]
-                lists += [state["rows"] for state in optimizer.optimizer.state.values()]
-                for rows in [*lists, model.rows, extra["losses"], extra["by"]["a"], diary.state["rows"]]:
-                    rows.append(-1)
-                extra["by"]["a"][0]["b"] = diary.state["rows"][0]["number"] = -1
-                diary.state["by"]["new"] = extra["new"] = -1
-                diary.state["by"]["a"].clear()
+                for kept in [extra, *list_kept(model, diary, trained)]:
+                    kept["rows"].append(-1)
+                    kept["by"]["a"][0]["b"] = kept["by"]["new"] = kept["new"] = -1
         may_write.set()
-    diary = Diary()
-    model, loaded = make(diary)
+    model, diary, loaded = make()
     with loaded:
         loaded.load(tmp_path)
-        optimizer = stage_states(loaded)[0].optimizer
-        assert loaded.extra == {"losses": [1.0], "by": {"a": [{"b": 1}]}}
-        assert diary.state == Diary().state
+        assert [loaded.extra, *list_kept(model, diary, loaded)] == [fresh()] * 7
         assert torch.equal(model.weight, weight)
-        assert model.rows == optimizer.scheduler.rows == optimizer.optimizer.param_groups[0]["rows"] == [0]
-        assert [state["rows"] for state in optimizer.optimizer.state.values()] == [[0], [0]]
 
 
 def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp_path: Path) -> None:

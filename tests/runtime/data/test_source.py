@@ -243,17 +243,6 @@ def take_all(sources: Sequence[Source], parts: int) -> list[list[int]]:
         minibatches.append([sample for part in samples for sample in part])
 
 
-def test_the_first_replica_of_each_machine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = [Numbers() for _ in "abba"]
-    sources = Replicas("abba", [4], monkeypatch).open(lambda rank: loader_of(data[rank]))
-    assert [type(source) for source in sources] == [ReadingSource, ReadingSource, ReceivingSource, ReceivingSource]
-    for numbers in data:
-        numbers.loaded.clear()  # those of attempts that met nobody
-    plain = loader_of(Numbers())
-    assert take_all(sources, 4) == [listed(batch) for _ in range(2) for batch in plain]
-    assert [len(numbers.loaded) for numbers in data] == [40, 40, 0, 0], "all but the first minibatch, which was there"
-
-
 @pytest.mark.parametrize(
     ("make_loader", "microbatches", "sizes", "reason"),
     [
