@@ -69,17 +69,6 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
         assert torch.equal(pieces.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
 
 
-def test_of_equal_pieces_one_counts(tmp_path: Path) -> None:
-    """Two ranks that hold the same weight, as a tied one, both write it; their files are whole all the same."""
-    tensor = torch.randn(4, 4)
-    parts = {"model/a": [(range(0),), (range(3),)], "model/b": [(range(4), range(4))] * 2}
-    manifest = written(tmp_path, {"model/a": torch.zeros(3), "model/b": tensor}, parts)
-    assert [piece.file for piece in manifest.tensors["model/b"].pieces] == ["__0_0.distcp"]
-    assert manifest.files == {f"__{n}_0.distcp": (tmp_path / f"__{n}_0.distcp").stat().st_size for n in (0, 1)}
-    assert not folders.find_file_problems(tmp_path, manifest)
-    assert torch.equal(pieces.read_tensors(tmp_path, manifest, ["model/b"])["model/b"], tensor)
-
-
 def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a mesh of four read a weight that one rank wrote, cut in either dimension."""
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 1 << 14)

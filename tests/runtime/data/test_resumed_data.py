@@ -232,12 +232,3 @@ def test_processes_go_on_with_the_order_of_the_data(schedule: str, tmp_path: Pat
     rest = processes.team(2).results(leg, tmp_path / "rest", schedule, tmp_path)[0]
     assert max(rest) == 17
     assert rest == {number: loss for number, loss in whole.items() if number in rest}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_processes_go_on_with_other_batches(tmp_path: Path) -> None:
-    whole = train(LOADERS["shuffling"](8), tmp_path / "whole", 12)
-    train(LOADERS["shuffling"](8), tmp_path, 4)
-    first, second = processes.team(2).results(train, LOADERS["shuffling"](4), tmp_path, None, (2,), "pipedream")
-    assert sorted([*first, *second]) == sorted(whole[32:])

@@ -15,7 +15,6 @@ import pipedream as pd
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.reader import Minibatch
 from pipedream.runtime.data.splitter import (
-    BatchAdapter,
     BatchDim,
     Splitter,
     count_samples,
@@ -276,20 +275,6 @@ def test_sparse_and_nested_tensors_are_not_split(kind: str) -> None:
     assert len(cut(begun(2, {"adjacency": None}), 0, {"x": x, "adjacency": x.to_sparse()})[0]) == 2
     with pytest.raises(pd.PipelineError, match=r"cannot be an input; give it dense: x\.to_dense"):
         pd.profile(torch.nn.Linear(4, 4), {"input": special})
-
-
-def test_inputs_and_targets_are_taken_from_a_batch() -> None:
-    """The input of a model with its own loss is the whole batch; a mapping is not a pair."""
-    x, y = torch.ones(2), torch.zeros(2)
-    mapping = UserDict({"x": x, "y": y})
-    for options, batch, expected in (
-        ({"own_loss": True, "reads_batch": False}, [x, y], ((x, y), None)),
-        ({"own_loss": True, "reads_batch": False}, {"a": x}, ({"a": x}, None)),
-        ({"own_loss": True}, (x, y), ((x, y), (x, y))),
-        ({"inputs": lambda batch: batch[0], "own_loss": True, "reads_batch": False}, (x, y), (x, None)),
-        ({}, mapping, (mapping, mapping)),
-    ):
-        assert BatchAdapter(**options)(batch) == expected
 
 
 SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}

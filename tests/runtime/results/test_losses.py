@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,14 +83,6 @@ def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, par
     whole = function(output, targets)
     expected = float(whole[0] / whole[1]) if isinstance(whole, tuple) else float(whole)
     assert total / weights == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_weight_can_be_said_and_an_output_can_carry_its_loss() -> None:
-    loss = Loss(lambda output, batch: output.mean(), weight=lambda batch: batch["count"])
-    assert loss(torch.ones(3), {"count": torch.tensor(7)}, 3, 1.0)[1:] == (7.0, False)
-    for output in (SimpleNamespace(loss=torch.ones(())), {"loss": torch.ones(1)}, torch.ones(())):
-        value, weight, is_sum = Loss(None)(output, None, 5, 1.0)
-        assert (value.shape, float(value), weight, is_sum) == ((), 1.0, 5.0, False)
 
 
 def test_class_weights_are_copied_to_the_targets_device_once() -> None:

@@ -73,16 +73,16 @@ def test_what_is_no_mean_is_refused_for_parts(name: str) -> None:
         values(OTHERS[name], 2)
 
 
+class Collects:
+    """Keeps what it gets."""
+
+    sizes: tuple[int, ...] = ()
+
+    def __call__(self, output: Tensor, labels: Tensor) -> float:
+        self.sizes += (len(labels),)
+        return 0.5
+
+
 def test_a_metric_that_keeps_something_is_not_called_twice() -> None:
-    class Collects:
-        """Keeps what it gets."""
-
-        sizes: tuple[int, ...] = ()
-
-        def __call__(self, output: Tensor, labels: Tensor) -> float:
-            self.sizes += (len(labels),)
-            return float(correct(output, labels).float().mean())
-
-    metric = Collects()
-    values(metric, 2)
+    values(metric := Collects(), 2)
     assert metric.sizes == (4, 4)
