@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from first_minibatches import plan_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import SGD, loop, train
+from training import SGD, loop, plan_of, train
 
 import pipedream as pd
 from pipedream.runtime.stage.versions import Versions

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from first_minibatches import assert_equal, batches, piped, plain
 from torch import nn
 from torch.nn import functional as F
+from training import assert_equal, batches, piped, plain
 
 from pipedream import cli
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from first_minibatches import plan_of
 from marks import thinned
 from torch import Tensor, nn
-from training import train
+from training import plan_of, train
 
 import pipedream as pd
 from pipedream.report.style import LINES

@@ -17,9 +17,9 @@ import zoo
 from built import Built
 from cases import OPTIMIZERS, Case, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
+from training import plan_of
 
 import pipedream as pd
 from pipedream.core.schedule.coupling import norm_delay

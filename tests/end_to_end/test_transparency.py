@@ -236,6 +236,7 @@ LINKED = {
             if case.schedule in STAGE_ORDERS and case.animal == "mlp"
         ),
     ],
+    3: [_case("lstm", "1f1b", 3), Case("cnn", "pipedream", 2, replicas=(2, 1)), *IN_PROCESSES[3][5:7]],
     4: [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
 }
 """Runs over links, as on GPUs, by number of processes."""
@@ -246,15 +247,6 @@ LINKED = {
 @pytest.mark.parametrize("workers", LINKED)
 def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(workers: int) -> None:
     check_processes(workers, LINKED[workers], strict.run_all)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "workers", [pytest.param(number, marks=[pytest.mark.long] * (number != 3)) for number in IN_PROCESSES]
-)
-def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
-    check_processes(workers, list_in_processes(workers), strict.run_all)
 
 
 def test_every_method_runs_in_several_processes() -> None:

@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from first_minibatches import plan_of
 from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint
+from training import plan_of
 
 import pipedream as pd
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import training
 from built import Built
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from training import plan_of
 
 import pipedream as pd
 

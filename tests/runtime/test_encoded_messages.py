@@ -6,9 +6,8 @@ import pytest
 import torch
 from built import Built
 from cases import Case, check, check_processes, run
-from first_minibatches import plan_of
 from marks import thinned
-from training import train
+from training import plan_of, train
 
 import pipedream as pd
 from pipedream.runtime.comm import encoding

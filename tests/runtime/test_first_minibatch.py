@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from first_minibatches import SGD, assert_equal, batches, piped, plan_of
 from loaders import seed_all
 from torch import Tensor, nn
+from training import SGD, assert_equal, batches, piped, plan_of
 
 import pipedream as pd
 from pipedream.runtime.data.splitter import FirstMinibatch

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from first_minibatches import plan_of
 from torch import nn
+from training import plan_of
 
 import pipedream as pd
 

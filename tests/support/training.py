@@ -1,6 +1,7 @@
-"""A model trained in a pipeline, and in a plain loop."""
+"""Small models, trained in a pipeline and in a plain loop."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream as pd
+from pipedream.core.plan.choices import Choices
+from pipedream.planner import manual_plan
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -17,6 +20,22 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 class Trained(NamedTuple):
     losses: list[float]
     state: dict[str, Tensor]
+
+
+def batches(count: int = 3, samples: int = 8, *, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(samples, 4), draw(samples, 4)) for _ in range(count)]
+
+
+def plan_of(
+    model: nn.Module, sample: Any, cuts: Sequence[int], replicas: Sequence[int] | None = None, recompute: str = "never"
+) -> pd.Plan:
+    graph = pd.capture.capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
+    costs = (pd.LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
+    counts = tuple(replicas or (1,) * (len(cuts) + 1))
+    profile, cluster = pd.Profile("model", graph, costs, 1).without_tied_groups(), pd.Cluster.flat(sum(counts))
+    return manual_plan(profile, cluster, tuple(cuts), counts, choices=Choices(recompute=recompute))
 
 
 def train(model: nn.Module, plan: pd.Plan, data: Any, *, epochs: int = 1, **options: Any) -> Trained:
@@ -53,3 +72,28 @@ def loop(
             schedule.step()
         losses.append(total)
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def piped(
+    model: nn.Module, loss: Any, data: Sequence[Any], *, cuts: Sequence[int] = (1,),
+    replicas: Sequence[int] | None = None, recompute: str = "never", sample: Any = None, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Trains a copy of the model by GPipe; the loss gets the whole batch, and the first minibatch is compared."""
+    plan = plan_of(model, data[0][0] if sample is None else sample, cuts, replicas, recompute)
+    how = {"loss": loss, "schedule": "gpipe", "check": True} | options
+    return train(copy.deepcopy(model), plan, data, **how).state
+
+
+def plain(model: nn.Module, loss: Callable[[Any, Any], Tensor], data: Sequence[Any]) -> dict[str, Tensor]:
+    """Trains a copy of the model in a loop, with such a loss."""
+    model = copy.deepcopy(model)
+    optimizer = SGD(model.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        loss(model(batch[0]), batch).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)

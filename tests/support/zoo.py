@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -709,32 +708,6 @@ def value_branch() -> nn.Module:
     return Built(forward, layers=_linears(4), head=_classifier())
 
 
-def _functional_block() -> nn.Module:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        q, k, v = F.linear(F.layer_norm(x, x.shape[-1:], self.norms[0]), self.weights["qkv"]).chunk(3, -1)
-        x = x + F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), self.weights["out"])
-        h = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], self.norms[1]), self.weights["up"]))
-        return x + F.linear(h, self.weights["down"])
-
-    sizes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (2 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
-    weights = nn.ParameterDict({name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in sizes.items()})
-    return Built(forward, norms=nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)]), weights=weights)
-
-
-@_with(next_tokens)
-def functional_transformer() -> nn.Module:
-    """Parameters and functions alone: its blocks call no module."""
-
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.table) + self.places[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.head).transpose(1, 2)
-
-    table, places, head = (nn.Parameter(torch.randn(count, WIDTH) / 4) for count in (WORDS, 64, WORDS))
-    return Built(forward, table=table, places=places, blocks=_several(_functional_block), head=head)
-
-
 @_with(translations, sequence_loss, words_counted)
 def translator() -> nn.Module:
     """torch's own encoder and decoder, with all masks."""
@@ -864,19 +837,6 @@ def glue_dropout() -> nn.Module:
 
     parts = {"embed": nn.Embedding(WORDS, WIDTH), "layers": _linears(), "head": _classifier()}
     return Built(forward, **parts, dropout=0.2, noise_dropout=0.1)
-
-
-@_with(images)
-def discriminator() -> nn.Module:
-    """With weights that are computed before each call, one of them from a buffer that moves."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = F.leaky_relu(self.first(x), 0.2)
-        x = F.leaky_relu(self.second(x), 0.2)
-        return self.head(torch.tanh(self.third(x.mean((2, 3)))))
-
-    first, second = spectral_norm(nn.Conv2d(3, 8, 3, 2, 1)), weight_norm(nn.Conv2d(8, 8, 3, 2, 1))
-    return Built(forward, first=first, second=second, third=spectral_norm(nn.Linear(8, WIDTH)), head=_classifier())
 
 
 # -- cases of transformers --------------------------------------------------------------------------------------------

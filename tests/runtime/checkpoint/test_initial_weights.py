@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
+from training import plan_of
 from zoo import HF
 
 import pipedream as pd

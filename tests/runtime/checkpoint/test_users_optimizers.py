@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from first_minibatches import plan_of
 from torch import nn
 from torch.nn import functional as F
-from training import loop
+from training import loop, plan_of
 
 import pipedream as pd
 from pipedream.testing import Trained, Training, assert_near, tiny

@@ -14,10 +14,10 @@ import torch
 import zoo
 from built import Built
 from cases import make_pipeline, stage_states
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from training import plan_of
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, writer

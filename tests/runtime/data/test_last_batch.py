@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from first_minibatches import SGD, plan_of
 from torch import nn
 from torch.utils.data import DataLoader
+from training import SGD, plan_of
 
 import pipedream as pd
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import zoo
 from built import Built
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from training import plan_of
 
 import pipedream as pd
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
-from first_minibatches import SGD, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from training import SGD, plan_of
 
 import pipedream as pd
 

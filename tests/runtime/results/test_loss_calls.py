@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from first_minibatches import plan_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as by_its_own_name
 from torch.nn.utils.rnn import pack_sequence
+from training import plan_of
 
 import pipedream as pd
 from pipedream.runtime.data.splitter import known_samples, split_batch

@@ -11,9 +11,8 @@ import processes
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from first_minibatches import plan_of
 from torch import nn
-from training import SGD, train
+from training import SGD, plan_of, train
 
 import pipedream as pd
 from pipedream import metrics

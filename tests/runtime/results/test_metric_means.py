@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from first_minibatches import SGD, plan_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import SGD, plan_of
 
 import pipedream as pd
 

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
-from first_minibatches import SGD, assert_equal, batches, piped
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import loop
+from training import SGD, assert_equal, batches, loop, piped
 
 import pipedream as pd
 from pipedream import add_auxiliary_loss, auxiliary_loss_scale

@@ -8,8 +8,8 @@ import pytest
 import torch
 import training
 from built import Built
-from first_minibatches import plan_of
 from torch import Tensor, nn
+from training import plan_of
 
 DRAWN: list[float] = []
 

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from cases import Fresh, stage_states
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training import plan_of
 
 import pipedream as pd
 from pipedream.experimental.roundpipe import homes

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import OPTIMIZERS, Case, run, stage_states
-from first_minibatches import plan_of
 from marks import slow
 from torch import Tensor, nn
+from training import plan_of
 
 import pipedream as pd
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
