@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import drawn
 import pytest
 from hypothesis import given, strategies as st
 from programs import program_of
@@ -23,14 +24,15 @@ counts = st.integers(1, 3)
 sizes = st.integers(0, 2**60)
 seconds = st.floats(0, 1e6, allow_nan=False)
 words = st.text(max_size=8)
-levels = st.builds(pd.Level, st.integers(1, 8), st.floats(1e-3, 1e12), seconds)
+levels, runtime = st.builds(pd.Level, st.integers(1, 8), st.floats(1e-3, 1e12), seconds), drawn.runtime_costs()
 
 
 def some(strategy: st.SearchStrategy[Any], most: int = 2, least: int = 0) -> st.SearchStrategy[Any]:
     return st.lists(strategy, min_size=least, max_size=most).map(tuple)
 
 
-clusters = st.builds(pd.Cluster, some(levels, 3, 1), st.none() | st.integers(1, 2**50), words)
+alike = st.builds(pd.Cluster, some(levels, 3, 1), st.none() | st.integers(1, 2**50), words)
+clusters = alike | drawn.clusters(3)
 
 
 @st.composite
@@ -48,8 +50,8 @@ def profiles(draw: st.DrawFn) -> pd.Profile:
     graph = draw(graphs())
     cost = st.builds(pd.LayerProfile, seconds, seconds, sizes, sizes, sizes, seconds, seconds)
     layers, versions = tuple(draw(cost) for _ in graph.layers), draw(st.dictionaries(words, words, max_size=2))
-    shapes = draw(some(st.lists(counts).map(tuple)))
-    return pd.Profile("Net", graph, layers, draw(counts), shapes, draw(words), runs=draw(counts), versions=versions)
+    shapes, more = draw(some(st.lists(counts).map(tuple))), {"versions": versions, "runtime": draw(runtime)}
+    return pd.Profile("Net", graph, layers, draw(counts), shapes, draw(words), runs=draw(counts), **more)
 
 
 @st.composite
@@ -65,7 +67,7 @@ def plans(draw: st.DrawFn) -> pd.Plan:
     delays = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
     in_flight = schedules.raise_to_legal((1,) * len(replicas), replicas, delays)
     cluster = draw(enough | st.just(pd.Cluster.flat(sum(replicas))))
-    return pd.Plan(tuple(stages), in_flight, cluster, delays, draw(words), draw(counts))
+    return pd.Plan(tuple(stages), in_flight, cluster, delays, draw(words), draw(counts), runtime=draw(runtime))
 
 
 spans = st.builds(Span, st.integers(0, 3), st.sampled_from(["F", "wait"]), counts, counts, seconds, seconds)
@@ -190,14 +192,6 @@ def test_what_is_no_json(text: str | bytes | None, tmp_path: Path) -> None:
         path.write_text(text)
     with pytest.raises(pd.errors.ArtifactError, match=words):
         pd.Plan.load(path)
-
-
-def test_a_plan_keeps_the_keys_of_earlier_files() -> None:
-    plan = pd.Plan.uniform(4, order=(0, 1, 0, 1))
-    data = json.loads(plan.to_json())
-    assert (data["order"], data["tied"]) == ([0, 1, 0, 1], [])
-    assert not {"worker_order", "tied_weights"} & data.keys()
-    assert pd.Plan.from_json(json.dumps(data)) == plan
 
 
 def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

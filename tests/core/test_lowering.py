@@ -102,12 +102,9 @@ def test_pictures() -> None:
     assert alone.channels == ()
     late = program_of("pipedream", replace(pd.Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0)))
     assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
-
-
-def test_evaluation_sends_no_gradients_and_ends() -> None:
-    program = pd.lower(pd.schedules.evaluation(pd.Plan.uniform(2)))
-    assert format_instructions(program.ranks[1].period) == "<2:0 <0:0 1F0"
-    assert [str(item) for item in program.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]
+    evaluating = pd.lower(pd.schedules.evaluation(pd.Plan.uniform(2)))
+    assert format_instructions(evaluating.ranks[1].period) == "<2:0 <0:0 1F0"
+    assert [str(item) for item in evaluating.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]
 
 
 def restless(rank: int) -> Iterator[Op]:

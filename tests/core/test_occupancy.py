@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.schedule.occupancy import OccupancyRule, StageOccupancy, occupancy, stash
+from pipedream.core.schedule.occupancy import OccupancyRule, occupancy, stash
 from pipedream.workflows.methods import occupancy_of
 
 METHODS = sorted(
@@ -22,29 +22,6 @@ METHODS = sorted(
 
 OWN_DEPTH = ["timeprest", "timeprest_interpolated"]
 """Methods with several versions and a depth of their own: one stage alone does not determine its occupancy."""
-
-
-@pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 3), (4, 4), (4, 9)])
-def test_it_is_what_the_papers_claim(stages: int, m: int) -> None:
-    for name in METHODS:
-        travels = name.startswith("pipedream") and name != "pipedream_2bw"
-        built = schedules.build(name, pd.Plan.uniform(stages), None if travels else m)
-        of_stage = [(stages, 99 if travels else m, s) for s in range(stages)]
-        expected = [(built.claims.in_flight(*where), built.claims.versions(*where)) for where in of_stage]
-        assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected, name
-
-
-@pytest.mark.parametrize(
-    ("name", "versions"), [("pipedream", [1, 2, 4, 5]), ("pipedream_2bw", [2] * 4), ("1f1b", [1] * 4)]
-)
-def test_versions_count_an_update_delay(name: str, versions: list[int]) -> None:
-    """Under stashing W_s + 1, and one more if the update comes after the next forward."""
-    plans = [
-        replace(pd.Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(delay, 0))
-        for in_flight in (1, 4)
-        for delay in (0, 1)
-    ]
-    assert [occupancy(schedules.build(name, plan))[0].versions for plan in plans] == versions
 
 
 @given(straight().filter(lambda built: built.name in METHODS + OWN_DEPTH))
@@ -92,14 +69,6 @@ def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[
         plan = pd.Plan.uniform(3, replicas=replicas)
         alone = [rule.of_stage(count).versions for count in plan.in_flight]
         assert all(map(int.__le__, alone, (stage.versions for stage in rule.of_plan(plan)))), (name, alone)
-
-
-def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
-    assert occupancy_of("pipedream_2bw", 2).of_plan(pd.Plan.uniform(4))[0] == StageOccupancy(4, 2, double_buffered=True)
-    assert occupancy_of("gpipe", 1).of_plan(pd.Plan.uniform(2, replicas=(2, 1))) == (
-        StageOccupancy(1, 1, flushes=True),
-        StageOccupancy(2, 1, flushes=True),
-    )
 
 
 @given(st.data())

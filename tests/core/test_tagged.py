@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.schedule.weights import Stamped
-from pipedream.experimental.timeprest_interpolated import Interpolated, timeprest_interpolated
-from pipedream.schedules import Kind, Op, WeightRule, build
+from pipedream.experimental.timeprest_interpolated import Interpolated
+from pipedream.schedules import Kind, Op, build
 
 TAGGED = ("timeprest", "timeprest_interpolated")
 replica_counts = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -107,26 +107,6 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
     # A tag is the version of the input stage, and all stages are as late as that one.
     assert [tagged.weights.staleness(s) for s in range(p)] == [delays_updates[0]] * p
     assert pd.verify(pd.lower(tagged)).staleness == (delays_updates[0],) * p
-
-
-@given(st.integers(1, 6), st.integers(1, 8))
-def test_what_is_kept(p: int, m: int) -> None:
-    """The input stage needs no old version for its tags, the last one the most; a stash is the other way round."""
-    tagged, between = (build(name, pd.Plan.uniform(p), m).weights for name in TAGGED)
-    versions = [tagged.versions(s) for s in range(p)]
-    assert versions[0] == 1
-    assert versions == sorted(versions)
-    assert versions == [between.versions(p - 1 - s) for s in range(p)]
-    assert [between.buffers(s) for s in range(p)] == [int(s < p - 1) for s in range(p)]
-    assert [tagged.buffers(s) for s in range(p)] == [0] * p
-
-
-def test_a_share_is_in_the_file() -> None:
-    rule = timeprest_interpolated(pd.Plan.uniform(2), share=0.25, backward_rule="recompute").weights
-    again = WeightRule.decoded(rule.encoded(), "weights")
-    assert again == rule
-    assert isinstance(again, Interpolated)
-    assert again.share == 0.25
 
 
 @pytest.mark.parametrize(

@@ -41,24 +41,6 @@ def test_the_verdict_names_the_fastest(variants: tuple[Variant, ...], words: str
     assert RecipeComparison("vgg", 2, variants).verdict == words
 
 
-def test_a_column_without_figures_is_left_out_and_reasons_are_given() -> None:
-    variants = (
-        Variant(DDP, 50e6, samples_per_s=10.0, metrics={"accuracy": 0.5}, samples_per_update=64, bytes_per_sample=2e6),
-        Variant("torch Schedule1F1B", 50e6, why="the model is no chain"),
-        Variant("2bw", 50e6, plan="1-1, noam", samples_per_s=20.0, samples_per_update=32, losses=((8, 2.0), (16, 1.0))),
-    )
-    comparison = RecipeComparison("net", 2, variants)
-    assert comparison.table() == [
-        ("over", "variant", "plan", "samples/s", "of DDP", "samples/update", "bytes/sample", "updates", "loss",
-         "test accuracy"),
-        ("400 Mbit/s", DDP, "-", "10", "1.00", "64", "2.00 MB", "-", "-", "0.5"),
-        ("400 Mbit/s", "torch Schedule1F1B", *["-"] * 8),
-        ("400 Mbit/s", "2bw", "1-1, noam", "20", "2.00", "32", "-", "2", "1", "-"),
-    ]  # fmt: skip
-    assert comparison.variants[2].loss_curve == [(0.4, 2.0), (0.8, 1.0)]
-    assert "note: torch Schedule1F1B has no figures: the model is no chain\n" in str(comparison)
-
-
 def test_seconds_until_the_loss_of_the_reference() -> None:
     """Losses fall by 1 an update of 5 samples, late ones by half of that; a mean is over a tenth of 40."""
     falling = tuple((5 * (i + 1), float(-i)) for i in range(40))
