@@ -21,10 +21,7 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
     assert (roomy.depth_mode, roomy.in_flight) == ("full", (10, 7, 4, 1))
     # Versions, and activations of all but the one whose gradients have taken their place; three messages posted.
     assert roomy.stages[0].peak_bytes == 11 * 1000 + 9 * 100 + 3 * 300
-    parallel = search_plan(FOUR, pd.Cluster.flat(4, 1e9), shape="data-parallel", in_flight="full")
-    assert (parallel.depth_mode, parallel.in_flight) == ("full", (1,))
     tight = pd.Cluster.flat(4, 100.0, memory_bytes=8_000)
-    assert search_plan(FOUR, tight, shape="straight").in_flight == (4, 3, 2, 1)
     says = (
         r"at depth full stage 0 \(layers 0 to 0\) holds 10 in flight and needs 12\.8 kB, .* 8\.00 kB; ask "
         r"for --in-flight auto"
@@ -34,39 +31,14 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
     by_count = search_plan(FOUR, tight, shape="straight", in_flight=(2, 2, 1, 1))
     assert (by_count.depth_mode, by_count.in_flight) == ("hand", (2, 2, 1, 1))
     assert by_count.stages == manual_plan(FOUR, tight, (1, 2, 3), in_flight=(2, 2, 1, 1)).stages
-    with pytest.raises(pd.PipelineError, match="are for 3 stages, the plan has 4"):
-        search_plan(FOUR, tight, shape="straight", in_flight=(3, 2, 1))
-
-
-def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> None:
-    roomy, tight = pd.Cluster.flat(4, 100.0), pd.Cluster.flat(4, 100.0, memory_bytes=8_000)
-    best = search_plan(FOUR, roomy, shape="straight", in_flight="auto")
-    full = search_plan(FOUR, roomy, shape="straight", in_flight="full")
-    assert (best.depth_mode, best.in_flight, best.stages) == ("auto", full.in_flight, full.stages)
     # A version and activations are 1100 bytes for each in flight, beside gradients and messages.
     assert search_plan(FOUR, tight, shape="straight", in_flight="auto").in_flight == (5, 3, 2, 1)
-    least = max(stage.peak_bytes for stage in search_plan(FOUR, roomy, shape="straight").stages)
-    exact = pd.Cluster.flat(4, 100.0, memory_bytes=least)
+    least = max(stage.peak_bytes for stage in search_plan(FOUR, pd.Cluster.flat(4, 100.0), shape="straight").stages)
+    exact, short = (pd.Cluster.flat(4, 100.0, memory_bytes=memory) for memory in (least, least - 1))
     assert search_plan(FOUR, exact, shape="straight", in_flight="auto").in_flight == (4, 3, 2, 1)
-    short = pd.Cluster.flat(4, 100.0, memory_bytes=least - 1)
     with pytest.raises(pd.PipelineError, match="none of the straight pipelines of 4 stages fits"):
         search_plan(FOUR, short, shape="straight", in_flight="auto")
-    with pytest.raises(pd.PipelineError, match=r"at depth noam stage 1 .* holds 3 in flight"):
-        manual_plan(FOUR, short, (1, 2, 3), in_flight="auto")
     assert manual_plan(FOUR, short, (1, 2, 3), in_flight=(3, 2, 2, 1)).depth_mode == "hand"
-
-
-def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
-    """Noam is (6, 2, 1); stage 1 updating behind its next forward needs one more in front of it."""
-    five = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 0, 1000, 100),) * 3)
-    free = search_plan(five, pd.Cluster.flat(5, 1e9), shape="1-3-1", update_delay=1)
-    assert (free.in_flight, free.update_delay) == ((6, 2, 1), (0, 1, 0))
-    assert search_plan(five, pd.Cluster.flat(5, 1e9), shape="1-3-1").in_flight == (5, 2, 1)
-    assert free.stages[0].peak_bytes == 7 * 1000 + 5 * 100
-    tight = pd.Cluster.flat(5, 1e9, memory_bytes=free.stages[0].peak_bytes - 1)
-    with pytest.raises(pd.PipelineError, match=r"stage 0 .* holds 6 in flight"):
-        search_plan(five, tight, shape="1-3-1", update_delay=1)
-    assert search_plan(five, tight, shape="1-3-1").in_flight == (5, 2, 1)
 
 
 SIZES = st.integers(0, 9)

@@ -28,16 +28,6 @@ def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
         assert "best found" in large.note
 
 
-def test_a_plan_of_joined_layers_states_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = random_chain(random.Random(3), 12)
-    monkeypatch.setattr(pipeline_search, "_MAX_STATES", 1_000.0)
-    planned = search_plan(profile, pd.Cluster.flat(8, 1e9), shape="pipeline")
-    assert planned.gap > 0
-    assert str(planned).splitlines()[-1].startswith("proven bound ")
-    with pytest.raises(pd.errors.PlanError, match="none of the pipelines of 2 to 8 stages fits"):
-        search_plan(profile, pd.Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
-
-
 def test_a_thousand_layers_on_a_thousand_workers() -> None:
     """The replicas are powers of two or three times one, and the plan is near its bound."""
     draw = random.Random(0)

@@ -11,7 +11,6 @@ from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.activations import WINDOW_SHARE, window_bytes
 from pipedream.core.units import format_bytes
 
 LAYER = pd.LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
@@ -28,12 +27,6 @@ def plan_of(
 
 
 NEEDS = [stage.peak_bytes for stage in plan_of(None).stages]
-
-
-def test_without_a_limit_everything_stays() -> None:
-    plan = plan_of(None)
-    assert not plan.choices.activations
-    assert not any(stage.offload for stage in plan.stages)
 
 
 FULL, SPLIT = {"schedule": "pipedream"}, {"schedule": "1f1b", "microbatches": 4}
@@ -115,14 +108,6 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
     assert plan.slowest_stage_s <= 1.05 * min(periods)
 
 
-def test_a_methods_own_microbatches_decide_what_fits() -> None:
-    """Not whole minibatches, of which fewer fit."""
-    free = plan_of(None, schedule="1f1b")
-    assert free.microbatches > 1
-    limit = max(stage.peak_bytes for stage in free.stages)
-    assert plan_of(limit, schedule="1f1b", activations="").stages == free.stages
-
-
 @pytest.mark.parametrize(("measured", "rate"), [(0.9e5, 0.9e5), (None, 0.8 * 31.5e9)])
 def test_copies_take_time(measured: float | None, rate: float) -> None:
     """At the rate that was measured, else at that of the datasheet."""
@@ -164,11 +149,6 @@ def test_a_stage_recomputes_or_offloads() -> None:
     for rate, kind in ((1e9, (False, True)), (100_000 / 1.151, (True, False))):
         stages = plan_of(int(0.6 * max(NEEDS)), rate, recompute="auto").stages
         assert [(stage.recompute, stage.offload) for stage in stages] == [kind] * 2 + [(False, False)] * 2
-
-
-@given(st.integers(0, 10**12).map(lambda eighths: 8 * eighths))
-def test_two_windows_stay_on_the_gpu(moved_bytes: int) -> None:
-    assert window_bytes(moved_bytes) == 2 * WINDOW_SHARE * moved_bytes
 
 
 GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))

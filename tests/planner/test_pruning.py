@@ -4,13 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from drawn import inner_site
 from marks import seeds
 
-import pipedream as pd
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import SearchSpace
-from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
+from pipedream.planner.dynamic_program.pruning import prune_places
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, states_of_counts, straight_states
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import random_profile, random_tree, replicated_states
@@ -37,14 +35,3 @@ def test_the_best_plan_stays(seed: int) -> None:
         assert pruned.best() == full.best()
         fewer += len(pruned.space.positions) < len(space.positions)
     assert fewer > 5
-
-
-def test_counts_the_fewest_workers() -> None:
-    """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
-    profile = pd.Profile.of_chain(tuple(pd.LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
-    space = SearchSpace.of(profile, pd.Cluster.flat(8))
-    sites = {count: [inner_site(space.cluster, count)] for count in range(1, 9)}
-    before, after = fewest_workers(space, 2.0, sites, 8)
-    assert before.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
-    assert after.tolist() == [4, 3, 2, 2, 0]
-    assert fewest_workers(space, 0.5, sites, 8)[0].tolist() == [0, 9, 9, 9, 9]

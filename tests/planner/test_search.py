@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
-from every_plan import exhaustive
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.planner import SHAPES, PlanSearch, SearchSpace, search
+from pipedream.planner import SHAPES, PlanSearch, search
 from tests.planner.planned import plan_or_words, search_plan
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
@@ -93,25 +92,6 @@ def test_what_cannot_win_is_left_out(profile: pd.Profile, cluster: pd.Cluster, l
     assert best(limit_s=limit_s).slowest_stage_s >= limit_s
 
 
-@pytest.mark.parametrize(
-    ("workers", "memory", "rows"),
-    [
-        (3, 248, [(20, 50, 10), (20, 50, 0)]),
-        (3, 225, [(20, 50, 0), (100, 50, 0)]),
-        (4, 375, [(20, 50, 0), (20, 50, 10), (1, 50, 10)]),
-    ],
-)
-def test_no_worker_is_left_out_where_memory_is_short(
-    workers: int, memory: int, rows: list[tuple[int, int, int]]
-) -> None:
-    """A straight pipeline of fewer stages than workers fits, and is taken only if workers may be idle."""
-    profile = pd.Profile.of_chain(tuple(pd.LayerProfile(1.0, 1.0, *row) for row in rows))
-    cluster = pd.Cluster.flat(workers, 1e3, memory_bytes=memory)
-    assert search_plan(profile, cluster).workers < workers
-    with suppress(pd.PipelineError):
-        assert search_plan(profile, cluster, all_workers=True).workers == workers
-
-
 RIVALS = "; data parallelism on 4 workers is predicted at {} s per minibatch"
 ALONE = "; one worker is predicted at {} s per minibatch"
 
@@ -140,24 +120,6 @@ def test_links_and_shapes_decide_and_rivals_are_named(
     assert best.note.endswith(note)
     prefix = "fastest predicted among one worker, data parallelism and pipelines of 2 to 4 stages; "
     assert best.note.startswith(prefix) == (shape == "any")
-
-
-@pytest.mark.parametrize("shape", ["3-1", (3, 1), [3, 1]])
-def test_counts_can_be_forced(shape: Any) -> None:
-    cluster = pd.Cluster.flat(5, 1e9)
-    forced = search_plan(EIGHT, cluster, shape=shape)
-    space = SearchSpace.of(EIGHT, cluster)
-    best = exhaustive(space, lambda plan: plan.replicas == (3, 1))
-    assert (forced.config, forced.stages) == ("3-1", space.with_bytes(best).stages)
-    assert forced.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
-
-
-@pytest.mark.parametrize("shape", ["any", "pipeline"])
-def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
-    thin = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 3 * 10**6),) * 2)  # sums cost more than replicas save
-    cluster = pd.Cluster.flat(3, 1e6)
-    assert search_plan(thin, cluster, shape=shape).workers == 2
-    assert search_plan(thin, cluster, shape=shape, all_workers=True).workers == 3
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "2-1"])

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from drawn import inner_site
 from hypothesis import given, strategies as st
 
 import pipedream as pd
@@ -15,7 +14,7 @@ from pipedream.core.model.graph import Call
 from pipedream.core.model.matrices import Matrices
 from pipedream.core.plan.memory import StageMemory
 from pipedream.core.schedule.phase import read_phases
-from pipedream.planner import SearchSpace, manual_plan
+from pipedream.planner import manual_plan
 from pipedream.workflows.prepare import check_phases_fit
 from tests.planner.planned import chains
 
@@ -31,11 +30,6 @@ TINY = pd.Profile.of_chain(
     optimizer_bytes=401,
     loss_s=0.5,
 )
-
-
-def seconds(space: SearchSpace, first: int, last: int, replicas: int) -> float:
-    """Of a stage with neighbours, all links being alike."""
-    return float(space.period_s(space.passes_s(first, last), first, last, inner_site(space.cluster, replicas)))
 
 
 def test_every_field_of_every_stage() -> None:
@@ -155,18 +149,6 @@ def test_stages_add_up_to_the_model(profile: pd.Profile, data: st.DataObject) ->
         messages = received * (2 + in_flight + 2) + sent * 3
         at_work = max(backward, stage.activation_bytes, stage.parameter_bytes)
         assert stage.peak_bytes == waiting + stage.optimizer_bytes + messages + at_work
-
-
-def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
-    cluster = pd.Cluster.flat(4, bandwidth_bytes_per_s=100.0)
-    space = SearchSpace.of(TINY, cluster)
-    # 22.5 s of compute, 400 bytes in a ring of 4: 2 * 3 / 4 * 400 / 100 = 6 s.
-    assert seconds(space, 0, 3, 4) == (22.5 + 6.0) / 4
-    plan = manual_plan(TINY, cluster, (2,), (3, 1))
-    assert plan.config == "3-1"
-    assert plan.slowest_stage_s == max(seconds(space, 0, 2, 3), seconds(space, 2, 3, 1))
-    assert manual_plan(TINY, cluster, (), (4,)).slowest_stage_s == seconds(space, 0, 3, 4)
-    assert manual_plan(TINY, cluster, ()).config == "1"
 
 
 def test_versions_are_copied_where_one_is_still_read() -> None:

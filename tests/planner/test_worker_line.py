@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import pairwise, permutations
 from typing import Any
 
-import numpy as np
 import pytest
 from every_plan import best_plans
 from marks import seeds
@@ -13,9 +12,8 @@ from marks import seeds
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.cost import Site
 from pipedream.planner import SearchSpace
-from pipedream.planner.workers import WorkerLine, list_orders
+from pipedream.planner.workers import list_orders
 from tests.planner.planned import random_profile, random_tree, search_plan
 
 
@@ -99,23 +97,6 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
             continue
         tried += 1
         assert search_plan(profile, cluster).slowest_stage_s == best.slowest_stage_s
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(10):
-        cluster = random_tree(draw)
-        order = draw.choice(list_orders(cluster, 100)[0])
-        line = WorkerLine.of(cluster, order)
-        pairs = [(a, r) for a in range(cluster.workers) for r in range(1, cluster.workers - a + 1)]
-        for (a, r), site in zip(pairs, line.site_list(*np.array(pairs).T), strict=True):
-            before = order[a - 1] if a else None
-            after = order[a + r] if a + r < cluster.workers else None
-            direct = Site.of(cluster, order[a : a + r], before, after)
-            sizes = (3.0, 5.0, 1.0, 7, 2 * (before is not None), 3 * (after is not None))
-            assert site.period_s(*sizes) == direct.period_s(*sizes)
-            assert (site.speed, site.memory_bytes) == (direct.speed, direct.memory_bytes)
 
 
 def test_orders_are_told_up_to_symmetry() -> None:
