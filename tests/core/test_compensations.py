@@ -157,13 +157,10 @@ def test_named_methods_stand_on_others(name: str, stages: int) -> None:
     assert schedule.updates.compensation == (compensation,)
     ours, other = (pd.simulate(s.plan, schedule=s, minibatches=6 * stages) for s in (schedule, plain))
     assert ours.spans == other.spans
+    late, in_flight = schedule.claims.staleness, schedule.claims.in_flight
     for s in range(stages):
-        assert (
-            pd.metrics.staleness(ours, s)
-            == schedule.claims.staleness(stages, 6 * stages, s)
-            == schedule.weights.staleness(s)
-        )
-        assert pd.metrics.in_flight(ours, s) == schedule.claims.in_flight(stages, 6 * stages, s)
+        assert pd.metrics.staleness(ours, s) == schedule.weights.staleness(s) == late(stages, 6 * stages, s)
+        assert pd.metrics.in_flight(ours, s) == in_flight(stages, 6 * stages, s)
 
 
 @pytest.mark.parametrize(

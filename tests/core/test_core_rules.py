@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import islice
 from math import ceil, inf, lcm
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan import depth
-from pipedream.schedules import DoubleBuffer, Flush, Kind, Stash, UpdateRule, VerticalSync, WeightPrediction, build, kit
+from pipedream.schedules import DoubleBuffer, Flush, Stash, UpdateRule, VerticalSync, WeightPrediction, build, kit
 
 replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
 
@@ -142,36 +141,6 @@ def test_members_of_updates_part_all_microbatches(count: int, total: int) -> Non
     assert all(members)
     assert all(rule.update_of(0, k) == n for n, update in enumerate(members, 1) for k in update)
     assert all(len(update) == count for update in members[:-1])
-
-
-@given(replica_counts, st.data())
-def test_the_latest_rule_reads_what_is_newest_at_an_op(replicas: tuple[int, ...], data: st.DataObject) -> None:
-    """Against an order followed op by op."""
-    update_delay, counts = delays(data.draw, replicas), tuple(data.draw(st.integers(1, 5)) for _ in replicas)
-    m = data.draw(st.one_of(st.none(), st.integers(max(replicas), 3 * max(replicas))))
-    update_delay = (0,) * len(replicas) if m else update_delay
-    plan = replace(
-        pd.Plan.uniform(len(replicas), replicas=replicas),
-        in_flight=depth.raise_to_legal(counts, replicas, update_delay),
-        update_delay=update_delay,
-        depth_mode="hand",
-    )
-    rule, order = kit.latest_weights(plan, m), kit.steady_1f1b(plan, m)
-    updates = UpdateRule(rule.per_update)
-    late: dict[int, list[int]] = {s: [] for s in range(len(replicas))}
-    for rank in range(plan.workers):
-        ((stage, _),) = plan.placement.stage_replicas(rank)
-        newest = 0
-        for op in islice(order(rank), 150):
-            if op.kind is Kind.UPDATE:
-                newest += 1
-                assert op.index == newest
-            elif op.kind is Kind.FORWARD:
-                assert rule.forward_version(stage, op.index) == newest
-            else:
-                assert rule.backward_version(stage, op.index) == newest
-                late[stage].append(updates.update_of(stage, op.index) - 1 - rule.forward_version(stage, op.index))
-    assert all(max(versions) <= rule.staleness(s) for s, versions in late.items() if versions)
 
 
 @given(straight())

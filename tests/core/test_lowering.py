@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from programs import program_of, with_rank
 
 import pipedream as pd
-from pipedream.core.schedule.program import Move, Transfer, format_instructions
+from pipedream.core.schedule.program import format_instructions
 
 Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
@@ -41,29 +41,6 @@ def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
         for executed in (data.draw(st.integers(0, existing)), existing, existing + 1):
             first = [i for i in islice(program.stream(rank), executed) if exists(i)]
             assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
-
-
-@given(schedules)
-def test_messages_stand_beside_their_ops(schedule: pd.Schedule) -> None:
-    """A receive directly before the op that reads it, a send directly after the op that makes it."""
-    program = pd.lower(schedule)
-    backward = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
-    for rank in range(schedule.placement.workers):
-        stream = list(program.instructions(rank, 3 * schedule.cycle))
-        for i, item in enumerate(stream):
-            if not isinstance(item, Transfer):
-                continue
-            step = -1 if item.kind is Move.SEND else 1
-            op = next(x for x in stream[i::step] if isinstance(x, Op))
-            if item.kind is Move.SYNC:
-                assert op == Op(Kind.UPDATE, item.channel, item.index, op.replica)
-                continue
-            channel = program.channels[item.channel]
-            stage = channel.source if item.kind is Move.SEND else channel.target
-            kind = backward if channel.carries == "gradient" else Kind.FORWARD
-            if item.kind is Move.RECEIVE:
-                kind = backward if channel.carries == "stage_input" else kind
-            assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 
 @given(schedules)
