@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
-from hypothesis import assume, example, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -64,49 +64,10 @@ def clusters(draw: st.DrawFn) -> pd.Cluster:
 
 
 BOUNDED_METHODS = ("pipedream", "pipedream_2bw", "xpipe", "pipemare", "1f1b", "gpipe", "zb_h1")
-METHODS = st.sampled_from(["pipedream", "1f1b", "gpipe", "pipedream_2bw"])
 HIDDEN_LATENCY = pd.Profile.of_chain(
     (pd.LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3, batch=1, update_s=1e-3, runtime=RuntimeCosts(message_s=2e-5)
 )
 """Messages keep the first stage of 2-2 busy for longer than the latency of its sum, which they hide."""
-
-
-@pytest.mark.slow
-@settings(max_examples=2)
-@given(profiles(), clusters(), METHODS)
-@example(HIDDEN_LATENCY, pd.Cluster((pd.Level(2, 1e7, 1e-5), pd.Level(2, 1e7))), "pipedream")
-def test_never_slower_than_what_every_request_for_a_shape_gives(
-    profile: pd.Profile, cluster: pd.Cluster, schedule: str
-) -> None:
-    def planned_s(**options: Any) -> float | None:
-        try:
-            return methods.score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
-        except pd.PipelineError:
-            return None
-
-    chosen_s, workers = planned_s(), cluster.workers
-    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
-    rivals = {shape: planned_s(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
-    rivals["search"] = planned_s(strategy="search")
-    if chosen_s is None:
-        assert not any(rivals.values())
-        return
-    faster = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and chosen_s > rival_s * (1 + 1e-9)}
-    assert not faster, f"{chosen_s} s was chosen"
-    compared = compare(profile, cluster, schedule=schedule)
-    assert compared.candidates[0].period_s == chosen_s
-    for candidate in compared.candidates:
-        if candidate.period_s is None:
-            assert candidate.least_s >= chosen_s or not candidate.config
-        else:
-            assert chosen_s <= candidate.period_s * (1 + 1e-9)
-            assert candidate.least_s <= candidate.period_s * (1 + 1e-9), "a bound that does not hold"
-    everything = (*compared.candidates, *compared.references)
-    for config in {"1", str(workers)}:
-        shapes = ("1", "data-parallel", config)
-        assert any(candidate.config == config and candidate.period_s for candidate in everything) or any(
-            candidate.why and not candidate.config and candidate.shape in shapes for candidate in everything
-        ), f"{config} is not in the list"
 
 
 @given(profiles(), clusters(), st.sampled_from([*BOUNDED_METHODS]), st.data())
@@ -135,6 +96,7 @@ def test_no_plan_beats_its_bound(profile: pd.Profile, cluster: pd.Cluster, sched
     st.sampled_from([0, 1]),
     st.sampled_from([1.0, 1.5, float("inf")]),
 )
+@example(HIDDEN_LATENCY, pd.Cluster((pd.Level(2, 1e7, 1e-5), pd.Level(2, 1e7))), "pipedream", 0, 1.0)
 def test_searches_that_are_left_out_find_nothing_faster(
     profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int, link_factor: float
 ) -> None:
@@ -181,15 +143,6 @@ def test_plans_that_cannot_win_need_no_bytes(
     assert choose(stage_search.MEASURED_SHARE) == choose(1e-9)
 
 
-def test_the_bound_knows_what_messages_take() -> None:
-    """Two equal stages, and a message as long as an op: noam's depth leaves it exposed, which the bound counts."""
-    profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, output_bytes=10**6, parameter_bytes=0),) * 2, batch=8)
-    for schedule, m, seconds in (("pipedream", None, 4.0), ("gpipe", 4, 4.25)):
-        plan = pd.plan(profile, pd.Cluster.flat(2, 1e6), schedule=schedule, shape=(1, 1), microbatches=m)
-        assert 0.98 * seconds * (1 - 1e-9) <= stage_search.make_candidate(plan, "").least_s <= seconds * (1 + 1e-9)
-        assert methods.score(plan).period_s == pytest.approx(seconds)
-
-
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
     searched = pd.plan(DIGITS, EIGHT, strategy="search")
     plan = pd.plan(DIGITS, EIGHT)
@@ -216,16 +169,6 @@ def test_fixed_seconds_of_microbatches_are_counted_and_shown() -> None:
     assert "  minibatch      fixed  samples/s" in str(comparison)
     assert "backward   fixed  update" in str(comparison.plan)
     assert "fixed" not in str(compare(DIGITS, FOUR, schedule="pipedream"))
-
-
-def test_what_is_asked_is_compared_too() -> None:
-    """A shape that is asked for is planned, and the verdict says what is faster."""
-    comparison = compare(DIGITS, EIGHT, shape="straight", schedule="pipedream")
-    assert comparison.plan.config == "1-1-1-1-1-1-1-1"
-    rivals = [(candidate.schedule, candidate.config) for candidate in comparison.references]
-    assert rivals == [("pipedream", "8"), ("1f1b", "8"), ("pipedream", "1")]
-    assert comparison.verdict.startswith("use DDP on 8 workers: ")
-    assert "; a straight pipeline of 8 stages takes " in comparison.verdict
 
 
 def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:

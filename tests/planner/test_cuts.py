@@ -26,33 +26,6 @@ def masks(graph: pd.LayerGraph) -> set[int]:
     return {sum(1 << i for i, inside in enumerate(row) if inside) for row in every_downset(graph)}
 
 
-@given(graphs())
-def test_downsets_are_all_that_there_are(graph: pd.LayerGraph) -> None:
-    lattice = Lattice.of(graph)
-    expected = masks(graph)
-    downsets = lattice.downsets(len(expected))
-    assert len(downsets) == len(expected)
-    assert set(downsets) == expected
-    assert [downset.bit_count() for downset in downsets] == sorted(downset.bit_count() for downset in downsets)
-    assert lattice.downsets(len(expected) - 1) is None
-    assert lattice.is_chain == (len(expected) == len(lattice.groups) + 1)
-
-
-@given(graphs(), st.data())
-def test_what_crosses_counts_once(graph: pd.LayerGraph, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 10**15), min_size=len(graph.layers), max_size=len(graph.layers)))
-    downsets = sorted(masks(graph))
-    expected = [
-        sum(
-            size
-            for i, size in enumerate(sizes)
-            if any(a == i and downset >> a & 1 > downset >> b & 1 for a, b in graph.edges)
-        )
-        for downset in downsets
-    ]
-    assert Lattice.of(graph).crossing_bytes(downsets, sizes).tolist() == expected
-
-
 @given(graphs(), st.integers(0, 5))
 def test_prefixes_are_one_order(graph: pd.LayerGraph, seed: int) -> None:
     lattice = Lattice.of(graph)

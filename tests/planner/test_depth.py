@@ -1,10 +1,7 @@
 """A plan's depth against the memory of a worker."""
 
-import random
-
 import pytest
 from hypothesis import given, strategies as st
-from marks import seeds
 
 import pipedream as pd
 from pipedream.core.plan import depth
@@ -68,21 +65,3 @@ def test_auto_is_legal_and_as_deep_as_fits(rows: list[tuple[int, ...]], limit: i
         assert apply_depth(space, base, "full").in_flight == deep.in_flight, "full fits"
     except pd.errors.PlanError:
         assert deep.in_flight != full.in_flight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(1, 3, 4))
-def test_auto_is_never_slower_than_noam(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(5):
-        counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(2, 4)))
-        layers = [pd.LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
-        space = SearchSpace.of(pd.Profile.of_chain(tuple(layers)), pd.Cluster.flat(sum(counts), 10.0))
-        cuts = tuple(range(1, len(counts)))
-        base, full = space.build_plan(cuts, counts), space.build_plan(cuts, counts).with_depth("full")
-        room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))
-        between = depth.fit_counts(base.in_flight, full.in_flight, room, counts)
-        plans = [base.with_depth(which) for which in ("noam", between, "full")]
-        spans = [pd.simulate(plan, minibatches=240).makespan_s for plan in plans]
-        assert spans[1] <= spans[0] * 1.02, (counts, between)
-        assert spans[2] <= spans[1] * 1.02

@@ -126,15 +126,6 @@ def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:
     assert "activations in the memory of the machine: stage 0 " in str(plan)
 
 
-def test_none_keeps_activations_as_if_nothing_was_asked() -> None:
-    with pytest.raises(pd.errors.ShortageError):
-        plan_of(LIMIT, activations="none")
-    assert plan_of(None, activations="none", recompute="always") == plan_of(None, activations="", recompute="always")
-    unmoved = plan_of(LIMIT).choosing(activations="none")
-    assert not unmoved.choices.activations
-    assert not any(stage.offload for stage in unmoved.stages)
-
-
 def test_recomputation_and_offloading_exclude_each_other() -> None:
     with pytest.raises(pd.errors.PlanError, match="a stage that recomputes keeps nothing but its input"):
         plan_of(None, recompute="always")
@@ -142,13 +133,6 @@ def test_recomputation_and_offloading_exclude_each_other() -> None:
     assert all(stage.offload for stage in moved.stages)
     with pytest.raises(ValueError, match="has no activations to offload"):
         replace(moved.stages[0], recompute=True)
-
-
-def test_a_stage_recomputes_or_offloads() -> None:
-    """Where copies are hidden it offloads; where they would be longer than passes it recomputes."""
-    for rate, kind in ((1e9, (False, True)), (100_000 / 1.151, (True, False))):
-        stages = plan_of(int(0.6 * max(NEEDS)), rate, recompute="auto").stages
-        assert [(stage.recompute, stage.offload) for stage in stages] == [kind] * 2 + [(False, False)] * 2
 
 
 GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
@@ -161,8 +145,7 @@ def plan_on_gpus(memory_bytes: int | None, host_bytes: int | None = None, **requ
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [{}, FULL, {"microbatches": 1}, {"schedule": "v_half", "shape": "any", "workers": 2}, {"cuts": (1,)}],
+    "request_", [{}, FULL, {"microbatches": 1}, {"schedule": "v_half", "shape": "any", "workers": 2}, {"cuts": (1,)}]
 )
 def test_a_refusal_says_what_choices_save(request_: dict[str, Any]) -> None:
     """As much as planning with them finds on the fullest worker."""

@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,6 @@ RULES: dict[str, VersionsRule] = {
     "double_buffer": lambda in_flight, update_delay: 2,
     "flush": lambda in_flight, update_delay: 1,
 }
-
-
-def straight(profile: pd.Profile, cluster: pd.Cluster, *, stages: int, **options: Any) -> pd.Plan:
-    return search_plan(profile, cluster, shape=(1,) * stages, **options)
 
 
 def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
@@ -56,7 +53,7 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 def test_equals_exhaustive_search(seed: int) -> None:
     """In value and in plan, ties included, over 1,200 chains, 60 of them in the default run."""
     draw = random.Random(seed)
-    planned = refused = several = 0
+    planned = refused = 0
     for _ in range(60):
         profile, cluster = random_profile(draw, draw.randint(1, 6)), random_cluster(draw, workers=draw.randint(1, 5))
         how = {"versions": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
@@ -70,12 +67,10 @@ def test_equals_exhaustive_search(seed: int) -> None:
             assert pipelines.best() is None
             continue
         planned += 1
-        several += max(best.replicas) > 1 and len(best.stages) > 1
         assert pipelines.best() == best
         assert min(pipelines.periods.values()) == best.slowest_stage_s
     assert planned > 18
     assert refused > 6
-    assert several > 0
 
 
 @pytest.mark.slow
@@ -109,12 +104,11 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: pd.Profile, stages: int, sh
     free = SearchSpace.of(profile, pd.Cluster.flat(5), versions=RULES[rule])
     least = of_stages(free, stages).least_bytes
     limit = max(1, int(least * share))
-    cluster = pd.Cluster.flat(5, memory_bytes=limit)
+    straight = partial(search_plan, profile, shape=(1,) * stages, versions=RULES[rule])
     if limit < least:
         with pytest.raises(pd.errors.PlanError, match=rf"\({least} bytes\)"):
-            straight(profile, cluster, stages=stages, versions=RULES[rule])
+            straight(pd.Cluster.flat(5, memory_bytes=limit))
         return
-    best = straight(profile, cluster, stages=stages, versions=RULES[rule])
+    best = straight(pd.Cluster.flat(5, memory_bytes=limit))
     assert max(stage.peak_bytes for stage in best.stages) <= limit
-    unlimited = of_stages(free, stages).best()
-    assert best.slowest_stage_s >= unlimited.slowest_stage_s
+    assert best.slowest_stage_s >= of_stages(free, stages).best().slowest_stage_s

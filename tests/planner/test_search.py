@@ -13,7 +13,7 @@ from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.planner import SHAPES, PlanSearch, search
+from pipedream.planner import PlanSearch, search
 from tests.planner.planned import plan_or_words, search_plan
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
@@ -122,18 +122,6 @@ def test_links_and_shapes_decide_and_rivals_are_named(
     assert best.note.startswith(prefix) == (shape == "any")
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
-def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
-    best = search_plan(EIGHT, pd.Cluster.flat(3, 1e9), shape=shape, update_delay=1)
-    many = len(best.stages) > 1
-    assert best.update_delay == tuple(int(many and stage.replicas > 1) for stage in best.stages)
-    assert pd.Plan.from_json(best.to_json()) == best
-    without = search_plan(EIGHT, pd.Cluster.flat(3, 1e9), shape=shape)
-    assert without.update_delay == (0,) * len(without.stages)
-    for stage, update_delay, before in zip(best.stages, best.update_delay, without.stages, strict=True):
-        assert stage.memory.stash_bytes == before.memory.stash_bytes + update_delay * stage.parameter_bytes
-
-
 SIDE_BY_SIDE = pd.LayerGraph((pd.Layer("a", "Linear"), pd.Layer("b", "Linear")), ())
 PAIR = pd.Profile("net", SIDE_BY_SIDE, (pd.LayerProfile(1.0, 1.0, 1, 1),) * 2, batch=1)
 TIED = pd.Profile("tied", pd.LayerGraph.chain(SIDE_BY_SIDE.layers, ties=((0, 1),)), (LAYER,) * 2, batch=1)
@@ -167,16 +155,6 @@ def test_a_model_that_cannot_be_cut(shape: str) -> None:
         "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
         f"minibatch; {TIED.ties_in_words()}"
     )
-
-
-def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
-    cluster = pd.Cluster.flat(4, 1e9, memory_bytes=15_000)
-    best = search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1)
-    assert best.config == "1-1-1-1"
-    assert "data parallelism on 4 workers does not fit the memory" in best.note
-    says = r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"
-    with pytest.raises(pd.PipelineError, match=says):
-        search_plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1, shape="data-parallel")
 
 
 def test_says_the_least_need_when_nothing_fits() -> None:

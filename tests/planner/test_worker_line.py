@@ -12,9 +12,9 @@ from marks import seeds
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
-from pipedream.planner import SearchSpace
+from pipedream.planner import PlanSearch, SearchSpace
 from pipedream.planner.workers import list_orders
-from tests.planner.planned import random_profile, random_tree, search_plan
+from tests.planner.planned import plan_or_words, random_profile, random_tree, search_plan
 
 
 def through_the_tree(cluster: pd.Cluster) -> list[tuple[int, ...]]:
@@ -34,7 +34,7 @@ def through_the_tree(cluster: pd.Cluster) -> list[tuple[int, ...]]:
 def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     """In value and in plan, ties broken: on trees of up to three levels."""
     draw, chains = random.Random(seed), 12
-    planned = refused = several = unlike = redone = crowded = 0
+    planned = crowded = 0
     for _ in range(chains):
         profile = random_profile(draw, draw.randint(1, 4), draw.choice([1, 1, 3]))
         cluster = random_tree(draw)
@@ -48,21 +48,14 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
         if len(orders) > 6:
             continue
         least, best = best_plans(space, orders=orders, recompute=recompute)
-        if least is None:
-            refused += 1
-            with pytest.raises(pd.errors.PlanError, match="the least that any of them needs"):
-                search_plan(profile, cluster, **options)
+        got = plan_or_words(PlanSearch.of(profile, cluster, **options), "any")
+        if isinstance(got, str):
+            # Messages of neighbours, and what an update delay adds, are known of a whole plan only.
+            words = "the least that any of them needs" if least is None else "at depth noam stage"
+            assert words in got if best is None else best != least
+            crowded += best is not None
             continue
-        if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
-            with pytest.raises(pd.errors.PlanError, match="at depth noam stage"):
-                search_plan(profile, cluster, **options)
-            continue
-        try:
-            got = search_plan(profile, cluster, **options)
-        except pd.errors.PlanError:
-            assert best != least
-            crowded += 1
-            continue
+        assert best is not None
         if best != least:
             crowded += 1
             assert got.first_stage_over_memory is None
@@ -71,13 +64,8 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
         assert replace(got, note="", bound_s=0.0) == best
         assert got.bound_s == got.slowest_stage_s
         assert pd.Plan.from_json(got.to_json()) == got
-        assert "\n" not in got.note
         planned += 1
-        several += max(got.replicas) > 1 and len(got.stages) > 1
-        unlike += bool(cluster.kinds)
-        redone += recompute == "auto" and any(stage.recompute for stage in got.stages)
     assert planned > chains // 4
-    assert refused + several + unlike + redone > chains // 4
     assert crowded < chains // 4
 
 
