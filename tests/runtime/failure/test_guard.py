@@ -21,7 +21,7 @@ from marks import slow
 
 import pipedream as pd
 from pipedream.runtime.failure import activity, guard, processes
-from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
+from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 PERIOD_S = guard.PERIOD_S
 THIS = processes.RankProcess.this()
@@ -99,38 +99,19 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_each_hears_the_others(heartbeats: list[guard.Heartbeat]) -> None:
-    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
-    assert {rank: status.where for rank, status in heartbeats[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
-    assert heartbeats[0].statuses[1].process == THIS
-    first = heartbeats[0].statuses[1].count
-    assert soon(lambda: heartbeats[0].statuses[1].count > first)
-    heartbeats[1].end()
-    assert soon(lambda: heartbeats[0].statuses[1].ended)
-
-
-@pytest.mark.parametrize(("one_way_s", "works"), [(0.5, True), (1.0, False)])
 def test_a_link_of_half_a_second_one_way_is_fast_enough(
-    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch, one_way_s: float, works: bool
+    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is the limit which docs/checkpoints.md names; with one of 1 s all would end soon, as if out of reach."""
     assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
+    assert {rank: status.where for rank, status in heartbeats[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
     calls: list[threading.Thread] = []
     plain = Store._call
     monkeypatch.setattr(Store, "_call", lambda *args: (calls.append(threading.current_thread()), plain(*args))[1])
     heartbeats[0]._exchange(False)
     answers = calls.count(threading.current_thread())
-    heartbeat_s = PERIOD_S + 2 * one_way_s * answers
-    detector = FailureDetector(0, activity.Activity(), stuck_after_s=1.0, store_owner="rank 1")
-    verdicts, exchanges = [], 0
-    for tenth in range(1000):
-        if tenth / 10 >= exchanges * heartbeat_s:
-            exchanges += 1
-            # The other one is a little slower.
-            detector.receive(tenth / 10, {1: RankStatus(int(0.9 * exchanges), "there", THIS)})
-        verdicts.append(detector.check(tenth / 10))
-    assert (not any(verdicts)) == works
-    assert (timedelta(seconds=2 * one_way_s) < guard._ANSWER_TIMEOUT) == works
+    assert PERIOD_S + 2 * 0.5 * answers < SILENT_S < PERIOD_S + 2 * 1.0 * answers
+    assert timedelta(seconds=2 * 0.5) < guard._ANSWER_TIMEOUT
 
 
 def test_the_first_report_counts_on_every_rank(heartbeats: list[guard.Heartbeat]) -> None:
@@ -167,15 +148,6 @@ def test_who_reports_another_rank_also_prints_it(
         assert str(first) == str(full)
         error = processes.read_error(tmp_path / "error.json")
         assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
-
-
-def test_the_verdict_of_a_guard_is_printed_already(heartbeats: list[guard.Heartbeat]) -> None:
-    """The connection that breaks when it kills a rank says less."""
-    heartbeats[1].report_failure(Verdict(0, "stage 0", "has sent no heartbeat"), wait_s=5.0)
-    rank_guard = bare_guard(rank=1, heartbeat=heartbeats[1])
-    error = rank_guard.first_cause(ConnectionResetError(104, "Connection reset by peer"), "stage 1, 1F3")
-    assert isinstance(error, pd.errors.PeerError)
-    assert "has sent no heartbeat" in str(error)
 
 
 @pytest.mark.parametrize(("store_owner", "ended"), [("rank 0", False), ("the launcher", False), ("rank 0", True)])
@@ -218,24 +190,6 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
         with pytest.raises(ConnectionResetError) as caught:
             names["broken"]()
         assert words in str(rank_guard.first_cause(caught.value, "stage 0, 0F4"))
-
-
-@pytest.mark.slow
-def test_rank_0_serves_the_store_until_the_others_have_heard(
-    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "_NOTICE_S", 60.0)
-    assert soon(lambda: len(heartbeats[0].statuses) == 2)
-    first = bare_guard(heartbeat=heartbeats[0])
-    waits = threading.Thread(target=first._wait_for_others)
-    waits.start()
-    heartbeats[1].end()
-    assert soon(lambda: heartbeats[0].statuses[1].ended)
-    waits.join(0.3)
-    assert waits.is_alive(), "rank 2 has not heard of it"
-    heartbeats[2].end()
-    waits.join(50.0)
-    assert not waits.is_alive()
 
 
 @pytest.mark.parametrize("gone", [True, slow(False)], ids=["gone", "stopped"])
@@ -328,18 +282,3 @@ def test_only_the_same_process_is_ended() -> None:
             assert not processes.is_running(sleeper.pid)
         finally:
             sleeper.kill()
-
-
-def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not processes.write_error("nobody reads this")
-    for rank in (0, 1):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
-        processes.write_error(f"word {rank}")
-        processes.write_doing(f"stage {rank}")
-    files = [tmp_path / "run" / str(rank) / "error.json" for rank in (1, 2)]
-    assert [processes.read_error(file) for file in files] == ["word 1", None]
-    assert [processes.read_doing(tmp_path, rank) for rank in (1, 2)] == ["stage 1", None]
-    assert processes.read_verdict(tmp_path) is None
-    processes.write_error("rank 0 is silent", verdict=True)
-    assert processes.read_verdict(tmp_path) == "rank 0 is silent"

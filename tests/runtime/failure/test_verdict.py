@@ -66,31 +66,22 @@ def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
     after_s, verdict = bench.blame(60.0, beating=(1,))
     assert SILENT_S < after_s < SILENT_S + 1.5
     assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
-    assert verdict.unresponsive
-    assert not verdict.store_lost
-
-
-def test_a_rank_that_left_in_order_is_not_missed() -> None:
-    bench = Bench()
-    bench.run(3.0)
-    bench.ended.add(2)
+    assert (verdict.unresponsive, verdict.store_lost) == (True, False)
+    bench.ended.add(2)  # in order
+    bench.status(2)
     assert bench.run(60.0, beating=(1,)) is None
 
 
 def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
     bench = Bench()
     bench.run(3.0)
+    assert bench.run(SILENT_S - 1.0, answers=False) is None
+    assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its 6 s begin now"
+    bench.status(1, 2)
     after_s, verdict = bench.blame(60.0, answers=False)
     assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
     assert (verdict.rank, verdict.store_lost) == (0, True)
     assert "the launcher serves" in verdict.cause
-
-
-def test_a_store_that_was_slow_makes_nobody_silent() -> None:
-    bench = Bench()
-    bench.run(3.0)
-    assert bench.run(SILENT_S - 1.0, answers=False) is None
-    assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its 6 s begin now"
 
 
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))
@@ -178,29 +169,23 @@ def test_a_task_that_waits_for_a_full_queue_of_the_gpu() -> None:
     assert "no progress in a forward for 10.1 s, nor on the GPU for 10.1 s" in verdict.cause
 
 
-def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
+def test_tasks_one_after_the_other_are_not_one_long_task_and_waiting_is_none() -> None:
     bench = Bench()
     for _ in range(50):
         bench.activity.begin("a forward")
         assert bench.run(9.0) is None
         bench.activity.end()
     assert bench.activity.durations["a forward"].done == 50
-
-
-@pytest.mark.parametrize("ends", ["end", "stop"])
-def test_waiting_is_not_a_task_nor_is_a_failed_one(ends: str) -> None:
-    bench = Bench()
-    bench.begin(9)
-    getattr(bench.activity, ends)()
+    assert bench.run(1000.0) is None
+    bench.activity.begin("a forward")
+    bench.activity.stop()  # it has failed
     assert bench.run(1000.0) is None
 
 
 def test_where_says_the_place_and_within_a_task_the_op() -> None:
     doing = activity.Activity()
     assert doing.where == "starting"
-    doing.describe_op = lambda: "stage 0, 0F3"
-    doing.doing = None
-    assert doing.where == "stage 0, 0F3"
+    doing.describe_op, doing.doing = lambda: "stage 0, 0F3", None
     doing.begin("loading data")
     assert doing.where == "stage 0, 0F3 (loading data)"
     doing.end()
