@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from random import Random
 from threading import Barrier
 from typing import Any
@@ -94,10 +93,3 @@ def test_all_ranks_choose_the_same_whatever_they_measure(ranks: int, hold_s: flo
     run = Run(ranks, hold_s, 1.0, 0.3, 0.5, noise)
     run.train(500)
     assert len({cost.every for cost in run.costs}) == 1
-
-
-def test_checkpoints_that_cost_nothing_are_made_whenever_the_pipeline_is_full() -> None:
-    run = Run(1, 0.0, 0.0, 0.0, 0.0, 0.0)
-    run.train(100)
-    assert run.numbers[0] == FIRST - 1
-    assert {after - before for before, after in pairwise(run.numbers)} <= {1, 2, 4}

@@ -68,28 +68,25 @@ def test_what_makes_no_sense_is_refused(scale: Any, words: str) -> None:
         scale()
 
 
-def test_one_worker_needs_no_others(tmp_path: Path) -> None:
-    summary = pd.emulate(plan_of(1), minibatches=6, out=tmp_path / "run", quiet=True)
-    assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
-    check_measured_rate(summary, tmp_path / "run")
-    assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
-    assert (tmp_path / "run" / "report.html").exists()
-    assert not (tmp_path / "run" / "weights.pt").exists()
-    assert summary["configuration"]["schedule"] == "pipedream"
-    assert summary["slowness"] >= 1
-
-
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
+        (plan_of(1), {}),
         (replace(plan_of(1), schedule="gpipe", microbatches=2), {}),
         (plan_of(1), {"schedule": "spectrain_v2"}),  # what waits in place of stepping has no velocity
     ],
 )
-def test_methods_are_emulated(plan: pd.Plan, options: dict[str, Any], tmp_path: Path) -> None:
-    configuration = pd.emulate(plan, minibatches=6, out=tmp_path / "run", quiet=True, **options)["configuration"]
-    assert configuration["schedule"] == options.get("schedule", plan.schedule)
-    assert configuration["microbatches"] == (plan.microbatches or 1)
+def test_one_worker_needs_no_others(plan: pd.Plan, options: dict[str, Any], tmp_path: Path) -> None:
+    summary = pd.emulate(plan, minibatches=6, out=tmp_path / "run", quiet=True, **options)
+    assert summary["configuration"]["schedule"] == options.get("schedule", plan.schedule or "pipedream")
+    assert summary["configuration"]["microbatches"] == (plan.microbatches or 1)
+    check_measured_rate(summary, tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").exists()
+    assert not (tmp_path / "run" / "weights.pt").exists()
+    if plan == plan_of(1) and not options:
+        assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
+        assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
+        assert summary["slowness"] >= 1
 
 
 def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
