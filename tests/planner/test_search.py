@@ -8,35 +8,19 @@ from itertools import product
 from typing import Any
 
 import pytest
-from drawn import runtime_costs
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import PlanSearch, search
-from tests.planner.planned import plan_or_words, search_plan
+from tests.planner.planned import plan_or_words, random_profile, search_plan
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = pd.Profile.of_chain((LAYER,) * 8)
 SHORT = pd.Profile.of_chain(tuple(pd.LayerProfile(1.0, 1.0, *row) for row in [(20, 50, 0), (20, 50, 10), (1, 50, 10)]))
 
 
-@st.composite
-def chains(draw: st.DrawFn) -> pd.Profile:
-    cost, size = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), st.integers(0, 20)
-    launch = st.sampled_from(draw(st.sampled_from([[0.0], [0.0, 0.5, 4.0]])))
-    layer = st.builds(pd.LayerProfile, cost, cost, size, size, size, forward_launch_s=launch, backward_launch_s=launch)
-    layers = draw(st.lists(layer, min_size=1, max_size=7))
-    return pd.Profile.of_chain(
-        tuple(layers),
-        update_s=(update_s := draw(cost)),
-        update_fixed_s=update_s * draw(st.sampled_from([0.0, 0.5, 1.0])),
-        optimizer_bytes=draw(size),
-        loss_s=draw(cost),
-        runtime=draw(runtime_costs(1.0)),
-    )
-
-
+profiles = st.builds(random_profile, st.randoms(use_true_random=False), st.integers(1, 7))
 limits = st.integers(20, 300)
 clusters = st.builds(
     pd.Cluster.flat, st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.just(0.2), st.none() | limits
@@ -45,7 +29,7 @@ CROWDED = pd.Cluster.flat(4, 10.0, 0.2, 375)
 """Where the messages of `SHORT` do not fit at first."""
 
 
-@given(chains(), clusters, limits)
+@given(profiles, clusters, limits)
 def test_never_loses_to_replicas_alike_where_memory_is_short(
     profile: pd.Profile, cluster: pd.Cluster, memory: int
 ) -> None:
@@ -58,7 +42,7 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
         assert search_plan(profile, cluster, all_workers=True).workers == workers
 
 
-@given(chains(), clusters, st.sampled_from(["never", "auto", "always"]), st.booleans())
+@given(profiles, clusters, st.sampled_from(["never", "auto", "always"]), st.booleans())
 @example(SHORT, CROWDED, "never", True)
 def test_searches_that_share_tables_find_what_each_finds_alone(
     profile: pd.Profile, cluster: pd.Cluster, recompute: str, all_workers: bool
@@ -74,7 +58,7 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
         assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
 
 
-@given(chains(), clusters, st.sampled_from([1.0, 4.0]))
+@given(profiles, clusters, st.sampled_from([1.0, 4.0]))
 @example(SHORT, CROWDED, 1.0)
 def test_what_cannot_win_is_left_out(profile: pd.Profile, cluster: pd.Cluster, link_factor: float) -> None:
     """The same plan with all searches that keep memory free; and under its own seconds as a limit."""
