@@ -317,14 +317,14 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
 def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> None:
     make_in_phases = lambda seed: make(seed, [pd.Phase("1f1b", until=3, microbatches=2), pd.Phase("pipedream")])  # noqa: E731
     options: dict[str, Any] = {"minibatches": 6, "quiet": True}
-    for said, schedule in (
+    for chosen, schedule in (
         ({"out": tmp_path / "1"}, "1f1b/2:3,pipedream"),
         ({"out": tmp_path / "2", "phases": "naive:2,gpipe/2"}, "naive:2,gpipe/2"),
         ({"out": tmp_path / "3", "compensation": "spike"}, "1f1b/2:3,pipedream+spike"),
         ({"out": tmp_path / "4", "schedule": "gpipe", "checkpoint_every": 3}, "gpipe"),
-        ({"resume": tmp_path / "4", "minibatches": 7}, "gpipe"),  # what is not said is as it was
+        ({"resume": tmp_path / "4", "minibatches": 7}, "gpipe"),  # what is not chosen is as it was
     ):
-        summary = pd.run(make_in_phases, **options | said)
+        summary = pd.run(make_in_phases, **options | chosen)
         assert summary["schedule"] == schedule
         assert summary["configuration"]["phases"] == (None if schedule == "gpipe" else schedule)
     with pytest.raises(pd.PipelineError, match="each phase has its own"):
