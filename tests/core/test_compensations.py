@@ -24,7 +24,6 @@ from pipedream.core.schedule.compensation import (
     VelocityPrediction,
     compensations,
 )
-from pipedream.schedules import COMPENSATED, METHODS, build, uniform
 
 numbers = st.floats(0, 1e6)
 anything = st.one_of(
@@ -134,8 +133,9 @@ def test_a_gradient_moves_the_weights_as_far_in_all(kind: OfVelocity, data: st.D
 
 
 def test_a_method_says_whether_it_compensates() -> None:
-    for name, method in METHODS.items():
-        assert method.compensates == bool(build(name, uniform(name, 2)).updates.compensation), name
+    for name, method in pd.schedules.METHODS.items():
+        schedule = pd.schedules.build(name, pd.schedules.uniform(name, 2))
+        assert method.compensates == bool(schedule.updates.compensation), name
 
 
 STANDS_ON = {
@@ -150,10 +150,10 @@ STANDS_ON = {
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("name", COMPENSATED)
+@pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
 def test_named_methods_stand_on_others(name: str, stages: int) -> None:
     base, compensation = STANDS_ON[name]
-    schedule, plain = (build(which, pd.Plan.uniform(stages)) for which in (name, base))
+    schedule, plain = (pd.schedules.build(which, pd.Plan.uniform(stages)) for which in (name, base))
     assert schedule.updates.compensation == (compensation,)
     ours, other = (pd.simulate(s.plan, schedule=s, minibatches=6 * stages) for s in (schedule, plain))
     assert ours.spans == other.spans
@@ -181,7 +181,7 @@ def test_named_methods_stand_on_others(name: str, stages: int) -> None:
 )
 def test_gap_aware_needs_one_version_that_was_read(name: str, replicas: tuple[int, ...], words: str) -> None:
     plan = pd.Plan.uniform(len(replicas), replicas=replicas)
-    schedule = build(name, plan, 2 if name.startswith("paci") else None)
+    schedule = pd.schedules.build(name, plan, 2 if name.startswith("paci") else None)
     with pytest.raises(pd.errors.ScheduleError, match=words) if words else nullcontext():
         schedule.with_compensation("gap_aware")
     if name.startswith("paci"):

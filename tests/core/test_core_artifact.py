@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream import schedules
 from pipedream.cli.options import read_profile
 from pipedream.core import artifact
 from pipedream.core.model.profile import RankProfile
@@ -71,7 +70,7 @@ timelines = st.builds(
     pd.Timeline, st.just("gpipe"), st.just("simulated"), st.just(4), some(spans, 9), st.just(8),
     gradient_versions=some(tags, 9), peak_bytes=some(sizes, 4),
 )  # fmt: skip
-placements = some(counts, 4, 1).map(schedules.Placement.replicated)
+placements = some(counts, 4, 1).map(pd.schedules.Placement.replicated)
 nouns = st.one_of(clusters, graphs(), profiles(), plans(), timelines, placements)
 
 
@@ -81,12 +80,12 @@ def test_what_is_saved_is_what_is_loaded(noun: artifact.Artifact) -> None:
     assert str(noun)
 
 
-@pytest.mark.parametrize("name", [*schedules.METHODS, "evaluation"])
+@pytest.mark.parametrize("name", [*pd.schedules.METHODS, "evaluation"])
 def test_programs_are_read_as_they_were_written(name: str) -> None:
     plan = pd.Plan.uniform(3, replicas=(2, 1, 1))
-    if name in schedules.STAGE_ORDERS:
-        plan = schedules.uniform(name, 2)
-    schedule = schedules.evaluation(plan) if name == "evaluation" else schedules.build(name, plan)
+    if name in pd.schedules.STAGE_ORDERS:
+        plan = pd.schedules.uniform(name, 2)
+    schedule = pd.schedules.evaluation(plan) if name == "evaluation" else pd.schedules.build(name, plan)
     program = pd.lower(schedule)
     check_round_trip(program)
     assert pd.Program.from_json(program.to_json()).updates.compensation == schedule.updates.compensation
@@ -190,7 +189,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "large").write_text("{}" * 100)
     monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
     for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
-        for read in (pd.Plan.load, read_profile, schedules.load_torch_csv):
+        for read in (pd.Plan.load, read_profile, pd.schedules.load_torch_csv):
             with pytest.raises(pd.PipelineError, match=words):
                 read(tmp_path / name)
 

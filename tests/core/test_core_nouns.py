@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream import schedules
 from pipedream.core import seeds, units
 
 SIZES = {"16e9": 16 * 10**9, "512MB": 512 * 10**6, "2 GiB": 2 * 2**30, "1k": 1000, " 7 B ": 7, 12: 12}
@@ -68,9 +67,9 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
         (lambda: replace(chain(3), edges=((0, 3),)), r"edge \(0, 3\) does not run forward within 3"),
         (lambda: chain(3, (0, 3)), r"tie \(0, 3\) names a layer"),
         (lambda: chain(3, ()), r"tie \(\) names a layer"),
-        (lambda: schedules.Placement(((0,), ())), "every stage needs a rank"),
-        (lambda: schedules.Placement(((0,), (2,))), "without a gap"),
-        (lambda: schedules.Placement(((0, 0),)), "two replicas on one rank"),
+        (lambda: pd.schedules.Placement(((0,), ())), "every stage needs a rank"),
+        (lambda: pd.schedules.Placement(((0,), (2,))), "without a gap"),
+        (lambda: pd.schedules.Placement(((0, 0),)), "two replicas on one rank"),
         (lambda: replace(TWO, stages=()), "at least one stage"),
         (lambda: replace(pd.Plan.uniform(1), stages=(pd.Stage(1, 2),)), "must begin at layer 0, found 1"),
         (lambda: replace(TWO, stages=(pd.Stage(0, 1), pd.Stage(2, 3))), "ends before layer 1, .* begins at 2"),
@@ -103,7 +102,7 @@ def test_refused(call: Callable[[], object], words: str) -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple), st.integers(0, 100))
 def test_round_robin(replicas: tuple[int, ...], k: int) -> None:
-    placement = schedules.Placement.replicated(replicas)
+    placement = pd.schedules.Placement.replicated(replicas)
     assert placement.replicas == replicas
     assert placement.workers == sum(replicas)
     for stage, count in enumerate(replicas):

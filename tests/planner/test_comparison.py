@@ -143,17 +143,6 @@ def test_plans_that_cannot_win_need_no_bytes(
     assert choose(stage_search.MEASURED_SHARE) == choose(1e-9)
 
 
-def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
-    searched = pd.plan(DIGITS, EIGHT, strategy="search")
-    plan = pd.plan(DIGITS, EIGHT)
-    assert searched.slowest_stage_s < plan.slowest_stage_s
-    assert methods.score(searched).period_s > 2 * methods.score(plan).period_s
-    assert plan.config == "8"
-    assert plan.bound_s == searched.bound_s
-    assert plan.note.startswith("the fastest of ")
-    assert "the pipeline 4-4 takes" in plan.note
-
-
 def compare(profile: pd.Profile, cluster: pd.Cluster, *names: str, **request: Any) -> Comparison:
     return planning.plan_and_compare(profile, PlanRequest(cluster, **request), names)
 

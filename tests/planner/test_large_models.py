@@ -11,11 +11,10 @@ from pipedream.planner import pipeline_search
 from tests.planner.planned import random_chain, search_plan
 
 
-@given(st.randoms(use_true_random=False), st.integers(3, 12), st.integers(2, 8), st.booleans())
-def test_a_coarse_plan_is_between_its_bound_and_the_best_of_its_replicas(
-    draw: random.Random, layers: int, workers: int, all_workers: bool
-) -> None:
+@given(st.randoms(use_true_random=False), st.integers(3, 12), st.integers(2, 8))
+def test_a_coarse_plan_is_near_the_best_of_its_replicas(draw: random.Random, layers: int, workers: int) -> None:
     profile, cluster = random_chain(draw, layers), pd.Cluster.flat(workers, draw.choice([1e8, 1e9, 1e10]))
+    all_workers = draw.random() < 0.5
     small = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_search, "_MAX_STATES", 16.0 * workers**2)  # four parts at most

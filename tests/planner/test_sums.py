@@ -53,22 +53,17 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
     saved_s = (whole - size) / 1e6
     assert periods[0] - periods[1] == pytest.approx(saved_s * 5, rel=0.1)  # five rounds of two minibatches
     assert plan.costs.sync_s[0] < full.costs.sync_s[0]
-    again = full.choosing(sums=sums)
-    assert again.period_s == pytest.approx(plan.period_s)
+    assert full.choosing(sums=sums).period_s == pytest.approx(plan.period_s)
+    kept = {"powersgd:4": 1, "diloco:30": 2}.get(sums, 0)  # errors; also outer weights
+    assert plan.stages[0].peak_bytes >= full.stages[0].peak_bytes + kept * wide.parameter_bytes
 
 
 def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
-    slow = with_seconds(wide, 0.1)
-
-    def answer(sums: str) -> tuple[str, str]:
-        comparison = plan_and_compare(slow, PlanRequest(SLOW, schedule="pipedream", sums=sums))
-        return comparison.plan.config, comparison.verdict
-
-    config, verdict = answer("full")
-    assert config != "2"
-    config, verdict = answer("powersgd:4")
-    assert config == "2"
-    assert "with sums=powersgd:4 (approximate)" in verdict
+    requests = (PlanRequest(SLOW, schedule="pipedream", sums=sums) for sums in ("full", "powersgd:4"))
+    full, cheap = (plan_and_compare(with_seconds(wide, 0.1), request) for request in requests)
+    assert full.plan.config != "2"
+    assert cheap.plan.config == "2"
+    assert "with sums=powersgd:4 (approximate)" in cheap.verdict
 
 
 @pytest.mark.parametrize(
@@ -89,13 +84,6 @@ def test_rare_sums_cross_between_sites_and_messages_do_not(
     rates = [pd.metrics.run_metrics(pd.simulate(candidate, minibatches=60)).samples_per_s for candidate in (plan, near)]
     assert rates[0] > 0.9 * rates[1]
     assert pd.plan(profile, sites, **request | {"sums": "full"}).worker_order == ()
-
-
-def test_replicas_hold_errors_and_outer_weights(wide: pd.Profile) -> None:
-    plans = (parallel(wide, sums) for sums in ("full", "powersgd:4", "diloco:8"))
-    full, low_rank, outer = (plan.stages[0].peak_bytes for plan in plans)
-    assert low_rank >= full + wide.parameter_bytes
-    assert outer >= low_rank + wide.parameter_bytes
 
 
 def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:

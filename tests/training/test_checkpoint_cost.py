@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from random import Random
 from threading import Barrier
 from typing import Any
@@ -12,26 +13,22 @@ from hypothesis import given, strategies as st
 from pipedream.training.checkpoint_cost import FIRST, SHARE, CheckpointCost
 
 
+@dataclass
 class Run:
-    """A run of some ranks: each minibatch takes a second, and longer while a checkpoint is being written.
+    """A run of some ranks: each minibatch takes a second, and longer while a checkpoint is being written."""
 
-    Args:
-        hold_s: that the copy of a checkpoint holds training up.
-        writing_s: that it is then being written.
-        slower: of what a minibatch takes longer meanwhile.
-        refill_s: that the first minibatch after a drain takes longer.
-        noise: of each minibatch, and of what each rank measures of a checkpoint.
-    """
+    ranks: int
+    hold_s: float  # that the copy of a checkpoint holds training up
+    writing_s: float  # that it is then being written
+    slower: float  # of what a minibatch takes longer meanwhile
+    refill_s: float  # that the first minibatch after a drain takes longer
+    noise: float = 0.0  # of each minibatch, and of what each rank measures of a checkpoint
 
-    def __init__(
-        self, ranks: int, hold_s: float, writing_s: float, slower: float, refill_s: float, noise: float
-    ) -> None:
-        self.costs = [CheckpointCost(4, self._gather(rank)) for rank in range(ranks)]
-        self.hold_s, self.writing_s, self.slower, self.refill_s, self.noise = hold_s, writing_s, slower, refill_s, noise
+    def __post_init__(self) -> None:
+        self.costs = [CheckpointCost(4, self._gather(rank)) for rank in range(self.ranks)]
         self.now_s, self.written_s, self.refill, self.numbers = 0.0, 0.0, 0.0, list[int]()
-        self._draw = Random(0)
-        self._threads = ThreadPoolExecutor(ranks)
-        self._texts, self._all_here = [""] * ranks, Barrier(ranks, timeout=60.0)
+        self._draw, self._threads = Random(0), ThreadPoolExecutor(self.ranks)
+        self._texts, self._all_here = [""] * self.ranks, Barrier(self.ranks, timeout=60.0)
 
     def _gather(self, rank: int) -> Callable[[str], list[str]]:
         def gather(text: str) -> list[str]:
@@ -73,17 +70,14 @@ class Run:
 seconds = st.floats(0.01, 5.0)
 
 
-@given(seconds, seconds, st.floats(0.0, 0.9), st.floats(0.0, 3.0))
-def test_checkpoints_cost_at_most_what_they_may(
-    hold_s: float, writing_s: float, slower: float, refill_s: float
-) -> None:
+@given(st.builds(Run, st.just(1), seconds, seconds, st.floats(0.0, 0.9), st.floats(0.0, 3.0)))
+def test_checkpoints_cost_at_most_what_they_may(run: Run) -> None:
     """And no more than three times as rarely as they might."""
-    run = Run(1, hold_s, writing_s, slower, refill_s, 0.0)
     share = run.train(6000)
     assert run.numbers[0] == FIRST - 1
-    assert min(SHARE / 3, hold_s / 30) < share <= SHARE + 1e-9
+    assert min(SHARE / 3, run.hold_s / 30) < share <= SHARE + 1e-9
     cost_s = (run.now_s - 6000) / len(run.numbers)
-    every = max(writing_s * 1.2, cost_s / SHARE)
+    every = max(run.writing_s * 1.2, cost_s / SHARE)
     assert run.costs[0].every == pytest.approx(every, rel=0.3, abs=6)
     assert run.costs[0].spent_s == pytest.approx(run.now_s - 6000, rel=0.1, abs=2 * cost_s)
 

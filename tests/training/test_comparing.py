@@ -318,13 +318,11 @@ def test_one_worker_alone_is_the_planners_choice_over_a_slow_link(
 def test_compares_over_links(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links."""
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
-    command = ("-m", "pipedream", "compare", "small.py", "--workers", "2", "--link", "40mbit/s",
-               "--schedule", "torch", "--schedule", "data-parallel", "--schedule", "data-parallel+powersgd:1",
-               "--schedule", "1f1b", "--schedule", "1f1b+int8", "--schedule", "auto",
-               "--microbatches", "4", "--json")  # fmt: skip
-    ended = commands.run(*command, folder=tmp_path, timeout_s=600.0)
-    assert ended.status == 0, ended.err
-    assert ended.orphans == []
+    options = ["--workers", "2", "--link", "40mbit/s", "--microbatches", "4", "--json"]
+    for method in ("torch", "data-parallel", "data-parallel+powersgd:1", "1f1b", "1f1b+int8", "auto"):
+        options += ["--schedule", method]
+    ended = commands.run("-m", "pipedream", "compare", "small.py", *options, folder=tmp_path, timeout_s=600.0)
+    assert (ended.status, ended.orphans) == (0, []), ended.err
     comparison = json.loads(ended.out)
     rows = {row["name"]: row for row in comparison["variants"]}
     assert [row["why"] for row in rows.values()] == [""] * 13
@@ -336,8 +334,6 @@ def test_compares_over_links(tmp_path: Path) -> None:
     for name in ("DDP, minibatch shared", "torch Schedule1F1B", "1f1b"):
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()
-    losses = [json.loads((folder / rows[name]["folder"] / "losses.json").read_text()) for name in (ONE_WORKER, "1f1b")]
-    assert [loss for _, loss in losses[0]] == pytest.approx([loss for _, loss in losses[1]], rel=1e-5)
     assert json.loads((folder / "compare.json").read_text()) == comparison
     assert (folder / "compare.svg").is_file()
 

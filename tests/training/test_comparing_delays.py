@@ -42,9 +42,10 @@ def profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -> RecipeComparison:
     chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (1e6,), "emulate_delay": True} | options
-    return compare_recipe(str(folder.parent / "small.py"), ComparisonOptions(schedules=methods, **chosen), out=folder)[
-        0
-    ]
+    comparison, _ = compare_recipe(
+        str(folder.parent / "small.py"), ComparisonOptions(schedules=methods, **chosen), out=folder
+    )
+    return comparison
 
 
 def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_path: Path) -> None:
@@ -65,13 +66,11 @@ def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_p
 
 def test_after_ctrl_c_the_same_command_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handler, train = signal.getsignal(signal.SIGINT), compare_runs.train_recipe
-    resumed: list[Any] = []
 
-    def interrupt(make: Any, **options: Any) -> Any:
-        resumed.append(train(make, **options | {"quiet": True})["resumed_from"])
-        if options["compensation"] is None:
-            return None
-        raise KeyboardInterrupt
+    def interrupt(make: Any, **options: Any) -> None:
+        train(make, **options | {"quiet": True})
+        if options["compensation"] is not None:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(compare_runs, "train_recipe", interrupt)
     try:
@@ -88,8 +87,6 @@ def test_after_ctrl_c_the_same_command_continues(tmp_path: Path, monkeypatch: py
     compared = _compare(tmp_path / "out")
     assert json.loads(summary.read_text())["resumed_from"] == 20, "it has continued its checkpoint"
     assert [len(variant.losses) for variant in compared.variants] == [20, 20]
-    page = (tmp_path / "out" / "compare.html").read_text()
-    assert compared.verdict in page.replace("&#x27;", "'")
     monkeypatch.setattr(compare_runs, "train_recipe", None)
     assert _compare(tmp_path / "out") == compared, "nothing is left to train"
 

@@ -103,17 +103,14 @@ def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
     rate = summary["throughput"]
     check_measured_rate(summary, tmp_path / "run")
     assert rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
-    measured, predicted = (pd.Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
+    measured = pd.Timeline.load(tmp_path / "run" / "measured.json")
     assert {span.rank for span in measured.spans} == {0, 1, 2}
     for kind, seconds in (("F", 0.02), ("B", 0.04), ("U", 0.002)):
         spans_s = [span.end_s - span.start_s for span in measured.spans if span.kind == kind]
         assert len(spans_s) >= 8
         assert min(spans_s) >= seconds * 0.999, f"{kind} is shorter than it was planned"
-    # The gradients that stage 1 sends back: half of 1 MB each.
     sent = sum(stage["bytes_sent"] for stage in summary["stages"] if stage["stage"] == 1)
-    count = 8 if unit == "minibatch" else 32
-    assert sent == count * 500_000
-    assert predicted.workers == 3
+    assert sent == (8 if unit == "minibatch" else 32) * 500_000, "gradients of half of 1 MB each"
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline, run
-from marks import long, slow, spread
+from marks import slow, spread
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, pieces
@@ -65,15 +65,6 @@ SAME = [
 )
 def test_the_same_plan_goes_on_to_the_bit(case: Case, tmp_path: Path) -> None:
     check_resumed(case, tmp_path, EVERY, partial(run, wait=False))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 1), *(long(r) for r in ((2,), (1, 1, 1)))], ids=str)
-@pytest.mark.slow
-def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
-    train = partial(run, wait=False)
-    in_team = lambda *how: processes.team(sum(replicas)).results(train, *how)[0]  # noqa: E731
-    check_resumed(leg(replicas), tmp_path, EVERY, in_team)
 
 
 SYNCHRONOUS = {"schedule": "1f1b", "microbatches": 4}
