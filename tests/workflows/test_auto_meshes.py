@@ -16,7 +16,6 @@ from torch import nn
 import pipedream as pd
 from pipedream.core.model.profile import RankProfile
 from pipedream.plan_request import PlanRequest
-from pipedream.planner import Comparison
 from pipedream.workflows import meshes
 from pipedream.workflows.plan import plan_and_compare
 
@@ -25,6 +24,9 @@ LAYOUT = pd.Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8), nn.Linear(8, 4))
+
+
+MESHES, SMALL = ("model:2", "model:4"), pd.Cluster.flat(4, 1e9, memory_bytes=190)
 
 
 def cut_in(parts: int, *, weights: int = 100, seconds: float = 4.0, layers: int = 2) -> tuple[pd.LayerProfile, ...]:
@@ -66,13 +68,6 @@ def test_meshes_that_are_not_legal_are_left_out(layout: str, shard: str, most: i
     assert any(why in problem for problem in candidates.values()) or not why
 
 
-def test_none_is_the_plan_without_meshes() -> None:
-    draw = random.Random(1)
-    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=False, levels=2)
-    alone = pd.plan(profile, cluster)
-    assert pd.plan(profile, cluster, mesh="none") == pd.plan(profile, cluster, mesh="") == alone
-
-
 @pytest.mark.parametrize(
     "schedule", ["pipedream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "auto"))]
 )
@@ -106,33 +101,20 @@ def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypa
     assert choose() == chosen
 
 
-def kinds_of(comparison: Comparison) -> dict[str, str]:
-    return {kind: candidate.config for kind, candidate in comparison.kinds().items() if candidate is not None}
-
-
-SMALL = pd.Cluster.flat(4, 1e9, memory_bytes=190)
-
-
 @pytest.mark.slow
 def test_a_layer_that_no_rank_holds_is_planned(tmp_path: Path, run_command: Run, refused: Refused) -> None:
     """And the plan says why it has meshes; so does the command."""
-    profile = one_of(("model:2", "model:4"))
-    comparison = plan_and_compare(profile, PlanRequest(SMALL, schedule="pipedream", mesh="auto"))
-    assert [str(mesh) for mesh in comparison.plan.meshes] == ["model:2", "model:2"]
-    assert (comparison.plan.config, comparison.plan.ranks, comparison.candidates[0].kind) == ("1x2-1x2", 4, "mixed")
-    assert kinds_of(comparison) == {"tensor": "1x4", "mixed": "1x2-1x2"}
-    assert comparison.plan.note.startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
-    assert "pipeline: no plan; data: no plan; tensor: one worker on the mesh model:4" in comparison.plan.note
-    file, out = profile.save(tmp_path / "cut.profile.json"), tmp_path / "plan.json"
+    file, out = one_of(MESHES).save(tmp_path / "cut.profile.json"), tmp_path / "plan.json"
     options = ("plan", file, "--workers", 4, "--bandwidth", "1e9", "--memory", 190, "--mesh")
     answer = json.loads(run_command(*options, "auto", "-o", out, "--json")[1])
     assert (answer["kind"], answer["config"], answer["ranks"]) == ("mixed", "1x2-1x2", 4)
     assert (answer["kinds"]["pipeline"], answer["kinds"]["tensor"]["mesh"]) == (None, "model:4")
     assert [stage["mesh"] for stage in answer["stages"]] == ["model:2", "model:2"]
-    assert pd.Plan.load(out).ranks == 4
-    printed = run_command(*options, "auto")[1]
-    assert "verdict: use the pipeline 1x2-1x2 on the mesh model:2" in printed
-    assert "mixed, because" in printed
+    plan = pd.Plan.load(out)
+    assert plan.ranks == 4
+    assert plan.note.startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
+    assert "pipeline: no plan; data: no plan; tensor: one worker on the mesh model:4" in plan.note
+    assert "verdict: use the pipeline 1x2-1x2 on the mesh model:2" in run_command(*options, "auto")[1]
     assert "--mesh auto" in refused(*options, "none")
 
 
@@ -152,6 +134,9 @@ def test_each_kind_is_chosen_where_it_is_best(mesh: str, layers: int, weights: i
     assert kind != "tensor" or best.verdict.startswith("use one worker on the mesh model:4")
 
 
+FOUR = pd.Cluster.flat(4)
+
+
 def bare() -> pd.Profile:
     return pd.profile(model(), torch.randn(12, 8), meshes="auto", runs=1)
 
@@ -160,25 +145,19 @@ def bare() -> pd.Profile:
     ("ask", "words"),
     [
         (
-            lambda: pd.plan(one_of(("model:2", "model:4")), SMALL),
-            r"a stage may also be sharded over several ranks: plan with mesh='auto' \(--mesh",
+            lambda: pd.plan(one_of(MESHES), SMALL),
+            r"also be sharded over several ranks: plan with mesh='auto' \(--m",
         ),
         (
             lambda: pd.plan(one_of(()), SMALL),
-            "plan with mesh='auto' .*, from a profile with a layout and meshes='auto'",
+            "plan with mesh='auto' .*, from a profile with a layout and meshes='",
         ),
         (
             lambda: pd.plan(one_of(("model:2",)), pd.Cluster.flat(2, 1e9, memory_bytes=100), mesh="auto"),
             "(?s)no plan fits on any mesh; nearest are those .* more than a rank has.*would fit",
         ),
-        (
-            lambda: pd.plan(one_of(()), pd.Cluster.flat(4), mesh="auto"),
-            "has no measurement of a rank of any mesh; prof",
-        ),
-        (
-            lambda: pd.plan(bare(), pd.Cluster.flat(4), mesh="auto"),
-            "not measured, a rank of any mesh: the layout has no",
-        ),
+        (lambda: pd.plan(one_of(()), FOUR, mesh="auto"), "has no measurement of a rank of any mesh; prof"),
+        (lambda: pd.plan(bare(), FOUR, mesh="auto"), "not measured, a rank of any mesh: the layout has no"),
         (
             lambda: pd.profile(model(), torch.randn(12, 8), layout=LAYOUT, meshes="auto:x"),
             "meshes='auto:x' was given; give 'auto', 'auto:4'",

@@ -95,15 +95,7 @@ def test_figures_may_differ_by_a_percent(factor: float, differs: bool) -> None:
     first, *rest = plan.stages
     edited = replace(plan, stages=(replace(first, forward_s=factor * first.forward_s), *rest))
     assert bool(check_plan(edited, profile=CHAIN).differences) is differs
-
-
-def test_a_bound_that_a_plan_is_faster_than_proves_nothing() -> None:
-    plan = pd.plan(CHAIN, pd.Cluster.flat(4))
-    assert plan.gap == pytest.approx(0.0, abs=1e-6)
-    assert "proven bound" in str(plan)
-    edited = replace(plan, bound_s=1.1 * plan.slowest_stage_s)
-    assert edited.gap is None
-    assert "proven bound" not in str(edited)
+    assert replace(plan, bound_s=1.1 * plan.slowest_stage_s).gap is None, "the plan is faster: that proves nothing"
 
 
 def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Edited) -> None:

@@ -7,7 +7,7 @@ import pytest
 from commands import Refused
 
 import pipedream as pd
-from pipedream.workflows.exclusions import EXCLUSIONS, as_flag, as_keyword, check_options
+from pipedream.workflows.exclusions import EXCLUSIONS, as_flag, as_keyword
 
 PROFILE = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 1000, 1000, 100),) * 4)
 
@@ -46,21 +46,6 @@ def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
         assert row.others, row.condition
         assert not row.reason.endswith("."), row.reason
         assert row.advice.split()[0] in ("give", "leave"), row.advice
-
-
-def test_defaults_exclude_nothing() -> None:
-    check_options({"strategy": "2bw", "shape": "any", "cuts": None, "update_delay": 0, "recompute": "never"})
-    check_options({"cluster": Path("here"), "workers": [], "bandwidth": [], "latency": 0.0, "memory": None})
-    check_options({"plan": "plan.json", "shape": None, "update_delay": 0, "chunks": None})
-    check_options({"strategy": "2bw", "schedule": "pipedream", "in_flight": "noam"})
-    check_options({"strategy": "2bw", "schedule": None})  # a flag that is missing
-
-
-def test_spellings() -> None:
-    assert as_keyword("shape", "2-1") == "shape='2-1'"
-    assert [as_flag("shape", shape) for shape in ("straight", "2-1")] == ["--straight", "--config 2-1"]
-    assert [as_flag("as_device", "H100"), as_flag("explain", True)] == ["--as H100", "--explain"]
-    assert [as_flag("PLAN", "plan.json"), as_flag("workers", ["4", "2"])] == ["PLAN plan.json", "--workers 4,2"]
 
 
 def test_an_elastic_run_has_no_mesh(tmp_path: Path, refused: Refused) -> None:

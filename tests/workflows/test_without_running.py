@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from commands import Refused, Run, load_script
 
 import pipedream as pd
 from pipedream.core.hardware.devices import Device
-from pipedream.planner.tables.search_space import SearchSpace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = EXAMPLES / "llama70b.py"
@@ -76,14 +74,6 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     plan = pd.Plan.load(tmp_path / "plan.json")
     assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
     assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
-    # On 16 workers one after the other, under a flush: too much, unless each stage keeps its inputs alone.
-    space = SearchSpace.of(profile, pd.Cluster.flat(16), versions=lambda in_flight, update_delay: 1)
-    stages = list(pairwise((0, *range(6, 81, 5), 83)))
-    needs = {
-        recompute: max(int(space.need_bytes(*stage, 16 - s, 0, recompute)) for s, stage in enumerate(stages))
-        for recompute in (False, True)
-    }
-    assert needs[True] <= 80e9 < needs[False]
 
 
 @pytest.mark.slow
