@@ -97,6 +97,7 @@ def long():
 """,
         encoding="utf-8",
     )
+    assert style.split_words("_RunManager.get_IOChunk2") == {"run", "manager", "get", "io", "chunk"}
     source = style.read(path)
     findings = [finding for check in style.FILE_CHECKS for finding in check(source)]
     findings += style.check_phrases({"core.py": source.text})
@@ -112,11 +113,6 @@ def long():
         r"4: \bgoes on\b, of which 0 may be left",
         "2: _own does not say what it holds",
     ]
-
-
-def test_words_of_a_name() -> None:
-    split_words = load_script(ROOT / "scripts" / "check_style.py").split_words
-    assert split_words("_RunManager.get_IOChunk2") == {"run", "manager", "get", "io", "chunk"}
 
 
 def test_the_architecture_page_names_what_exists() -> None:

@@ -71,12 +71,6 @@ def test_steady_part_has_neither_warm_up_nor_drain() -> None:
     assert pd.metrics.steady_window(timeline, skip=5)[0] == 12.0 + 15
 
 
-def test_steady_throughput_of_replicas_that_finish_together() -> None:
-    timeline = simulated("pipedream", pd.Plan.uniform(1, replicas=(4,)), 40)
-    for metrics in (pd.metrics.steady_metrics(timeline), pd.metrics.run_metrics(timeline)):
-        assert metrics.throughput_per_s == pytest.approx(4 / 3)
-
-
 def test_run_without_steady_part_is_refused() -> None:
     gpipe = simulated("gpipe", pd.Plan.uniform(3), 6, 6)
     for skip, words in ((0, "this run of 6 microbatches drains earlier"), (7, "beyond 8 backwards")):
@@ -90,23 +84,12 @@ def test_in_flight_counts_until_the_weight_gradient() -> None:
     assert pd.metrics.in_flight(pd.Timeline("split", "simulated", 1, spans, 3), 0) == 3
 
 
-def test_forwards_alone_hold_nothing() -> None:
-    plan = pd.Plan.uniform(2)
-    timeline = simulate(pd.lower(pd.schedules.evaluation(plan)), costs(plan), 5)
-    assert pd.metrics.in_flight(timeline, 0) == 0
-    assert pd.metrics.run_metrics(timeline).per_rank[1].staleness is None
-
-
-def test_staleness_by_stage() -> None:
-    assert (pd.metrics.staleness(MEASURED, 0), pd.metrics.staleness(MEASURED, 1)) == (1, 0)
-    with pytest.raises(ValueError, match="no gradient versions"):
-        pd.metrics.staleness(MEASURED, 2)
-
-
-def test_empty_timeline() -> None:
+def test_what_did_not_run_has_no_figures() -> None:
     metrics = pd.metrics.run_metrics(pd.Timeline("none", "measured", 2, (), 0))
     assert (metrics.makespan_s, metrics.bubble, metrics.throughput_per_s) == (0.0, 0.0, 0.0)
-    assert metrics.busy_shares == (0.0, 0.0)
+    assert (metrics.busy_shares, metrics.per_rank[1].staleness) == ((0.0, 0.0), None)
+    with pytest.raises(ValueError, match="no gradient versions"):
+        pd.metrics.staleness(MEASURED, 2)
 
 
 def test_prints_as_a_table_and_can_be_saved() -> None:

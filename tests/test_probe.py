@@ -37,31 +37,24 @@ def _fake_gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * G
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
 
 
-def test_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake_gpus(monkeypatch, *[H200] * 8)
+@pytest.mark.parametrize(
+    ("name", "peers", "rate", "free"),
+    [(H200, True, 450e9, 150), (A100, False, 31.5e9, 100), (OTHER, True, 15.75e9, 100)],
+)
+def test_gpus(monkeypatch: pytest.MonkeyPatch, name: str, peers: bool, rate: float, free: int) -> None:
+    """With NVLink or over PCIe. Memory that others use is not there, nor that of CUDA's context and NCCL's buffers."""
+    _fake_gpus(monkeypatch, *[name] * 8, peers=peers, free=free * GB)
     cluster = probe_gpus(4)
-    assert (cluster.workers, cluster.is_flat, cluster.device) == (4, True, "cuda: NVIDIA H200")
-    assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 450e9)
-    assert cluster.latency_s == 15e-6
-    assert cluster.memory_bytes == 148 * GB, "without CUDA's context and NCCL's buffers"
-    assert probe_gpus().workers == 8
-    assert probe_gpus(4, 5 * GB).memory_bytes == 5 * GB
-
-
-@pytest.mark.parametrize(("name", "rate"), [(A100, 31.5e9), (OTHER, 15.75e9)])
-def test_gpus_over_pcie(monkeypatch: pytest.MonkeyPatch, name: str, rate: float) -> None:
-    """Memory that others use is not there."""
-    _fake_gpus(monkeypatch, name, name, peers=name == OTHER, free=100 * GB)
-    cluster = probe_gpus(2)
-    assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
-    assert cluster.memory_bytes == 98 * GB
+    assert (cluster.workers, cluster.is_flat, cluster.device) == (4, True, f"cuda: {name}")
+    assert (cluster.bandwidth_bytes_per_s, cluster.latency_s) == (pytest.approx(0.8 * rate), 15e-6)
+    assert cluster.memory_bytes == (free - 2) * GB
+    assert (probe_gpus().workers, probe_gpus(4, 5 * GB).memory_bytes) == (8, 5 * GB)
 
 
 def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
     cluster = probe_gpus(4, device="cuda:0")
-    assert cluster.memory_bytes == (150 * GB - 1_500_000_000) // 4
-    assert (cluster.workers, cluster.latency_s) == (4, 0.0)
+    assert (cluster.workers, cluster.latency_s, cluster.memory_bytes) == (4, 0.0, (150 * GB - 1_500_000_000) // 4)
     assert cluster.bandwidth_bytes_per_s > 1e12
 
 

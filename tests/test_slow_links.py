@@ -146,32 +146,18 @@ def test_only_messages_between_groups_cross_the_outer_links() -> None:
 
 
 @pytest.mark.network
-def test_hosts_have_no_way_to_the_machine() -> None:
+def test_hosts_have_no_way_to_the_machine_and_end_with_their_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, slow_network((1,), (None,)) as network:
         ask = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
         done = subprocess.run(network.hosts[0].inside(sys.executable, "-c", ask), capture_output=True, text=True)
     assert "Connection refused" in done.stderr
-
-
-@pytest.mark.network
-def test_nothing_is_left_at_the_end() -> None:
-    pids: list[int] = []
-
-    def interrupted() -> None:
-        with slow_network((2,), (1e6,)) as network:
-            pids.extend(host.namespace.pid for host in network.hosts)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(pids) == 2
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not Path(f"/proc/{network.hosts[0].namespace.pid}").exists()
 
 
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, None])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.3, None])
 def test_nothing_is_left_after_a_kill(after_s: float | None, tmp_path: Path) -> None:
     """The kill comes so many seconds after its first process, or when all is made."""
     started = commands.start("-c", HOLDER, folder=tmp_path)
@@ -191,9 +177,7 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(slow_links, "_AS_USER", ("sh", "-c", "echo no users >&2; exit 1"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     reason = why_not()
-    assert "answers 'no root'" in reason
-    assert "answers 'no users'" in reason
-    assert "--privileged" in reason
+    assert all(words in reason for words in ("answers 'no root'", "answers 'no users'", "--privileged"))
     assert "sudo" not in reason
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     forbidden = Path("/proc/sys/kernel/overflowuid")  # a setting that every kernel has
@@ -206,10 +190,8 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("widths", "rates", "words"),
     [
-        *(
-            (*levels, "give a width and a rate for each level")
-            for levels in (((2, 2), (1e6,)), ((0,), (1e6,)), ((), ()))
-        ),
+        ((2, 2), (1e6,), "give a width and a rate for each level"),
+        ((0,), (1e6,), "give a width and a rate for each level"),
         ((2,), (1e6,), "no ip and no tc on the path; install iproute2"),
     ],
 )

@@ -34,6 +34,7 @@ def test_work_is_as_slow_as_others_leave_it_cores(
     share = run_s / (run_s + wait_s) * used_s / (used_s + stolen_s)
     assert before.slowness_until(after) == pytest.approx(1 / share)
     assert before.slowness_until(replace(before, run_s=before_s + run_s)) == 1
+    assert before.slowness_until(CoreTimes(before_s + run_s)) == 1, "threads that ended take their waits along"
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
@@ -42,11 +43,6 @@ def test_waiting_for_each_other_is_no_other_work(run_s: float, ours_s: float, wa
     assert CoreTimes().slowness_until(end, run_s + ours_s) == pytest.approx(1)
     disturbed = replace(end, used_s=end.used_s + others_s)
     assert CoreTimes().slowness_until(disturbed, run_s + ours_s) == pytest.approx(1 + min(wait_s, others_s) / run_s)
-
-
-@given(SECONDS)
-def test_a_thread_that_ended_takes_its_waits_along(wait_s: float) -> None:
-    assert CoreTimes(wait_s=wait_s).slowness_until(CoreTimes(run_s=1.0)) == 1
 
 
 def test_the_counters_are_those_of_all_threads_and_of_the_machine(tmp_path: Path) -> None:

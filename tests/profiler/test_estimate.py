@@ -100,13 +100,6 @@ def test_attention_by_hand() -> None:
     assert profile.layers[1].backward_flops == 5 * product // 2
 
 
-def test_a_slower_dtype_is_slower() -> None:
-    model, x = nn.Sequential(nn.Linear(512, 512)), torch.randn(512, 512)
-    single, double = estimated(model, x), estimated(model.double(), x.double())
-    assert (single.dtype, double.dtype) == ("float32", "float64")
-    assert double.forward_s > 5 * single.forward_s
-
-
 CONVOLUTION = nn.Conv2d(64, 64, 3, bias=False), torch.randn(2, 64, 10, 10), 2 * 2 * 64 * 64 * 9 * 8 * 8
 DENSE = {
     width: (nn.Linear(64, width, bias=False), torch.randn(128, 64), 2 * 128 * 64 * width) for width in (57, 64, 72)
@@ -147,38 +140,25 @@ def test_recurrent_kernels_are_told_and_counted_by_rule() -> None:
     assert not any("mkldnn" in note for note in estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)).notes)
 
 
-def test_layers_that_are_alike_are_looked_at_once() -> None:
+def test_alike_layers_are_looked_at_once_and_cost_the_same() -> None:
     calls: list[int] = []
 
-    class Counted(nn.Linear):
-        def __init__(self, scale: float) -> None:
+    class Repeats(nn.Linear):
+        def __init__(self, times: int) -> None:
             super().__init__(8, 8)
-            self.scale = scale
+            self.times = times
 
         def forward(self, x: Tensor) -> Tensor:
-            calls.append(1)
-            return super().forward(x) * self.scale
+            calls.append(self.times)
+            for _ in range(self.times):
+                x = super().forward(x)
+            return x
 
-    def looks(*scales: float) -> int:
-        model, x = nn.Sequential(*(Counted(scale) for scale in scales)), torch.randn(2, 8)
-        with pd.capture.stand_ins(model, (x,)) as inputs:
-            pd.capture(model, inputs)
-        captured = len(calls)
-        estimated(model, x)
-        ran = len(calls) - 2 * captured
-        calls.clear()
-        return ran - len(scales)  # all run once more for what they keep
-
-    assert looks(1.0) == 1
-    assert looks(1.0, 1.0, 1.0, 1.0) == 2, "the first takes no gradient for the data"
-    assert looks(1.0, 2.0, 1.0, 2.0) == 3, "another setting, another layer"
-
-
-def test_alike_layers_cost_the_same() -> None:
-    blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
-    profile = estimated(nn.Sequential(nn.Linear(8, 8), *blocks), torch.randn(3, 5, 8))
-    assert len({(c.forward_s, c.backward_s, c.moved_bytes, c.activation_bytes) for c in profile.layers[1:]}) == 1
-    assert profile.layers[1].forward_flops > 0
+    layers = estimated(nn.Sequential(nn.Linear(8, 8), *map(Repeats, (1, 3) * 5)), torch.randn(2, 8)).layers[1:]
+    costs = [(c.forward_s, c.backward_s, c.moved_bytes, c.activation_bytes) for c in layers]
+    assert costs == costs[:2] * 5
+    assert costs[1][0] == pytest.approx(3 * costs[0][0]), "another setting, another layer"
+    assert len(calls) == 3 * 10 + 2, "twice to capture, for what they keep, and one of each kind to estimate"
 
 
 def test_loss_and_update_are_seconds_of_the_roofline() -> None:

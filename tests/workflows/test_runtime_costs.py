@@ -102,9 +102,9 @@ def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: timed.append(recipe) or measured)
     recipe = recipe_of(nn.Linear(4, 4), [(torch.rand(8, 4), torch.rand(8, 4))])
     planned = pd.plan(pd.profile(recipe.model, torch.rand(8, 4), runs=1), pd.Cluster.flat(2))
-    known = RuntimeCosts(load_s=2e-5)
-    plans = None, replace(planned, runtime=RuntimeCosts()), replace(planned, runtime=known)
-    for number, (plan, expected) in enumerate(zip(plans, (measured, measured, known), strict=True)):
+    plans_costs = RuntimeCosts(load_s=2e-5)
+    plans = None, replace(planned, runtime=RuntimeCosts()), replace(planned, runtime=plans_costs)
+    for number, (plan, expected) in enumerate(zip(plans, (measured, measured, plans_costs), strict=True)):
         out = tmp_path / str(number)
         pd.run(lambda: recipe, plan=plan, minibatches=1, checkpoint_every=0, check=False, quiet=True, out=out)
         assert pd.Plan.load(out / "plan.json").runtime == expected
