@@ -201,26 +201,13 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         pipeline.save(tmp_path)
 
 
-class InItsOwnFormat(torch.nn.Sequential):
-    """A model that writes itself, as those of Hugging Face do."""
-
-    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
-        folder.mkdir()
-        torch.save(state_dict, folder / "model.pt")
-
-
-class Publish(pd.callbacks.Callback):
-    def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        pipeline.save_pretrained(folder / "pretrained")
-
-
 @pytest.mark.slow
 def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     animal, events = zoo.make("mlp"), Events()
-    heard = {"callbacks": [pd.callbacks.EarlyStopping(patience=1, min_delta=9.0), events, Publish()]}
+    heard = {"callbacks": [pd.callbacks.EarlyStopping(patience=1, min_delta=9.0), events]}
     heard |= {"loggers": [pd.loggers.CSVLogger(tmp_path / "own.csv")]}
     data = animal.batches, animal.batches
-    recipe = pd.Recipe(InItsOwnFormat(*animal.model), animal.loss, SGD, *data, epochs=8, name="zoo", **heard)
+    recipe = pd.Recipe(animal.model, animal.loss, SGD, *data, epochs=8, name="zoo", **heard)
     plan = zoo.plan_of(animal, 2)
     summary = pd.run(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
     count = 2 * len(animal.batches)
@@ -229,14 +216,8 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     rows = (tmp_path / "own.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + count
     assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(rows)
-    assert [event for event in events.calls if event[0] == "checkpoint"] == [
-        ("checkpoint", count // 2, True),
-        ("checkpoint", count, True),
-    ]
-    newest = tmp_path / "run" / "checkpoints" / f"minibatch-{count:08d}" / "pretrained" / "model.pt"
-    saved, weights = (torch.load(path) for path in (newest, tmp_path / "run" / "weights.pt"))
-    assert saved.keys() == weights.keys()
-    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+    expected = [("checkpoint", number, True) for number in (count // 2, count)]
+    assert [event for event in events.calls if event[0] == "checkpoint"] == expected
 
 
 class AtAnEvaluation(pd.callbacks.Callback):

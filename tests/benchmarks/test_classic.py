@@ -147,24 +147,6 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[pd.Level
         assert answer.plan.workers == math.prod(level.width for level in network)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=7), levels)
-def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[pd.Level]) -> None:
-    """On one level the plan's own stages, priced by the equations, give the predicted seconds."""
-    costs = tuple(pd.LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
-    level = network[0]
-    answer = classic(pd.Profile.of_chain(costs), pd.Cluster((level,)))
-    stages, seconds, rate = answer.plan.stages, [], level.bandwidth_bytes_per_s
-    for s, stage in enumerate(stages):
-        r, sends = stage.replicas, [other.output_bytes for other in stages[max(s - 1, 0) : s + 1]]
-        sync = 4 * (r - 1) * stage.parameter_bytes / (rate * r)
-        charged = [] if s == 0 else sends[:-1] if s == len(stages) - 1 else sends  # the first sends for nothing
-        waits = [2 * sent / (rate * r) for sent in charged]
-        seconds.append(max((stage.forward_s + stage.backward_s + sync) / r, *waits, 0.0))
-    assert answer.slowest_stage_s == pytest.approx(max(seconds), rel=1e-9)
-    assert answer.one_worker_s == pytest.approx(sum(a for a, _, _ in rows) / 1e3)
-    assert answer.data_parallel_s >= answer.slowest_stage_s * (1 - 1e-12)
-
-
 @pytest.mark.parametrize(
     ("model", "widths", "rates", "seconds", "config"),
     [

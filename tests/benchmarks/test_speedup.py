@@ -152,28 +152,6 @@ def test_characters_are_new_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> No
     assert recipe.loss(recipe.model(text), following).item() == pytest.approx(4.85, abs=0.6)  # of 128 symbols
 
 
-def _row(variant: str, seed: int, final: float, seconds: float | None) -> dict[str, Any]:
-    row = {"task": "digits", "metric": "accuracy", "target": 0.98, "bytes_per_s": 5e7, "rate": 0.01, "others": 0.0}
-    reached = {"seconds_to_target": seconds, "bytes_to_target": None if seconds is None else 1e8 * seconds}
-    return row | reached | {"variant": variant, "seed": seed, "final": final, "samples_per_s": 100.0}
-
-
-def test_tables_of_time_to_accuracy() -> None:
-    tried = _row("DDP", accuracy.TUNING_SEED, 0.0, None) | {"bytes_per_s": None}
-    rows = [
-        tried | {"rate": 0.01, "final": 0.99, "loss": 0.1},
-        tried | {"rate": 0.02, "final": 0.98, "loss": 0.2},
-        *(_row("DDP", seed, 0.99, 20.0 + seed) for seed in range(3)),
-        *(_row("PipeDream, full", seed, 0.99 + seed / 1000, 5.0) for seed in range(3)),
-        *(_row("2BW", seed, 0.97, 5.0 if seed else None) for seed in range(3)),
-    ]
-    text = accuracy.tables(rows)
-    assert "| DDP | 0.01 | 0.990 (0.990 to 0.990) | 21.0 (20.0 to 22.0) | 1.0 | 2.10 GB (2.00 GB to 2.20 GB)" in text
-    assert "| PipeDream, full | 0.01 | 0.991 (0.990 to 0.992) | 5.0 (5.0 to 5.0) | 4.2 | 500 MB (500 MB to " in text
-    assert "| 2BW | 0.01 | 0.970 (0.970 to 0.970) | not reached by 1 of 3 | - | not reached by 1 of 3" in text
-    assert "| DDP | **0.990** | 0.980 |" in text
-
-
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.long

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.profiler.measure import fixed_s, measure, part_of
+from pipedream.profiler.measure import fixed_s, measure
 from pipedream.profiler.update import measure_update
 
 
@@ -316,16 +316,10 @@ def test_the_fixed_part_of_known_seconds() -> None:
     quarters = fixed_s(lambda part: (0.6,), (torch.ones(8),), 8, WHOLE[1:2], warmup=0, runs=1, parts=4)
     assert quarters == pytest.approx([-0.2])
 
-
-def test_what_cannot_be_halved_has_no_fixed_part() -> None:
     def fails(part: Any) -> list[float]:
         raise pd.errors.ProfileError("a layer knows its batch")
 
     assert fixed_s(fails, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [0.0] * 3
-    assert fixed_s(fails, (torch.ones(1),), 1, WHOLE, warmup=1, runs=3) == [0.0] * 3
-    table, mask = torch.ones(5, 2), torch.ones(8, 8)
-    halves = part_of((mask, table, 3), 8, 4)
-    assert (halves[0].shape, halves[1].shape, halves[2]) == ((4, 8), (5, 2), 3)
 
 
 def waits(clock: SimpleNamespace, fixed_s: float, each_s: float) -> nn.Module:

@@ -10,7 +10,6 @@ import pytest
 from commands import Refused, Run, load_script
 
 import pipedream as pd
-from pipedream.core.hardware.devices import Device
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = EXAMPLES / "llama70b.py"
@@ -74,15 +73,6 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     plan = pd.Plan.load(tmp_path / "plan.json")
     assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
     assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
-
-
-@pytest.mark.slow
-def test_command_with_a_device_from_a_file(tmp_path: Path, run_command: Run) -> None:
-    device = Device("slow", 10**9, {"float32": 1e6}, 1e6).save(tmp_path / "slow.json")
-    printed = run_command("profile", EXAMPLES / "digits.py", "--device", "meta", "--json", "--as", device)[1]
-    slow = pd.Profile.from_json(printed)
-    assert slow.device == "slow"
-    assert slow.forward_s > sum(layer.forward_flops for layer in slow.layers) / 1e6
 
 
 @pytest.mark.parametrize(
