@@ -71,78 +71,50 @@ def test_the_readme_names_the_versions_that_are_tested() -> None:
     assert SETTINGS["requires-python"] == f">={pythons[0]}"
 
 
-def build(source: Path, kind: str, into: Path) -> Path:
-    """Builds a wheel or an sdist, without pip's separate environment, which would download."""
-    program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", program, str(into)], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return into / done.stdout.splitlines()[-1]
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_wheel_of_the_sdist_works_elsewhere(tmp_path: Path) -> None:
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
-
-    def skipped(folder: str, names: list[str]) -> set[str]:
-        return {*ignored(folder, names), *({"shared"} if Path(folder) == ROOT else ())}  # of the checkout
-
-    shutil.copytree(ROOT, tmp_path / "source", ignore=skipped)
-    sdist = build(tmp_path / "source", "sdist", tmp_path)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    for name in (
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "docs/quickstart.md",
-        "docs/img/pipedream.svg",
-    ):
-        assert (unpacked / name).is_file(), name
-    assert {path.name for path in (unpacked / "examples").iterdir()} >= {
-        path.name for path in (ROOT / "examples").glob("*.py")
-    }
-    wheel = build(unpacked, "wheel", tmp_path)
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        head = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    assert "pipedream/py.typed" in names
-    assert {name.partition("/")[0] for name in names} == {"pipedream", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    described = Parser().parsestr(head)
-    assert described["Name"] == "torch-pipedream"
-    assert described["Description-Content-Type"] == "text/markdown"
-    assert described["License-Expression"] == "MIT"
-    assert described.get_all("Project-URL")
-    assert not _relative(described.get_payload())
-    python = environment(tmp_path / "environment")
-    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel))
-    assert run(tmp_path, python, *install) == ""
-    assert run(tmp_path, python, "-c", "import pipedream; print(pipedream.__file__)").startswith(str(tmp_path))
-    command = python.with_name("pipedream")
-    assert run(tmp_path, command, "--version") == f"pipedream {pd.__version__}\n"
-    assert run(tmp_path, python, "-m", "pipedream", "--version") == f"pipedream {pd.__version__}\n"
-    digits = str(unpacked / "examples" / "digits.py")
-    run(tmp_path, command, "train", digits, "--workers", "2", "--epochs", "1", "--minibatches", "4", "--out", "run")
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
-def environment(folder: Path) -> Path:
-    """Makes a virtual environment that sees the packages of this one, but not the checkout; returns its Python.
+    """In an environment that sees the packages of this one, but not the checkout.
 
     A folder that a .pth file names has its own .pth files ignored, and so an editable installation in it.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(*command: object, folder: Path = tmp_path) -> str:
+        done = subprocess.run([*map(str, command)], cwd=folder, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def build(kind: str, folder: Path) -> Path:
+        """Without pip's separate environment, which would download."""
+        program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+        return tmp_path / run(sys.executable, "-c", program, tmp_path, folder=folder).splitlines()[-1]
+
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "shared")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    with tarfile.open(build("sdist", tmp_path / "source")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    examples = [f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")]
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "docs/img/pipedream.svg", *examples):
+        assert (unpacked / name).is_file(), name
+    wheel = build("wheel", unpacked)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        described = Parser().parsestr(archive.read(next(n for n in names if n.endswith("METADATA"))).decode())
+    assert "pipedream/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {"pipedream", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    assert (described["Name"], described["Description-Content-Type"]) == ("torch-pipedream", "text/markdown")
+    assert not _relative(described.get_payload())
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment")
+    python = tmp_path / "environment" / "bin" / "python"
     packages = [path for path in (*sys.path, *site.getsitepackages()) if path.endswith("site-packages")]
-    inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    inside = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "environment"), "platbase": str(tmp_path)})
     Path(inside, "packages.pth").write_text("\n".join(dict.fromkeys(packages)) + "\n")
-    return folder / "bin" / "python"
-
-
-def run(folder: Path, *command: object) -> str:
-    """Runs a command in a folder; returns its output."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", wheel)
+    assert run(python, "-c", "import pipedream; print(pipedream.__file__)").startswith(str(tmp_path))
+    command = python.with_name("pipedream")
+    assert run(command, "--version") == f"pipedream {pd.__version__}\n"
+    digits = unpacked / "examples" / "digits.py"
+    run(command, "train", digits, "--workers", "2", "--epochs", "1", "--minibatches", "4", "--out", "run")
+    assert (tmp_path / "run" / "report.html").is_file()
