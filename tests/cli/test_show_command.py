@@ -10,13 +10,28 @@ from commands import Answer, Refused, Run
 import pipedream as pd
 from pipedream.workflows.check import check_claims
 
+NO_SPLIT = "does not split a minibatch"
 
-def test_a_number_that_training_refuses_is_refused(refused: Refused) -> None:
-    for command in (("show", "pipedream_2bw"), ("simulate", "--uniform", 4, "--schedule", "one_step_ef")):
-        assert "needs at least 3" in refused(*command, "--microbatches", 2)
-        for length in ((), ("--minibatches", 4)):
-            error = refused(*command[:-1], "pipedream", "--microbatches", 2, *length)
-            assert re.search("does not split a minibatch.*--minibatches 2", error)
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("show pipedream_2bw --microbatches 2", "needs at least 3"),
+        ("simulate --uniform 4 --schedule one_step_ef --microbatches 2", "needs at least 3"),
+        ("show pipedream --microbatches 2", f"{NO_SPLIT}.*--minibatches 2"),
+        ("show pipedream --microbatches 2 --minibatches 4", f"{NO_SPLIT}.*--minibatches 2"),
+        ("simulate --uniform 4 --schedule pipedream --microbatches 2", f"{NO_SPLIT}.*--minibatches 2"),
+        ("show gpipe --chunks 3", "schedule 'gpipe' with 3 chunks per worker"),
+        ("simulate --uniform 4 --schedule chimera --chunks 3", "schedule 'chimera' with 3 chunks per worker"),
+        ("simulate plan.json --chunks 2", "with --chunks 2"),
+        *((f"simulate plan.json --{name}-s 2", f"with --{name}-s 2.0, but a plan") for name in ("forward", "transfer")),
+        ("show 1f1b --stages 100000", "(?s)'--stages'.*256"),
+        ("simulate --uniform 2 --slow 1", "--slow '1' is not known; write RANK=FACTOR"),
+        ("simulate --uniform 2 --slow 4=2", "the ranks are 0 to 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(command: str, message: str, files: Path, refused: Refused) -> None:
+    assert re.search(message, refused(*command.split()))
 
 
 def test_the_proof_has_m_and_both_delays(run_command: Run) -> None:
@@ -47,7 +62,6 @@ def test_the_length_of_a_run() -> None:
     plan, run_of = pd.Plan.uniform(4), pd.schedules.run_of
     assert run_of("1f1b", plan, usual=8).microbatches == 8
     assert run_of("1f1b", plan, 6, 2).microbatches == 12
-    assert run_of("1f1b", plan, split=3).microbatches == 3
     # It does not take 8, and was not asked to: its own number.
     interleaved = pd.schedules.uniform("interleaved_1f1b", 3)
     assert run_of("interleaved_1f1b", interleaved, usual=8).schedule.microbatches == 12
@@ -62,18 +76,6 @@ def test_the_length_of_a_run() -> None:
     ):
         with pytest.raises(pd.PipelineError, match=words):
             run_of(method, plan, *counts)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "pipedream", "chimera"])
-def test_chunks_are_refused_where_there_is_no_choice(name: str, refused: Refused) -> None:
-    for command in (("show", name), ("simulate", "--uniform", 4, "--schedule", name)):
-        assert f"schedule '{name}' with 3 chunks per worker" in refused(*command, "--chunks", 3)
-
-
-@pytest.mark.parametrize("option", ["--chunks", "--forward-s", "--backward-s", "--transfer-s"])
-def test_options_of_equal_stages_are_refused_with_a_plan(refused: Refused, files: Path, option: str) -> None:
-    error = refused("simulate", "plan.json", option, 2)
-    assert f"{option} 2.0 was given" in error or f"with {option} 2" in error
 
 
 WRONG = """
@@ -108,6 +110,11 @@ def test_a_wrong_claim_is_found(run_command: Run, tmp_path: Path, claim: str, di
     assert run_command(*shown)[0] == 0
 
 
+def test_a_claim_that_fails_is_an_error(tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "mine.py").write_text(WRONG.replace("CLAIM", "staleness=lambda p, m, s: 1 // 0"))
+    assert "a claim failed with ZeroDivisionError" in refused("show", tmp_path / "mine.py", "--verify")
+
+
 @pytest.mark.parametrize("name", pd.schedules.METHODS)
 def test_claims_hold(name: str) -> None:
     claims = check_claims(name, 4)
@@ -131,11 +138,6 @@ def test_claims_that_are_not_compared_are_named(run_command: Run, answer: Answer
     assert "not compared" not in run_command("show", "zbv", "--stages", 4, "--microbatches", 8, "--verify")[1]
 
 
-def test_a_claim_that_fails_is_an_error(tmp_path: Path, refused: Refused) -> None:
-    (tmp_path / "mine.py").write_text(WRONG.replace("CLAIM", "staleness=lambda p, m, s: 1 // 0"))
-    assert "a claim failed with ZeroDivisionError" in refused("show", tmp_path / "mine.py", "--verify")
-
-
 def test_a_plan_is_drawn_with_its_own_seconds(run_command: Run, tmp_path: Path, refused: Refused) -> None:
     plan = replace(pd.Plan.uniform(2, 1.0, 3.0), schedule="gpipe", microbatches=3)
     path, picture = plan.save(tmp_path / "plan.json"), tmp_path / "plan.svg"
@@ -150,7 +152,3 @@ def test_a_plan_is_drawn_with_its_own_seconds(run_command: Run, tmp_path: Path, 
     for option in ("--stages", "--chunks", "--forward-s"):
         assert "a plan has its own stages" in refused("show", path, option, 2)
     assert "give one of them" in refused("show", "gpipe", "--schedule", "1f1b")
-
-
-def test_more_stages_than_a_picture_can_show_are_refused(refused: Refused) -> None:
-    assert re.search("(?s)'--stages'.*256", refused("show", "1f1b", "--stages", 100_000))

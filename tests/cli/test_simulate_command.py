@@ -10,16 +10,9 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
+from tests.cli.test_data_runs_no_code import METHOD
 
 MB = 10**6
-MINE = """
-from pipedream.schedules import Method, build
-
-def mine(plan, microbatches=None):
-    return build("gpipe", plan, microbatches)
-
-METHODS = (Method(mine),)
-"""
 
 
 def test_slow_ranks_and_jitter(answer: Answer) -> None:
@@ -42,13 +35,6 @@ def test_sums_may_be_charged_whole(answer: Answer, tmp_path: Path) -> None:
     path = pd.Plan(rows, (1,), pd.Cluster.flat(2, 1 << 20)).save(tmp_path / "plan.json")
     for options, seconds in (((), 28.0 + 4.0), (("--no-overlap",), 28.0 + 9.0)):
         assert answer("simulate", path, "--minibatches", 2, *options)["makespan_s"] == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("1", "--slow '1' is not known; write RANK=FACTOR"), ("4=2", "the ranks are 0 to 1")]
-)
-def test_nonsense_is_refused(text: str, message: str, refused: Refused) -> None:
-    assert message in refused("simulate", "--uniform", "2", "--slow", text)
 
 
 def test_seconds_of_a_weight_gradient(answer: Answer) -> None:
@@ -123,7 +109,7 @@ def test_stages_of_a_worker_share_its_bytes(answer: Answer) -> None:
 def test_methods_are_compared(answer: Answer, run_command: Run, tmp_path: Path) -> None:
     """A file of the user's own is a row among the others, and its figures are those of `simulate` for it alone."""
     file, picture = tmp_path / "mine.py", tmp_path / "methods.svg"
-    file.write_text(MINE)
+    file.write_text(METHOD)
     names = ("1f1b", "zb_h1", "zbv", "chimera", "pipedream", str(file))
     run = ("simulate", "--uniform", 4)
     chosen = (*run, "--microbatches", 8, *(word for name in names for word in ("--schedule", name)))
