@@ -33,15 +33,17 @@ class Events(pd.callbacks.Callback):
 
 
 class StopsAt(pd.callbacks.Callback):
-    """Stops after a minibatch, at some ranks only, or at an evaluation."""
+    """Stops after a minibatch or at an evaluation, at some ranks only, as a limit of time of one rank would."""
 
-    def __init__(self, number: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        self.number = number
-        self.ranks = ranks
+    def __init__(self, number: int = -1, ranks: tuple[int, ...] = (0, 1, 2, 3), evaluation: int = -1) -> None:
+        self.number, self.ranks, self.evaluations_left = number, ranks, evaluation
 
     def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
-        if done.number == self.number and pipeline.rank in self.ranks:
-            pipeline.should_stop = True
+        pipeline.should_stop |= done.number == self.number and pipeline.rank in self.ranks
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        self.evaluations_left -= 1
+        pipeline.should_stop |= self.evaluations_left == 0 and pipeline.rank in self.ranks
 
 
 def pipeline_of(animal: zoo.Animal, *counts: int, **options: Any) -> pd.Pipeline:
@@ -220,18 +222,6 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     assert [event for event in events.calls if event[0] == "checkpoint"] == expected
 
 
-class AtAnEvaluation(pd.callbacks.Callback):
-    """Stops at the second evaluation, at one rank only, as a limit of time of that rank would."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.count = 0
-
-    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.count += 1
-        pipeline.should_stop |= self.count == 2 and pipeline.rank == self.rank
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -239,14 +229,14 @@ class AtAnEvaluation(pd.callbacks.Callback):
     [
         ((2, 1), [StopsAt(3)], False),
         ((1, 1), [StopsAt(3, ranks=(0,))], False),  # what reads the data decides
-        ((1, 1), [AtAnEvaluation(1)], True),
+        ((1, 1), [StopsAt(evaluation=2, ranks=(1,))], True),
     ],
 )
 def test_all_processes_stop_at_the_same_minibatch(
     counts: tuple[int, ...], callbacks: list[pd.callbacks.Callback], evaluate: bool
 ) -> None:
     results = processes.team(sum(counts)).results(partial(trained, evaluate=evaluate), counts, callbacks)
-    alone = trained(counts, [AtAnEvaluation(0)] if evaluate else [StopsAt(3)], evaluate=evaluate)
+    alone = trained(counts, [StopsAt(evaluation=2)] if evaluate else [StopsAt(3)], evaluate=evaluate)
     for losses, minibatches, _, stopped in results:
         assert stopped
         assert (losses, minibatches) == alone[:2]

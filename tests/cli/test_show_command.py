@@ -48,16 +48,6 @@ def test_the_proof_has_m_and_both_delays(run_command: Run) -> None:
     assert "a run of 1 minibatch of m = 8 microbatches" in run_command("show", "1f1b")[1]
 
 
-def test_simulate_means_the_same(run_command: Run, answer: Answer) -> None:
-    run = ("simulate", "--uniform", 4, "--schedule", "paci", "--microbatches", 6)
-    printed = run_command(*run)[1]
-    assert "a run of 3 minibatches of m = 6 microbatches" in printed
-    assert printed.startswith(run_command(*run, "--minibatches", 3)[1]), "it is as long as was asked"
-    # m + p - 1 slots of 3 s, of which the second minibatch and the third have no warm-up.
-    assert answer(*run)["makespan_s"] == (18 + 3) * 3
-    assert "a run" not in run_command("simulate", "--uniform", 4, "--minibatches", 7)[1]
-
-
 def test_the_length_of_a_run() -> None:
     plan, run_of = pd.Plan.uniform(4), pd.schedules.run_of
     assert run_of("1f1b", plan, usual=8).microbatches == 8

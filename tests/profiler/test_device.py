@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.devices import DEVICES, Device
-from pipedream.profiler import device as device_module, device_of, dtype_of, measure_device
+from pipedream.profiler import device as device_module, device_of, measure_device
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,6 @@ def test_measured_device_survives_a_file(measured: Device, tmp_path: Path) -> No
         device_of(str(tmp_path / "nowhere.json"))
     with pytest.raises(pd.PipelineError, match="not known"):
         device_of("nowhere")
-
-
-def test_dtypes_by_name() -> None:
-    assert dtype_of("bfloat16") is torch.bfloat16
-    assert dtype_of(torch.float64) is torch.float64
-    assert dtype_of(None) is None
-    for name in ("int8", "bfloat", "nn"):
-        with pytest.raises(pd.PipelineError, match="bfloat16"):
-            dtype_of(name)
 
 
 @pytest.mark.gpu

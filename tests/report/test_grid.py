@@ -92,13 +92,3 @@ def test_pictures_of_spans(spans: str, rank_0: str) -> None:
     words = [span.split() for span in spans.split(", ") if span]
     drawn = tuple(Span(0, kind, int(s), int(k), float(a), float(b)) for kind, s, k, a, b in words)
     assert grid(pd.Timeline("x", "measured", 1, drawn, 2), slot_s=1.0).splitlines()[1] == rank_0
-
-
-def test_a_window_begins_at_its_first_span(simulated: Simulated) -> None:
-    timeline = simulated("pipedream", total=40)
-    picture = grid(timeline.between(60.0, 66.0)).splitlines()
-    assert picture[0].startswith("time   | 0 s")
-    assert any(row.startswith(("rank 0 | F", "rank 0 | B", "rank 1 | F", "rank 1 | B")) for row in picture)
-    assert sum(len(re.findall(r"[FB]\d+", row)) for row in picture) == len(
-        [span for span in timeline.between(60.0, 66.0).work() if span.kind != "U"]
-    )

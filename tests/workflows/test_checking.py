@@ -78,17 +78,6 @@ def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) 
         assert stage.peak_bytes == row.peak_bytes
 
 
-def test_a_good_plan_is_predicted(edited: Edited) -> None:
-    status, out = edited(nothing, "--json")
-    assert status == 0
-    summary = json.loads(out)
-    assert (summary["config"], summary["schedule"], summary["differences"]) == ("1-2-1", "pipedream", [])
-    assert summary["samples_per_s"] == pytest.approx(8 / summary["period_s"])
-    _, out = edited(nothing)
-    assert "valid: pipedream, free of deadlock" in out
-    assert "predicted: " in out
-
-
 @pytest.mark.parametrize(("factor", "differs"), [(1.005, False), (1.02, True)])
 def test_figures_may_differ_by_a_percent(factor: float, differs: bool) -> None:
     plan = pd.plan(CHAIN, pd.Cluster.flat(4))
