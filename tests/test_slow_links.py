@@ -18,38 +18,22 @@ import pipedream as pd
 from pipedream import slow_links
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network, why_not
 
-RECEIVER = """
-import socket, sys
-with socket.create_server(("0.0.0.0", int(sys.argv[1]))) as server:
-    print("ready", flush=True)
-    taken = server.accept()[0]
-    while taken.recv(1 << 20):
-        pass
-    taken.sendall(b"!")
-"""
-SENDER = """
-import socket, sys, time
-with socket.create_connection((sys.argv[1], int(sys.argv[3]))) as sender:
-    start = time.monotonic()
-    sender.sendall(bytes(int(sys.argv[2])))
-    sender.shutdown(socket.SHUT_WR)
-    assert sender.recv(1) == b"!"
-    print(time.monotonic() - start)
-"""
-BOTH_WAYS = """
+EXCHANGE = """
 import socket, sys, threading, time
-address, there, back = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+address, port, there, back = sys.argv[1], *map(int, sys.argv[2:])
 if address:
-    own = socket.create_connection((address, 5100))
+    own, out, left = socket.create_connection((address, port)), there, back or 1
 else:
-    server = socket.create_server(("0.0.0.0", 5100))
+    server = socket.create_server(("0.0.0.0", port))
     print("ready", flush=True)
-    own = server.accept()[0]
-threading.Thread(target=own.sendall, args=(bytes(there if address else back),)).start()
-left, start = back if address else there, time.monotonic()
+    own, out, left = server.accept()[0], back, there
+start = time.monotonic()
+threading.Thread(target=own.sendall, args=(bytes(out),)).start()
 while left > 0:
     left -= len(own.recv(min(left, 1 << 20)))
-print(time.monotonic() - start)
+print(time.monotonic() - start, flush=True)
+if not address and not back:
+    own.sendall(b"!")
 """
 HOLDER = """
 import subprocess, sys, time
@@ -63,14 +47,21 @@ with slow_network((2, 2), (1e9, 1e6)) as network:
 """
 
 
+def exchange_s(
+    network: Network, sender: int, receiver: int, there: int, back: int = 0, port: int = 5000
+) -> tuple[float, float]:
+    """The seconds until the sender has so many bytes back, or an answer, and until the receiver has all."""
+    command = network.hosts[receiver].inside(sys.executable, "-c", EXCHANGE, "", *map(str, (port, there, back)))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
+        assert listening.stdout.readline() == "ready\n"
+        to = network.hosts[receiver].address, *map(str, (port, there, back))
+        command = network.hosts[sender].inside(sys.executable, "-c", EXCHANGE, *to)
+        took_s = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        return took_s, float(listening.stdout.readline())
+
+
 def seconds(network: Network, sender: int, receiver: int, size: int, port: int = 5000) -> float:
-    """The seconds of so many bytes from one host to another."""
-    command = network.hosts[receiver].inside(sys.executable, "-c", RECEIVER, str(port))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "ready\n"
-        to = (network.hosts[receiver].address, str(size), str(port))
-        command = network.hosts[sender].inside(sys.executable, "-c", SENDER, *to)
-        return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return exchange_s(network, sender, receiver, size, port=port)[0]
 
 
 def fastest_s(take: Callable[[], float], most_s: float, tries: int = 10) -> float:
@@ -123,13 +114,8 @@ def test_data_of_one_direction_does_not_hold_up_the_other() -> None:
     def back_s(network: Network) -> float:
         with ThreadPoolExecutor() as pool:
             pool.submit(seconds, network, 1, 3, 12_000_000)
-            start = network.hosts[2].inside(sys.executable, "-c", BOTH_WAYS, "", "8000000", "4000000")
-            with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
-                assert other.stdout.readline() == "ready\n"
-                to = (network.hosts[2].address, "8000000", "4000000")
-                command = network.hosts[0].inside(sys.executable, "-c", BOTH_WAYS, *to)
-                took_s = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-                assert float(other.stdout.readline()) > 3.0, "the way there is not shared"
+            took_s, there_s = exchange_s(network, 0, 2, 8_000_000, 4_000_000)
+        assert there_s > 3.0, "the way there is not shared"
         return took_s
 
     with slow_network((2, 2), (1e9, 4e6)) as network:

@@ -114,15 +114,6 @@ def test_a_card_that_torch_cannot_use_fails(
     assert f"torch {torch.__version__} is a build for {build}" in line
 
 
-def test_what_is_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(run, "_ask_driver", lambda *arguments: ["NVIDIA H200, 143771 MiB, 580.95", "another"])
-    about = run.describe_software()
-    assert about["torch"] == torch.__version__
-    assert (about["nccl"], about["cards"]) == ("2.28.9", "NVIDIA H200, 143771 MiB, 580.95; another")
-
-
 @pytest.mark.parametrize("card", ["cuda: NVIDIA H100 80GB HBM3", "cuda: NVIDIA H200", "cuda: NVIDIA B300"])
 def test_the_bounds_of_facts_are_those_of_the_card(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     speed_checks = importlib.import_module("speed_checks")

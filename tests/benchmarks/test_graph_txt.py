@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
-from marks import published
 from paper_tables.graph_txt import GraphNode, GraphText
 
 import pipedream as pd
@@ -61,19 +60,6 @@ def test_the_text_of_a_profile(tmp_path: Path) -> None:
     assert profile.layers[0] == pd.LayerProfile(0.0015, 0.00225, 80, 512, 80)
 
 
-def test_a_profile_in_this_form_has_the_same_costs() -> None:
-    layers = (pd.Layer("a.0", "Conv2d"), pd.Layer("a.1", "InputBlock"), pd.Layer("b", "two\n  lines -- long"))
-    costs = (pd.LayerProfile(1e-6, 2e-6, 100, 200), pd.LayerProfile(0.3, 0.1, 7, 0), pd.LayerProfile(0.0, 1.0, 1, 1))
-    graph = GraphText.of(pd.Profile("m", pd.LayerGraph.chain(layers), costs, batch=4))
-    assert GraphText.parse(str(graph)) == graph
-    assert [node.kind for node in graph.nodes] == ["Conv2d", "Layer(InputBlock)", "two lines - long"]
-    again = graph.profile()
-    assert again.graph.edges == ((0, 1), (1, 2))
-    for cost, layer in zip(costs, again.layers, strict=True):
-        assert (layer.output_bytes, layer.parameter_bytes) == (cost.output_bytes, cost.parameter_bytes)
-        assert (layer.forward_s, layer.backward_s) == pytest.approx((cost.forward_s, cost.backward_s), rel=1e-15)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -114,39 +100,3 @@ def test_a_file_that_is_cut_off_is_refused_or_a_number_shorter(data: st.DataObje
     except pd.errors.ArtifactError:
         return
     assert len(graph.nodes) < 3 or len(graph.edges) == 2, "it lost an edge unseen"
-
-
-DESCRIPTION = "line break, surrounding blanks or a separator"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "edges", "says"),
-    [
-        ((), (), "at least one node"),
-        (("a", "a"), (), "found a twice"),
-        (("a", "b"), ((0, 2),), "not among the 2"),
-        (("a", "b"), ((0, 1), (1, 0)), "form a cycle"),
-        # As a description that would not come back.
-        *(((kind,), (), DESCRIPTION) for kind in ("a -- b", "a --", " a", "a\nb")),
-    ],
-)
-def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int, int], ...], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        GraphText(tuple(GraphNode(name, name if says == DESCRIPTION else "Add") for name in nodes), edges)
-
-
-@pytest.mark.parametrize(
-    ("model", "nodes", "edges", "compute_ms", "parameters_mb"),
-    [
-        ("resnet50", 177, 193, 443.419, 102.228),
-        ("inception_v3", 326, 362, 689.038, 108.645),
-        ("gnmt", 48, 58, 89.416, 775.064),
-    ],
-)
-def test_published_profiles(model: str, nodes: int, edges: int, compute_ms: float, parameters_mb: float) -> None:
-    graph = GraphText.load(published(model))
-    assert (len(graph.nodes), len(graph.edges)) == (nodes, edges)
-    assert GraphText.parse(str(graph)) == graph
-    profile = graph.profile(model)
-    assert (profile.forward_s + profile.backward_s) * 1e3 == pytest.approx(compute_ms, abs=6e-4)
-    assert profile.parameter_bytes / 1e6 == pytest.approx(parameters_mb, abs=6e-4)

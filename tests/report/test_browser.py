@@ -35,9 +35,6 @@ document.body.dataset.answer = JSON.stringify({
   pictures: all('.fits').map(e => [e.scrollWidth, e.clientWidth]),
   rows: all('table').map(t => [t.parentNode.ariaLabel, t.rows.length, ...box(t).slice(2)]),
   cards: all('.card').map(box), curve: all('polyline.curve').map(box),
-  colours: ['body', '.card', 'rect.op'].map(s => {
-    const style = getComputedStyle(document.querySelector(s));
-    return [style.color, style.backgroundColor, style.fill] }),
   fonts: all('.timelines text').map(e => parseFloat(getComputedStyle(e).fontSize)),
 });
 </script></body>"""
@@ -95,13 +92,6 @@ def test_the_page_is_drawn(opened: Opened, report: str) -> None:
     assert len(answer["pictures"]) == 3
     assert all(inside <= outside for inside, outside in answer["pictures"]), "a picture is cut off at the right"
     assert all(y + height < 768 for _, y, _, height in answer["cards"]), "key figures are on the first screen"
-
-
-def test_light_and_dark(opened: Opened, report: str) -> None:
-    dark, light = (opened(report, f"--blink-settings=preferredColorScheme={i}")[0]["colours"] for i in (0, 1))
-    assert dark[0][:2] == ["rgb(232, 235, 240)", "rgb(28, 33, 40)"]
-    assert light[0][:2] == ["rgb(27, 32, 39)", "rgb(244, 246, 249)"]
-    assert dark[2][2] != light[2][2], "the boxes of the timeline do not follow the screen"
 
 
 def test_a_long_timeline_scrolls_in_its_box(opened: Opened, simulated: Simulated) -> None:

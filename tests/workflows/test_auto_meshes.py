@@ -118,22 +118,6 @@ def test_a_layer_that_no_rank_holds_is_planned(tmp_path: Path, run_command: Run,
     assert "--mesh auto" in refused(*options, "none")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "layers", "weights", "kind", "config"),
-    [
-        ("model:2", 4, 10**9, "pipeline", "1-1-1-1"),
-        ("model:2", 1, 4, "data", "4"),
-        ("model:4", 1, 10**10, "tensor", "1x4"),
-    ],
-)
-def test_each_kind_is_chosen_where_it_is_best(mesh: str, layers: int, weights: int, kind: str, config: str) -> None:
-    request = PlanRequest(pd.Cluster.flat(4, 1e9), schedule="pipedream", mesh="auto")
-    best = plan_and_compare(one_of((mesh,), layers=layers, weights=weights), request)
-    assert (best.candidates[0].kind, best.plan.config) == (kind, config)
-    assert kind != "tensor" or best.verdict.startswith("use one worker on the mesh model:4")
-
-
 FOUR = pd.Cluster.flat(4)
 
 

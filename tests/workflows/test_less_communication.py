@@ -60,9 +60,6 @@ def test_an_approximation_is_offered_with_an_exact_answer() -> None:
 def test_no_approximation_where_the_link_is_fast() -> None:
     encodings = dict.fromkeys(("bfloat16", "int8"), 1e-9)
     profile = replace(PROFILE, runtime=replace(PROFILE.runtime, encodings_s_per_byte=encodings))
-    compared = plan_and_compare(profile, PlanRequest(FAST, allow_approximate=True, **HOW))
-    assert compared.exact is None
-    assert not compared.plan.choices.messages
     assert not pd.plan(profile, FAST, allow_approximate=True, **HOW).choices.messages
 
 
