@@ -11,7 +11,7 @@ from programs import edited, program_of
 import pipedream as pd
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.program import Move, RankProgram, advance_instruction
+from pipedream.core.schedule.program import RankProgram
 from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs, costs, simulate
 
@@ -182,22 +182,3 @@ def test_methods_whose_stages_update_differently_are_refused() -> None:
     with pytest.raises(pd.errors.ScheduleError, match="pipedream_vertical_sync"):
         program_of("pipedream_vertical_sync", tied_plan(replicas=(2, 1, 1)))
     pd.verify(program_of("pipedream_vertical_sync", tied_plan()))
-
-
-def test_an_order_in_which_holders_wait_for_each_other_is_found() -> None:
-    """Stage 0 updates only after it has received a gradient that the last stage makes after the same update."""
-    plan = tied_plan(2, (0, 1))
-
-    def change(plan: pd.Plan) -> pd.Program:
-        program = program_of("pipedream_2bw", plan, 4)
-        first, count = program.ranks[0], 1 + len(plan.tied_weights)
-        begin, update = first.period[:-count], first.period[-count:]
-        assert [item.kind for item in update] == [Move.TIED, pd.schedules.Kind.UPDATE][-count:]
-        turn = [advance_instruction(item, program.cycle, program.updates) for item in begin]
-        after = next(i for i, item in enumerate(turn) if item.kind is Move.RECEIVE) + 1
-        changed = RankProgram((*first.warmup, *begin), (*turn[:after], *update, *turn[after:]))
-        return replace(program, ranks=(changed, *program.ranks[1:]))
-
-    with pytest.raises(pd.errors.DeadlockError, match="to reach the sum over the holders of tied weights"):
-        pd.verify(change(plan))
-    pd.verify(change(replace(plan, tied_weights=())))

@@ -1,7 +1,6 @@
 """Closed forms of time: makespan of flushing orders, period of asynchronous ones, at both depths."""
 
 from dataclasses import replace
-from fractions import Fraction
 from math import lcm
 
 import pytest
@@ -226,25 +225,3 @@ def test_stages_of_a_machine_share_its_port() -> None:
     assert far_down_s(plan.with_depth("full")) == pytest.approx(3.0)
     alone = replace(plan, cluster=pd.Cluster((pd.Level(3, 100.0), pd.Level(2, 8.0))))
     assert (alone.slowest_stage_s, alone.period_s) == (2.0, 2.0)  # the boundary between the machines has no bytes
-
-
-@pytest.mark.slow
-@settings(max_examples=10)
-@example([1, 4], (1, 1), 3)  # four replicas answer one worker at once
-@example([3, 2], (1, 2), 3)
-@given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([(1, 1), (1, 2), (2, 1)]), st.integers(0, 4)
-)
-def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int, int], quarters: int) -> None:
-    base = balanced(tuple(replicas), *map(float, times))
-    period = Fraction(sum(times))
-    size = Fraction(quarters, 8) * period  # the middle's port carries twice as much
-    rows = tuple(
-        pd.Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 8))
-        for s in base.stages
-    )
-    plan = pd.Plan(rows, base.in_flight, pd.Cluster.flat(sum(replicas), 8.0), unit="microbatch")
-    assert plan.slowest_stage_s == float(period)
-    timeline = run("pipedream", plan.with_depth("full"), None, 400)
-    # Messages that fill a port to the last byte, and share it with others on their way, would need more in flight.
-    assert min(pd.metrics.steady_metrics(timeline, skip=250).busy_shares) >= (0.75 if quarters == 4 else 0.999)

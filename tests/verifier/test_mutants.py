@@ -296,36 +296,6 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
     assert re.search(rf"{stage}U\d+: needs {stage}[BW]\d+, which comes later", text)
 
 
-LATE = (
-    r"S[FB]\d+: needs SU\d+, which comes later|SU\d+: S[BW]\d+ comes before it, but its gradient is for update \d+"
-    r"|sum of stage S|=\d:\d+|versions of stage S|SF\d+, for SU\d+"
-)
-
-
-@pytest.mark.parametrize("name", thinned(sorted(SCHEDULES)))
-def test_an_update_too_late(name: str) -> None:
-    """It is refused, or takes the same gradients and is in time for whoever reads it."""
-    for which, late in ((1, 1), (2, 2)):
-        program = make_program(name, which)
-        schedule = schedule_of(program)
-        for stage in range(len(program.plan.stages)):
-            changed = pd.lower(with_update(schedule, stage, late))
-            if why := reason(changed):
-                assert re.search(LATE.replace("S", str(stage)), why)
-                continue
-            rank = changed.placement.ranks[stage][0]
-            indices: set[int] = set()
-            for op in changed.instructions(rank, 6 * changed.cycle):
-                if not isinstance(op, Op) or op.stage != stage:
-                    continue
-                if op.kind in GIVES:
-                    indices.add(op.index)
-                elif op.kind is Kind.UPDATE:
-                    members = changed.updates.members(stage, op.index)
-                    assert indices == {k for k in members if changed.placement.rank_of(stage, k) == rank}
-                    indices.clear()
-
-
 def test_an_update_after_a_gradient_of_the_next_one() -> None:
     """PipeDream-2BW's second buffer leaves time for an update, but later gradients belong to the next one."""
     schedule = build("pipedream_2bw", pd.Plan.uniform(2), 2)
