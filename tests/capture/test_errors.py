@@ -102,16 +102,6 @@ def bug(net: Net, x: Tensor) -> Tensor:
     return net.ends(net.blocks[2](x))
 
 
-class BugInModule(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
-            x = self.a(x[:, :3])
-        return super().forward(x)
-
-
-BUG_INSIDE = {"kinds": (Block, BugInModule, Block)}
-
-
 def bug_in_loss(output: Tensor, batch: Any) -> Tensor:
     return output.mean() + batch[1].view(77)
 
@@ -180,7 +170,10 @@ def reading(read: Callable[[Tensor], Any]) -> dict[str, Any]:
 
 
 MASK, BARE = {"x": X, "mask": X}, {"x": X}
-ANOTHER_PATH = r"the forward of .*\(test_errors\.py:.*took another path.*without calling '{}'.*one module"
+ANOTHER_PATH = r"the forward of .*\(test_errors\.py:.*took another path.*without calling 'blocks\.1\.a'.*one module"
+ANOTHER_TENSOR = (
+    r"the call of 'blocks\.1' has another tensor than 'blocks\.0 output'.*The sample lacked the input 'mask'"
+)
 UNSENT = r"the field 'first' of the output of Net \(test_errors\.py:.*Capture with a sample.*used at"
 OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].value.mean()}
 
@@ -189,10 +182,8 @@ OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].va
     ("function", "options", "words"),
     [
         (bug, {}, r"rank 1, stage 1, 1F2: RuntimeError: shape.*the model Net, at test_errors\.py:.*x\.view\(5, 77\)"),
-        slow(None, BUG_INSIDE, r"mat1 and mat2.*in the module 'blocks\.1\.a'.*in forward: x = self\.a\(x\[:, :3\]\)"),
         (None, {"loss": bug_in_loss}, r"stage 2.*in bug_in_loss: return output\.mean\(\) \+ batch\[1\]\.view\(77\)"),
-        (by_length, {"cuts": ["blocks.1.a"]}, ANOTHER_PATH.format("blocks.1.a")),
-        slow(by_length, {"cuts": ["blocks.1.b"]}, ANOTHER_PATH.format("blocks.1.b")),
+        (by_length, {"cuts": ["blocks.1.a"]}, ANOTHER_PATH),
         (needs_numbers, {}, r"rank 1, stage 1.*: if len\(x\) == 1 and x\.sum\(\) > 0.*needs the numbers.*one module"),
         (hides, OF_BOX, "stage 2.*the loss or a metric needs the numbers of a tensor.*let the model return it in its"),
         (sometimes_more, reading(lambda first: first.mean()), UNSENT),
@@ -201,17 +192,8 @@ OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].va
         (scaled, STEPS, r"stage 2, 2B0.*modified by an inplace operation.*self\.steps = self\.steps \+ 1"),
         (masked, of_two(MASK, BARE), r"Net \(test_errors\.py:.*input 'mask'.*missing in this batch.*in each batch"),
         slow(masked, of_two(MASK, BARE | {"mask": None}), "the input 'mask'.*but it is None in this batch"),
-        (
-            masked,
-            of_two(BARE, MASK),
-            r"in the forward of Net \(test_errors\.py:.*the call of 'blocks\.1' has another tensor than "
-            r"'blocks\.0 output'.*The sample lacked the input 'mask'",
-        ),
-        (
-            masked,
-            of_two(BARE, BARE | {"y": X}),
-            r"unexpected keyword argument 'y'.*in the model Net, at test_errors\.py:",
-        ),
+        (masked, of_two(BARE, MASK), ANOTHER_TENSOR),
+        (masked, of_two(BARE, BARE | {"y": X}), r"unexpected keyword argument 'y'.*the model Net, at test_errors\.py:"),
     ],
 )
 def test_an_error_in_training_names_its_place(function: Any, options: dict[str, Any], words: str) -> None:
@@ -454,22 +436,6 @@ def yields(net: Net, x: Tensor) -> Tensor:
     return net.ends(x)
 
 
-def fails(module: Any, x: Tensor) -> Tensor:
-    if len(x) != 77:
-        raise NotImplementedError
-    return module.inner(x)
-
-
-def tolerates(net: Any, x: Tensor) -> Tensor:
-    """Continues after a call that failed."""
-    for block in net.blocks:
-        try:
-            x = net.fails(x)
-        except NotImplementedError:
-            x = block(x)
-    return net.ends(x)
-
-
 class OwnCall(Block):
     def __call__(self, x: Tensor) -> Any:
         return super().__call__(x * 2) + 1
@@ -494,7 +460,6 @@ class OwnCalls(Net):
         (partial(Net, continues), None, {}),
         (partial(Net, yields), None, {}),
         (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
-        slow(lambda: Net(tolerates, fails=Built(fails, inner=nn.Linear(4, 4))), None, {}),
         slow(partial(Net, in_thread), None, {}),
     ],
 )
@@ -503,50 +468,6 @@ def test_unusual_forwards_train_as_in_one_process(
 ) -> None:
     cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
     assert train(make, BATCHES, cuts, **options) == pytest.approx(losses_alone(make))
-
-
-def memory(net: Any, x: Tensor) -> Tensor:
-    """Adds the mean of the batch before, kept in the glue between two blocks."""
-    x = net.blocks[0](x)
-    if net.memory is not None:
-        x = x + net.memory.mean()
-    net.memory = x.detach()
-    return net.ends(net.blocks[2](net.blocks[1](x)))
-
-
-def counts(net: Any, x: Tensor) -> Tensor:
-    net.count += 1
-    return net.plain(x) / net.count
-
-
-def moving_mean(net: Any, x: Tensor) -> Tensor:
-    x = net.blocks[0](x)
-    if net.training:
-        net.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-    x = net.blocks[2](net.blocks[1](x))
-    return net.head(x - net.mean) + net.out(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "is_left"),
-    [
-        (lambda: Net(memory, memory=None), True),
-        (lambda: Net(counts, count=0), True),
-        (lambda: Net(moving_mean, mean=nn.Buffer(torch.zeros(4))), False),
-        slow(lambda: Net(long_memory, memory=None), True),
-    ],
-)
-def test_state_between_batches_is_that_of_one_process(make: Make, is_left: bool) -> None:
-    model: Any = make()
-    names = [layer.name for layer in pd.capture(model, torch.randn(4, 4)).graph.layers]
-    assert not getattr(model, "count", 0)
-    assert getattr(model, "memory", None) is None
-    if is_left:
-        words = "left in.*and a minibatch has 2 microbatches; train with microbatches=1"
-        with pytest.raises(pd.PipelineError, match=f"(?s){words}"):
-            train(make, BATCHES, names[-2:])
-    losses = train(make, BATCHES, names[-2:], check=not is_left)
-    assert losses == pytest.approx(losses_alone(make)), "which loops over microbatches"
 
 
 def casts_back(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:

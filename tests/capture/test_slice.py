@@ -18,7 +18,6 @@ from zoo import PAD, WIDTH, WORDS, padded_tokens
 import pipedream as pd
 from pipedream.capture.slice import ModelSlice
 from pipedream.capture.structure import walk
-from pipedream.runtime.comm.values import flatten, unflatten
 
 Numbers = dict[str, Tensor | None]
 Make = Callable[[], nn.Module]
@@ -191,53 +190,4 @@ def test_what_a_model_returns_in_evaluation_only(kind: Make) -> None:
     check(partial(seeded, kind), batches, [every, *([i] for i in every)], graph)
 
 
-def translate(model: Any, source: Tensor, labels: Tensor | None = None, target: Tensor | None = None) -> Any:
-    """Its decoder reads the labels, words of its own, or the source."""
-    encoded = torch.tanh(model.encoder(model.embed(source))).mean(1, keepdim=True)
-    if target is None:
-        target = (source if labels is None else labels).roll(1, 1)
-    logits = model.decoder(torch.tanh(model.cross(model.embed(target) + encoded)))
-    loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return {"loss": loss, "logits": logits}
-
-
-def translates() -> nn.Module:
-    parts = {name: nn.Linear(WIDTH, WIDTH) for name in ("encoder", "cross")}
-    return Built(translate, embed=nn.Embedding(WORDS, WIDTH), **parts, decoder=nn.Linear(WIDTH, WORDS))
-
-
-def detects() -> nn.Module:
-    """Returns a model that compares each sample with its own boxes, of which there is a dict for each sample."""
-
-    def forward(model: Any, x: Tensor, labels: list[dict[str, Tensor]]) -> Any:
-        boxes = model.b(torch.tanh(model.a(x)))
-        losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes, labels, strict=True)]
-        return {"loss": torch.stack(losses).mean(), "boxes": boxes}
-
-    return Built(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-
-
-def boxes_of(*counts: int) -> dict[str, Any]:
-    return {"x": torch.randn(len(counts), 4).double(), "labels": [{"boxes": torch.randn(n, 4)} for n in counts]}
-
-
 FIRST, SECOND, THIRD = (padded_tokens(n, 4, 5)[0] for n in range(3))
-SOURCES: tuple[dict[str, Any], ...] = (
-    *({"source": FIRST, "labels": SECOND}, {"source": FIRST}, {"source": SECOND, "labels": None}),
-    {"source": SECOND, "target": THIRD},
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "batches"), [(translates, SOURCES), (detects, (boxes_of(2, 2, 2), boxes_of(1, 3), boxes_of(1, 2, 1, 3)))]
-)
-def test_batches_with_other_inputs_than_the_sample(kind: Make, batches: Sequence[Any]) -> None:
-    model = seeded(kind).eval()
-    graph = pd.capture(model, batches[0], finest=True).graph
-    for cut in range(1, len(graph.layers)):
-        first, last = ModelSlice(model, graph, 0, cut), ModelSlice(model, graph, cut, len(graph.layers))
-        for batch in batches:
-            with torch.no_grad():
-                expected, actual = pd.capture.call_model(model, batch), last(unflatten(*flatten(first(batch))))
-            for (path, a), (_, b) in zip(walk(expected), walk(actual), strict=True):
-                assert_same(f"{path} with cut {cut}", a, b, exact=True)

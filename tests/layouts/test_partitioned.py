@@ -227,20 +227,6 @@ def test_what_cannot_be_described() -> None:
             pd.operators(model, torch.randn(2, 4), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("name", [pytest.param("words", marks=pytest.mark.slow), "wide_resnet"])
-def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
-    model, _, step = _make_step(name)
-    result = pd.partition(step.operators, 4, "data", batch="x0")
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    channels = sum(buffer.numel() for buffer in model.buffers())
-    # The loss, the statistics of BatchNorm, and their gradients are sums over the batch too.
-    assert 2 * 3 * weights <= result.elements <= 2 * 3 * (weights + 4 * channels + 4)
-    assert all(cut.schemes[step.inputs[0]] == 0 for cut in result.cuts)
-    stored = Exchanges(step.operators, result).stored
-    assert all(len(set(stored[step.parameters[key]])) == 1 for key, _ in model.named_parameters())
-    _check(name, SimulatedRanks(4), 4, method="data", batch="x0")
-
-
 @pytest.mark.parametrize(
     ("batch", "width", "elements"),
     [pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow), (512, 512, [1_572_864, 3_407_872])],
@@ -252,16 +238,6 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
         described = pd.operators(model, torch.empty(batch, width))
     assert any(step.line.is_copy for step in described.steps)
     assert [pd.partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
-
-
-def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
-    texts = []
-    for device in ("meta", "cpu"):
-        with torch.device(device):
-            model = Built(lambda model, x: model.inner(x) * torch.arange(8).cos(), inner=nn.Linear(8, 8))
-            sample = torch.empty(4, 8)
-        texts.append(pd.operators(model, sample).text)
-    assert texts[0] == texts[1]
 
 
 def stacked(kind: Any, width: int) -> nn.Module:

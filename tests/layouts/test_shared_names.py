@@ -5,8 +5,8 @@ from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators, partition
-from pipedream.layouts.description.text import read_lines, rename_indices
-from tests.layouts.steps import steps, transformer
+from pipedream.layouts.description.text import rename_indices
+from tests.layouts.steps import steps
 
 
 @given(steps)
@@ -52,26 +52,6 @@ def test_names_differ_only_where_they_must(ops: Operators) -> None:
             assert any({name, own_name} <= owner for owner in owners)
 
 
-def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
-    ops = transformer(2, batch=8, d_ff=64, heads=4, length=32, memory=32, d_model=16, d_kv=8, vocab=64)
-    shared, mesh = ops.with_shared_names(), Mesh("m:2,n:2")
-    for rules, other in (
-        ("batch:m", "x0_0:m"),
-        ("batch:m,d_ff:n,heads:n,vocab:n", "x0_0:m,words_0:n,h0_2:n,h1_2:n,q0_2:n,q1_2:n"),
-    ):
-        first, two = ops.report(Layout(rules), mesh), shared.report(Layout(other), mesh)
-        assert first == two
-
-
-def test_an_operator_keeps_its_indices_apart() -> None:
-    sizes = {"x": (8, 6), "s": (8, 8), "y": (8, 6)}
-    shared = Operators(sizes, "s[a, b] += x[a, c] * x[b, c]\ny[b, c] += s[b, a] * x[a, c]").with_shared_names()
-    assert shared.text.splitlines() == [
-        "s[x_0, s_1] += x[x_0, x_1] * x[s_1, x_1]",
-        "y[x_0, x_1] += s[x_0, s_1] * x[s_1, x_1]",
-    ]
-
-
 SIZES = {"x": (4, 6, 8), "rows": (24, 8), "w": (8, 6), "y": (24, 6), "back": (4, 6, 6)}
 TEXT = """rows[6*a + 1*b, c] = view(x[a, b, c])
 y[i, j] += rows[i, k] * w[k, j]
@@ -115,10 +95,3 @@ def test_only_blocks_of_rows_are_parts_of_a_merged_dimension(
     is_cut = whole % sizes[0] == 0 and all(reads[at] == {*range(at * block, (at + 1) * block)} for at in reads)
     (access,) = step.line.operands
     assert step.outermost(access.indices[0], whole) == ("a" if is_cut else None)
-
-
-def test_names_in_brackets_and_bounds_change_alone() -> None:
-    (line,) = read_lines("a[a, b] max= b[2*a + r - 1, b] + where[a] where r < 3, a < 4")
-    names = {"a": "b", "b": "where", "r": "a_0"}
-    expected = "a[b, where] max= b[2*b + a_0 - 1, where] + where[b] where a_0 < 3, b < 4"
-    assert rename_indices(line, names) == expected

@@ -173,24 +173,6 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     pd.verify(pd.lower(pd.schedules.evaluation(schedule.plan, placement)))
 
 
-@pytest.mark.parametrize("cluster", [pd.Cluster.flat(3, 10.0), replace(pd.Cluster.flat(3, 1e9), host_bytes_per_s=10.0)])
-def test_weights_take_their_time(cluster: pd.Cluster) -> None:
-    """A forward away from home waits until its weights are made, and copied; on a GPU from the memory of the host."""
-    plan = plan_of(3, 4)
-    heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
-    schedule = pd.schedules.build("roundpipe", replace(heavy, cluster=cluster), 3)
-    assert [s for s in range(4) if schedule.placement.runs_backward_elsewhere(s)] == [1, 2]
-    timeline = simulate(pd.lower(schedule), costs(schedule.plan), 6)
-    begins = {
-        (span.stage, span.index): span.start_s for span in timeline.work() if span.kind == "F" and span.index in (0, 3)
-    }
-    updates = {(span.stage, span.index): span.end_s for span in timeline.work() if span.kind == "U"}
-    assert begins[0, 0] == 0.0
-    assert begins[1, 0] == 5.0
-    for stage in (1, 2):
-        assert begins[stage, 3] >= updates[stage, 1] + 5.0
-
-
 @given(sizes(), st.integers(1, 4), st.floats(0.1, 30.0))
 def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
     size: tuple[int, int, int], n: int, update_s: float

@@ -3,15 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
-from typing import Any
 
 import commands
-import processes
 import pytest
-import torch
-
-import pipedream as pd
 
 RECIPE = """
 import pipedream, torch
@@ -64,23 +58,3 @@ def test_meshes_that_do_not_fit(tmp_path: Path, refused: Callable[..., str], com
     verb, *options = command.split()
     assert words in refused(verb, tmp_path / "recipe.py", *options)
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["recipe.py"]
-
-
-def _train(recipe: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    return pd.run(run_path(str(recipe))["recipe"], schedule="1f1b", out=folder, quiet=True, **options)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_planned_meshes_train_as_a_single_process(tmp_path: Path) -> None:
-    """Two workers on four ranks."""
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    options = {"workers": 4, "shape": "1-1", "mesh": "auto"}
-    summary = processes.results(_train, 4, tmp_path / "recipe.py", tmp_path / "run", options)[0]
-    assert summary["plan"]["note"].startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
-    assert summary["ranks"] == 4
-    assert [stage["mesh"] for stage in summary["stages"]] == ["model:2", "model:2"]
-    _train(tmp_path / "recipe.py", tmp_path / "alone", {"workers": 1})
-    planned, plain = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
-    for name, weights in plain.items():
-        torch.testing.assert_close(planned[name], weights, rtol=1e-4, atol=1e-6)

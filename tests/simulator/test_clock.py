@@ -154,26 +154,6 @@ def test_holders_update_when_their_sum_is_there(
                 assert list(starts[s]) == [pytest.approx(ends[s])], "the others do not wait"
 
 
-@pytest.mark.parametrize("name", ["zbv", "interleaved_1f1b", "chimera"])
-def test_a_worker_joins_the_sum_once_for_all_its_stages(name: str) -> None:
-    """Of four stages on two workers; both ends of the model on one, or on two."""
-    order = {"zbv": (0, 1, 1, 0), "interleaved_1f1b": (0, 1, 0, 1)}.get(name, (0, 1, 1, 0))
-    stages, replicas = (2, (2, 2)) if name == "chimera" else (4, (1,) * 4)
-    plan = tied_plan(stages, (0, stages - 1), replicas, order)
-    program = program_of(name, plan, 4)
-    pd.verify(program)
-    ranks = {rank for stage in (0, stages - 1) for rank in program.placement.ranks[stage]}
-    assert plan.costs.tied_sums_s == (LINK.all_reduce_s(100, len(ranks)),)
-    free = replace(plan, tied_weights=())
-    alone = simulate(program_of(name, free, 4), costs(free), 8)
-    seconds = simulate(program, costs(plan), 8).makespan_s
-    assert seconds > alone.makespan_s + plan.costs.tied_sums_s[0] if len(ranks) > 1 else seconds == alone.makespan_s
-    if name == "zbv":  # without the sum, a worker updates one of its stages before it has the gradients of the other
-        words = r"no sum over the holders of tied weights, ~0:1, comes before it"
-        with pytest.raises(pd.errors.ScheduleError, match=words):
-            pd.verify(replace(program_of(name, free, 4), plan=plan))
-
-
 def test_methods_whose_stages_update_differently_are_refused() -> None:
     words = r"share 'w' \(stages 0, 2\).* whose stages update at different times"
     for name in ("pipedream", "paci", "pipemare", "spectrain", "timeprest"):
