@@ -270,14 +270,3 @@ def test_a_reduction_and_an_imaginary_part_of_ones_own_are_checked(operator: Any
 def test_what_is_no_description(operator: Any, text: str, message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
         pd.register_operator(operator, text)
-
-
-def test_an_output_without_gradient_and_a_context_without_any() -> None:
-    def forward(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = model.inner(x)
-        return y, y.argmax(1)
-
-    with torch.no_grad():
-        step = trace(Built(forward, inner=nn.Linear(4, 4)), torch.randn(8, 4))
-    assert len(step.outputs) == 2
-    assert pd.partition(step.operators, 2).elements > 0

@@ -22,15 +22,6 @@ def products(times: int) -> Operators:
     return Operators(SIZES | results, "\n".join(f"{name}[a, c] += x[a, b] * y[b, c]" for name in results))
 
 
-def test_the_published_example() -> None:
-    ops = products(1)
-    layout = lay_out(ops, MESH)
-    assert layout == Layout("a:m2,c:m1")
-    assert ops.report(layout, MESH).peak == 75
-    assert lay_out(ops, MESH, fixed=("a", "c")) == Layout()
-    assert lay_out(ops, Mesh("m1:4,m2:2,m3:1")) == Layout("a:m2,b:m3,c:m1")
-
-
 def test_equal_operators_share_variables_and_constraints() -> None:
     assert lay_out(products(100), MESH) == Layout("a:m2,c:m1")
     single, many = (_Search(products(count), MESH).build_program() for count in (1, 100))

@@ -1,7 +1,6 @@
 """Tofu's partition: its published costs, each cut against exhaustive search, its baselines and its refusals."""
 
 from itertools import product
-from math import prod
 from typing import Any
 
 import pytest
@@ -177,32 +176,6 @@ def test_no_method_is_better(ops: Operators) -> None:
         result = partition(ops, 4, method)
         assert result.elements >= joint.elements
         assert result.at_least <= result.elements
-
-
-def _yield_cut_pairs(ops: Operators) -> int:
-    """Returns the least of the first cut and the second, from all first ones."""
-    start, least = State.uncut(ops), 10**18
-    choices_of_groups = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
-    for indices in product(*(list_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
-        for choices_made in product(*choices_of_groups):
-            schemes = {name: cut for names, cut in zip(ops.groups, choices_made, strict=True) for name in names}
-            choice = Choice(schemes, indices)
-            first = Search(ops).count_elements(start, choice)
-            if first < least:
-                least = min(least, first + 2 * Search(ops).find_cheapest(start.after(choice))[0])
-    return least
-
-
-def _are_few_cuts(ops: Operators) -> bool:
-    dimensions = prod(1 + len(ops.tensors[names[0]]) for names in ops.groups)
-    return len(ops.steps) > 0 and dimensions * prod(len(step.sizes) or 1 for step in ops.steps) <= 300
-
-
-@pytest.mark.slow
-@settings(max_examples=8)
-@given(steps.filter(_are_few_cuts))
-def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
-    assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
 
 
 def test_without_replicas_each_rank_has_a_part_of_everything() -> None:

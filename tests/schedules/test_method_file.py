@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from failing_recipe import written
 
 import pipedream as pd
 
@@ -113,12 +112,3 @@ def test_names(run_command: RunCommand) -> None:
     assert len(aliases) == len({*aliases, *pd.schedules.METHODS}) - len(pd.schedules.METHODS)
     status, out, _ = run_command("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
     assert (status, json.loads(out)["bubble"] > 0) == (0, True)
-
-
-def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, started: list[int]) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")  # the recipe's
-    arguments = written(tmp_path)[2:]
-    status, out, error = run_command(*arguments, "--schedule", EXAMPLE, "--minibatches", 6, "--epochs", 1, "--json")
-    assert (status, started) == (0, [2]), error
-    assert json.loads(out)["configuration"]["schedule"] == str(EXAMPLE)

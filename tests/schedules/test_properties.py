@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 import pipedream as pd
-from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.workflows.methods import select_methods
-
-ONE_STAGE_PER_WORKER = sorted(set(pd.schedules.METHODS) - set(pd.schedules.STAGE_ORDERS))
 
 
 def plans(name: str) -> list[pd.Plan]:
@@ -19,13 +17,6 @@ def plans(name: str) -> list[pd.Plan]:
     if name not in pd.schedules.STAGE_ORDERS:
         equal += [pd.Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
     return equal
-
-
-def try_occupancy(name: str, plan: pd.Plan) -> tuple[StageOccupancy, ...] | None:
-    try:
-        return occupancy(pd.schedules.build(name, plan))
-    except pd.errors.ScheduleError:
-        return None
 
 
 def reads_stored_weights(schedule: pd.Schedule) -> bool:
@@ -52,24 +43,6 @@ def test_a_method_is_what_it_declares(name: str) -> None:
         else:
             with pytest.raises(pd.errors.ScheduleError, match="does not split it"):
                 pd.schedules.build(name, plan, m)
-
-
-@pytest.mark.parametrize("name", ONE_STAGE_PER_WORKER)
-def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
-    declared = pd.schedules.properties_of(name)
-    assert declared.replicates_stages
-    paper, replicated = pd.Plan.uniform(3), pd.Plan.uniform(2, replicas=(2, 1))
-    counts = [(5, 2, 1), (3, 3, 1)]
-    deeper = [try_occupancy(name, replace(paper, in_flight=depth, depth_mode="hand")) for depth in counts]
-    assert (
-        any(deep not in (None, try_occupancy(name, paper)) for deep in deeper) == declared.uses_depth
-        or not declared.uses_depth
-    )
-    late = try_occupancy(name, replace(replicated, update_delay=(1, 0)))
-    assert (late not in (None, try_occupancy(name, replicated))) == declared.delays_updates
-    versions = [occupancy(pd.schedules.build(name, pd.Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
-    assert (versions == sorted(set(versions))) == declared.versions_grow_with_stages
-    assert (len(set(versions)) == 1) != declared.versions_grow_with_stages
 
 
 @pytest.mark.parametrize("name", pd.schedules.METHODS)

@@ -20,7 +20,6 @@ import pipedream as pd
 from pipedream.core.plan.mesh import dense_strides, memory_order
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.functions import exchange, put_in_order
-from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from tests.sharding.meshes import Attention, Case, Mlp, check_as_single_ranks, of_words
 
 Placements = tuple[Placement, ...]
@@ -83,57 +82,6 @@ def _move_all() -> int:
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_of_a_cut_keeps_numbers_gradients_and_the_order_in_memory() -> None:
     assert processes.team(4).results(_move_all) == [160] * 4
-
-
-def _attend() -> tuple[int, str]:
-    torch.manual_seed(0)
-    count, refused = 0, ""
-    for length, keys, heads, masks in (
-        (6, 6, 4, (None, "causal", "bool", (6, 6), (2, 1, 6, 6), (1, 4, 6, 6))),
-        (5, 7, 2, (None, (5, 7))),  # uneven, with keys for several heads
-    ):
-        q = torch.randn(2, 4, length, 3, dtype=torch.float64)
-        k, v = (torch.randn(2, heads, keys, d, dtype=torch.float64) for d in (3, 5))
-        weight = torch.randn(2, 4, length, 5, dtype=torch.float64)
-        cuts = _list_legal((WHOLE, Shard(0), *[Shard(1)] * (heads == 4), Shard(2)))
-        for mask, placed, crossed in product(masks, cuts, (False, True)):
-            drawn = (
-                torch.randn(mask, dtype=torch.float64) if isinstance(mask, tuple) else torch.rand(length, keys) > 0.4
-            )
-            options = {"is_causal": mask == "causal", "enable_gqa": heads == 2, "dropout_p": 0.3 * (count % 3 == 0)}
-            learned = [drawn] if isinstance(mask, tuple) else []
-            other = {} if mask in (None, "causal") or learned else {"attn_mask": drawn}
-            plain = [tensor.clone().requires_grad_() for tensor in (q, k, v, *learned)]
-            torch.manual_seed(count)
-            expected = attention(*plain, **options, **other)
-            gradients = torch.autograd.grad((expected * weight).sum(), plain)
-            leaves = [_cut(tensor, (WHOLE, WHOLE)).requires_grad_() for tensor in (q, k, v, *learned)]
-            inside = [shard(leaf, _read_cuts(placed)) for leaf in leaves[: 1 if crossed else 3]]
-            torch.manual_seed(count)
-            with LocalRules(), NoHiddenGathers():
-                function = attention if count % 2 else F.scaled_dot_product_attention
-                attended: Any = function(*inside, *leaves[len(inside) :], **options, **other)
-            assert tuple(attended.placements) == placed
-            with NoHiddenGathers():
-                back = torch.autograd.grad((attended * _cut(weight, placed)).sum(), leaves)
-            for tensor, expected_tensor in zip((attended, *back), (expected, *gradients), strict=True):
-                torch.testing.assert_close(tensor.full_tensor(), expected_tensor, rtol=0, atol=1e-12)
-            count += 1
-    try:
-        attention(*[_cut(torch.randn(2, 3, 4, 4), (Shard(0), Shard(2)))] * 3)
-    except pd.errors.PlanError as error:
-        refused = str(error)
-    return count, refused
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_attention_is_cut_by_batch_heads_or_length() -> None:
-    """With dropout or not, and masks that are learned or not, also where only the queries are sharded."""
-    for count, refused in processes.team(4).results(_attend):
-        assert count > 100
-        assert "2 ranks shard the length, which then shard the heads instead, but there are 3 heads" in refused
 
 
 class Ulysses(Attention):

@@ -236,6 +236,13 @@ NAMED = (
 )
 
 
+def _mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+    """With a mask that is learned, and dropout."""
+    torch.manual_seed(0)
+    return attention(q, k, v, attn_mask=mask, dropout_p=0.3)
+
+
+QUERIES, KEYS = (2, 4, 6, 4), (2, 4, 7, 4)
 HEADS = (  # of queries, and of keys and values
     Call(attention, ((2, 8, 3, 4), *[(2, 2, 3, 4)] * 2), (Shard(1),) * 3, Shard(1), {"enable_gqa": True}),
     Call(attention, ((2, 8, 3, 4), *[(2, 2, 3, 4)] * 2), (Shard(1),), Shard(1), {"enable_gqa": True}),
@@ -243,6 +250,10 @@ HEADS = (  # of queries, and of keys and values
     Call(attention, ((12, 3, 4), *[(3, 3, 4)] * 2), (Shard(0),) * 3, "2 ranks .* 3 of keys", {"enable_gqa": True}),
     Call(attention, ((2, 3, 3, 4),) * 3, (Shard(1),) * 3, "there are 3 heads of queries"),
     Call(attention, ((3, 3, 4),) * 3, (Shard(0),) * 3, Shard(0)),
+    Call(attention, ((2, 3, 4, 4),) * 3, (Shard(2),) * 3, "2 ranks shard the length, .* but there are 3 heads"),
+    *(Call(attention, (QUERIES,) * 3, (Shard(cut),), Shard(cut), {"is_causal": True}) for cut in range(3)),
+    *(Call(_mask, (QUERIES, *[KEYS] * 2, (6, 7)), (Shard(cut),), Shard(cut)) for cut in range(3)),
+    *(Call(_mask, (QUERIES, *[KEYS] * 2, (2, 4, 6, 7)), (Shard(cut),) * 3, Shard(cut)) for cut in range(2)),
 )
 
 

@@ -62,40 +62,27 @@ def in_full(name: str, plan: pd.Plan, microbatches: int | None = None) -> pd.Pro
     return replace(program, ranks=tuple(RankProgram(tuple(program.instructions(rank, 4)), ()) for rank in ranks))
 
 
-def test_receive_before_its_cause_is_a_deadlock() -> None:
-    program = in_full("naive", TWO)
-    assert len(simulate(program, costs(TWO), 4).work()) == 2 * 4 * 3
-    swapped = edited(program, 0, (">0:2 >2:2 <1:2", "<1:2 >2:2 >0:2"))
-    with pytest.raises(pd.errors.DeadlockError) as caught:
-        simulate(swapped, costs(TWO), 4)
-    message = str(caught.value)
-    assert "rank 0 waits at <1:2: the gradient of microbatch 2 from rank 1 to rank 0" in message
-    assert "rank 1 waits at <2:2: the input of microbatch 2 from rank 0 to rank 1" in message
+GPIPE = in_full("gpipe", TWO, 4)
+OF_REPLICAS = in_full("pipedream", pd.Plan.uniform(1, replicas=(2,)))
+BEFORE_ITS_CAUSE = edited(in_full("naive", TWO), 0, (">0:2 >2:2 <1:2", "<1:2 >2:2 >0:2"))
+OUT_OF_TURN = ("<0:0", "<0:3"), ("<0:1", "<0:0"), ("<0:3", "<0:1")
+MORE_THAN_POSTED = ("<0:0", "<0:0 <0:1 <0:2"), ("<2:1 <0:1", "<2:1"), ("<2:2 <0:2", "<2:2")
 
 
 @pytest.mark.parametrize(
-    ("rank", "changes", "words"),
+    ("program", "words"),
     [
-        (1, [("<0:0", "<0:0 <0:1 <0:2"), ("<2:1 <0:1", "<2:1"), ("<2:2 <0:2", "<2:2")], "rank 1 waits at <0:2"),
-        (
-            1,
-            [("<0:0", "<0:3"), ("<0:1", "<0:0"), ("<0:3", "<0:1")],
-            "wants the activation of microbatch 1 .* microbatch 0",
-        ),
-        (1, [("<0:3", "")], "the activation of microbatch 3 .* is sent and never received"),
+        (BEFORE_ITS_CAUSE, "rank 0 waits at <1:2: the gradient of microbatch 2 from rank 1 to rank 0"),
+        (BEFORE_ITS_CAUSE, "rank 1 waits at <2:2: the input of microbatch 2 from rank 0 to rank 1"),
+        (edited(GPIPE, 1, *MORE_THAN_POSTED), "rank 1 waits at <0:2"),
+        (edited(GPIPE, 1, *OUT_OF_TURN), "wants the activation of microbatch 1 .* microbatch 0"),
+        (edited(GPIPE, 1, ("<0:3", "")), "the activation of microbatch 3 .* is sent and never received"),
+        (edited(OF_REPLICAS, 0, ("=0:1", "")), "rank 1 waits at =0:1: sum over the replicas"),
     ],
 )
-def test_more_receives_than_are_posted_messages_out_of_turn_and_unread(
-    rank: int, changes: list[tuple[str, str]], words: str
-) -> None:
+def test_a_run_that_cannot_end_is_refused(program: pd.Program, words: str) -> None:
     with pytest.raises(pd.errors.ScheduleError, match=words):
-        simulate(edited(in_full("gpipe", TWO, 4), rank, *changes), costs(TWO), 4)
-
-
-def test_sum_without_all_replicas_is_a_deadlock() -> None:
-    plan = pd.Plan.uniform(1, replicas=(2,))
-    with pytest.raises(pd.errors.DeadlockError, match="rank 1 waits at =0:1: sum over the replicas"):
-        simulate(edited(in_full("pipedream", plan), 0, ("=0:1", "")), costs(plan), 4)
+        simulate(program, costs(program.plan), 4)
 
 
 @given(runs())
@@ -115,11 +102,9 @@ LATENCY_S, BYTES_PER_S = 0.5, 10.0
 LINK = SumLink(BYTES_PER_S, LATENCY_S)
 
 
-def tied_plan(
-    stages: int = 3, holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (), order: tuple[int, ...] = ()
-) -> pd.Plan:
-    """Equal stages whose messages cost nothing; 100 bytes are held by several."""
-    plan = pd.Plan.uniform(stages, update_s=0.25, replicas=replicas or None, order=order)
+def tied_plan(holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (1, 1, 1)) -> pd.Plan:
+    """Three equal stages whose messages cost nothing; 100 bytes are held by several."""
+    plan = pd.Plan.uniform(3, update_s=0.25, replicas=replicas)
     rows = tuple(replace(stage, output_bytes=0, parameter_bytes=0) for stage in plan.stages)
     cluster = pd.Cluster.flat(plan.workers, BYTES_PER_S, LATENCY_S)
     return replace(plan, stages=rows, cluster=cluster, tied_weights=(TiedWeights(("w",), holders, 100),))
@@ -133,7 +118,7 @@ def tied_plan(
 def test_holders_update_when_their_sum_is_there(
     name: str, replicas: tuple[int, ...], holders: tuple[int, ...], ranks: int
 ) -> None:
-    plan = tied_plan(3, holders, replicas)
+    plan = tied_plan(holders, replicas)
     program = program_of(name, plan, 4)
     pd.verify(program)
     work = simulate(program, costs(plan), 5 * program.cycle).work()

@@ -15,35 +15,36 @@ import cases
 import pytest
 from cases import Case
 from hypothesis import assume, given, settings, strategies as st
-from marks import thinned
+from marks import slow
 from programs import program_of, with_rank
 
 import pipedream as pd
 from pipedream.core.schedule.program import Channel, Instruction, Move, RankProgram, Transfer
-from pipedream.schedules import SCHEDULES, Kind, Op, WeightRule, build, uniform
 
 RULES = ("flush", "stash", "vertical_sync", "double_buffer", "stamped", "interpolated")
-GIVES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+GIVES = (pd.schedules.Kind.BACKWARD, pd.schedules.Kind.WEIGHT_GRADIENT)
 REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 
 
 @cache
 def make_program(name: str, which: int) -> pd.Program:
     """Returns a small program of a method."""
-    if uniform(name, 2).worker_order:  # stages share workers
+    if pd.schedules.uniform(name, 2).worker_order:  # stages share workers
         workers = 2 + 2 * (which % 2)
-        return program_of(name, uniform(name, workers), 2 * workers)
+        return program_of(name, pd.schedules.uniform(name, workers), 2 * workers)
     plan = pd.Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])
-    schedule = build(name, plan)
-    return pd.lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
+    schedule = pd.schedules.build(name, plan)
+    return pd.lower(pd.schedules.build(name, plan, 4) if schedule.microbatches > 1 else schedule)
 
 
 def schedule_of(program: pd.Program) -> pd.Schedule:
-    return build(program.name, program.plan, program.microbatches if program.microbatches > 1 else None)
+    return pd.schedules.build(program.name, program.plan, program.microbatches if program.microbatches > 1 else None)
 
 
-names = st.sampled_from(sorted(SCHEDULES))
-ruled = st.sampled_from([name for name in sorted(SCHEDULES) if make_program(name, 0).weights.name in RULES])
+names = st.sampled_from(sorted(pd.schedules.SCHEDULES))
+ruled = st.sampled_from(
+    [name for name in sorted(pd.schedules.SCHEDULES) if make_program(name, 0).weights.name in RULES]
+)
 numbers = st.integers(0, len(REPLICAS) - 1)
 
 
@@ -124,18 +125,22 @@ def near(program: pd.Program, item: Instruction) -> Iterator[Instruction]:
     """Yields an instruction and those that an error may name in its place: an op's messages, the other end of a
     message, the op that lacks it, the update that lacks a sum."""
     yield item
-    if isinstance(item, Op):
+    if isinstance(item, pd.schedules.Op):
         # Its messages are then without what makes them, or what reads them.
         for number in range(len(program.channels)):
             yield Transfer(Move.SEND, number, 0)
             yield Transfer(Move.RECEIVE, number, 0)
-        yield item._replace(kind=Kind.UPDATE)
+        yield item._replace(kind=pd.schedules.Kind.UPDATE)
     elif item.kind is Move.SYNC:
-        yield Op(Kind.UPDATE, item.channel, item.index)
+        yield pd.schedules.Op(pd.schedules.Kind.UPDATE, item.channel, item.index)
     else:
         ends = program.channels[item.channel]
         yield item._replace(kind=Move.RECEIVE if item.kind is Move.SEND else Move.SEND)
-        yield Op(Kind.BACKWARD if ends.carries == "gradient" else Kind.FORWARD, ends.target, item.index)
+        yield pd.schedules.Op(
+            pd.schedules.Kind.BACKWARD if ends.carries == "gradient" else pd.schedules.Kind.FORWARD,
+            ends.target,
+            item.index,
+        )
 
 
 def refuse_swap(program: pd.Program, data: st.DataObject, clash: Callable[[Instruction, Instruction], bool]) -> None:
@@ -153,7 +158,7 @@ def refuse_swap(program: pd.Program, data: st.DataObject, clash: Callable[[Instr
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
     program = make_program(name, which)
-    refuse_swap(program, data, lambda op, need: isinstance(op, Op) and need in program.requires(op))
+    refuse_swap(program, data, lambda op, need: isinstance(op, pd.schedules.Op) and need in program.requires(op))
 
 
 @given(names, numbers, st.data())
@@ -176,7 +181,7 @@ def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObjec
     """A gradient is waited for before the forward is sent that it comes of."""
     moves = []
     for place, ends, before in receives(make_program(name, which)):
-        forward = Op(Kind.FORWARD, ends.target, place.item.index)
+        forward = pd.schedules.Op(pd.schedules.Kind.FORWARD, ends.target, place.item.index)
         if ends.carries == "gradient" and forward in before:
             i = before.index(forward)
             if all(two[:2] != place.item[:2] for two in before[i:]):  # none of its channel is passed over
@@ -194,7 +199,7 @@ def ahead(program: pd.Program, data: st.DataObject) -> pd.Program:
     for place, ends, items in receives(program):
         before = [i for i, two in enumerate(items) if two[:2] == place.item[:2]]
         if before and ends.carries != "gradient":
-            op = Op(Kind.FORWARD, ends.target, items[before[-1]].index, items[-1][-1])
+            op = pd.schedules.Op(pd.schedules.Kind.FORWARD, ends.target, items[before[-1]].index, items[-1][-1])
             reads = [i for i in range(before[-1], place.index) if items[i][:3] == op[:3]]
             moves += [(place, reads[0])] if reads else []
     assume(moves)
@@ -215,26 +220,26 @@ def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
 # -- versions and updates -------------------------------------------------------------------------------
 
 
-def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightRule:
+def shifted(rule: pd.schedules.WeightRule, by: int, only: int = 1, keeps: int = 0) -> pd.schedules.WeightRule:
     """Returns a rule whose forwards read later or earlier versions, each or each `only`th, and that keeps more."""
 
-    def forward_version(_: WeightRule, stage: int, microbatch: int) -> int:
+    def forward_version(_: pd.schedules.WeightRule, stage: int, microbatch: int) -> int:
         version = rule.forward_version(stage, microbatch)
         return max(0, version + by) if microbatch % only == only - 1 else version
 
-    def versions(_: WeightRule, stage: int) -> int:
+    def versions(_: pd.schedules.WeightRule, stage: int) -> int:
         return rule.versions(stage) + keeps
 
     return changed_rule(rule, "shifted", forward_version=forward_version, versions=versions)
 
 
-def changed_rule(rule: WeightRule, name: str, **methods: Callable[..., int]) -> WeightRule:
+def changed_rule(rule: pd.schedules.WeightRule, name: str, **methods: Callable[..., int]) -> pd.schedules.WeightRule:
     try:
         kind = type("Changed", (type(rule),), {"name": name, **methods})
-        changed: WeightRule = kind(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+        changed: pd.schedules.WeightRule = kind(**{field.name: getattr(rule, field.name) for field in fields(rule)})
         return changed
     finally:
-        del WeightRule.kinds[name]
+        del pd.schedules.WeightRule.kinds[name]
 
 
 @given(ruled, numbers)
@@ -260,7 +265,7 @@ def test_versions_that_fall(name: str, which: int, only: int) -> None:
 
 
 def test_a_backward_at_other_weights_than_its_rule_says() -> None:
-    def backward_version(rule: WeightRule, stage: int, microbatch: int) -> int:
+    def backward_version(rule: pd.schedules.WeightRule, stage: int, microbatch: int) -> int:
         return rule.forward_version(stage, microbatch) + (microbatch > 6 and stage == 0)
 
     program = make_program("pipedream", 1)
@@ -272,10 +277,10 @@ def test_a_backward_at_other_weights_than_its_rule_says() -> None:
 def with_update(schedule: pd.Schedule, stage: int, late: int) -> pd.Schedule:
     """Returns a schedule whose updates of a stage come that many ops of its rank later, or earlier."""
 
-    def order(rank: int) -> Iterator[Op]:
-        window: list[tuple[float, Op]] = []
+    def order(rank: int) -> Iterator[pd.schedules.Op]:
+        window: list[tuple[float, pd.schedules.Op]] = []
         for number, op in enumerate(schedule.order(rank)):
-            is_moved = op.kind is Kind.UPDATE and op.stage == stage
+            is_moved = op.kind is pd.schedules.Kind.UPDATE and op.stage == stage
             heappush(window, (number + is_moved * (late + copysign(0.5, late)), op))
             if len(window) > 8:
                 yield heappop(window)[1]
@@ -290,7 +295,7 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
     schedule = schedule_of(program)
     stage = data.draw(st.integers(0, len(program.plan.stages) - 1))
     ops = list(schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle))
-    at = next(i for i, op in enumerate(ops) if (op.kind, op.stage, op.index) == (Kind.UPDATE, stage, 2))
+    at = next(i for i, op in enumerate(ops) if (op.kind, op.stage, op.index) == (pd.schedules.Kind.UPDATE, stage, 2))
     last = max(i for i, op in enumerate(ops[:at]) if op.kind in GIVES and op.stage == stage)
     text = refused(pd.lower(with_update(schedule, stage, last - at - more)))
     assert re.search(rf"{stage}U\d+: needs {stage}[BW]\d+, which comes later", text)
@@ -298,7 +303,7 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
 
 def test_an_update_after_a_gradient_of_the_next_one() -> None:
     """PipeDream-2BW's second buffer leaves time for an update, but later gradients belong to the next one."""
-    schedule = build("pipedream_2bw", pd.Plan.uniform(2), 2)
+    schedule = pd.schedules.build("pipedream_2bw", pd.Plan.uniform(2), 2)
     pd.verify(pd.lower(with_update(schedule, 1, 1)))  # after the next forward
     why = reason(pd.lower(with_update(schedule, 1, 2)))
     assert "1U1: 1B2 comes before it, but its gradient is for update 2" in why
@@ -326,7 +331,7 @@ def test_forwards_out_of_order() -> None:
     moves = {0: 1, 1: 0, 2: 2, 3: 3}
 
     def other(item: Instruction) -> Instruction:
-        backwards = item.kind is Kind.BACKWARD or item.kind is Kind.UPDATE
+        backwards = item.kind is pd.schedules.Kind.BACKWARD or item.kind is pd.schedules.Kind.UPDATE
         if isinstance(item, Transfer):
             backwards = program.channels[item.channel].carries == "gradient"
         return item if backwards else item._replace(index=moves[item.index])
@@ -355,14 +360,12 @@ RUNS = (
     Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4),
 )
 
-QUICK = [case for case in RUNS if case.replicas is not None or case.schedule in ("interleaved_1f1b", "pipedream_2bw")]
-
 
 @cache
 def of_case(case: Case) -> pd.Program:
     """Returns what a pipeline makes of a case."""
     couples = case.clip_grad_norm is not None
-    return pd.lower(replace(build(case.schedule, case.plan(), case.microbatches), couples_updates=couples))
+    return pd.lower(replace(pd.schedules.build(case.schedule, case.plan(), case.microbatches), couples_updates=couples))
 
 
 @st.composite
@@ -385,35 +388,21 @@ def accepted(draw: st.DrawFn, case: Case) -> pd.Program:
     return program
 
 
-def check_run(case: Case, program: pd.Program) -> None:
-    """Trains by a program, with a drain in between, and compares with plain PyTorch or the method's own rule."""
-    case = replace(case, epochs=2, evaluate_at=(3,))
-
-    def given_program(schedule: pd.Schedule) -> pd.Program:
-        return pd.lower(schedule) if schedule.name == "evaluation" else program
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedream.workflows.prepare.lower", given_program)
-        outcome = cases.run(case)
-    cases.check(case, outcome)
-    assert len(outcome.drains) == 2
+QUICK = [Case("mlp", "interleaved_1f1b", 4, microbatches=4), *(case for case in RUNS if case.replicas == (1, 2))]
 
 
-@pytest.mark.parametrize(
-    "case",
-    thinned(
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if case.schedule in ("gpipe", "pipedream_2bw") else ())
-        for case in QUICK
-    ),
-)
+@pytest.mark.parametrize("case", [*QUICK, *(slow(case) for case in RUNS if case not in QUICK)], ids=str)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject) -> None:
-    check_run(case, data.draw(accepted(case)))
+    """With a drain in between, compared with plain PyTorch or the method's own rule."""
+    program, case = data.draw(accepted(case)), replace(case, epochs=2, evaluate_at=(3,))
 
+    def lower(schedule: pd.Schedule) -> pd.Program:
+        return pd.lower(schedule) if schedule.name == "evaluation" else program
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", RUNS, ids=str)
-@given(data=st.data())
-def test_many_accepted_programs_train_as_they_should(case: Case, data: st.DataObject) -> None:
-    check_run(case, data.draw(accepted(case)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipedream.workflows.prepare.lower", lower)
+        outcome = cases.run(case)
+    cases.check(case, outcome)
+    assert len(outcome.drains) == 2
