@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from programs import program_of
 from zoo import alike_layers
 
 import pipedream as pd
@@ -36,10 +37,6 @@ def mine(
 
 METHODS = (Method(mine), Method(mine, name="other"))
 """
-
-
-def unnamed(program: pd.Program) -> pd.Program:
-    return replace(program, name="")
 
 
 @pytest.mark.parametrize(
@@ -70,27 +67,9 @@ def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, opt
     bare = name.partition("[")[0]
     assert pd.schedules.canonical(bare, **options) == named
     assert pd.schedules.build(bare, plan, **options).name == named
-    assert unnamed(pd.lower(built)) == unnamed(pd.lower(pd.schedules.method_of(bare).build(plan, **options)))
+    direct = pd.lower(pd.schedules.method_of(bare).build(plan, **options))
+    assert replace(pd.lower(built), name=direct.name) == direct
     assert pd.lower(pd.schedules.build(built.name, built.plan, built.microbatches)) == pd.lower(built)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("pb_lwp", {"rule": "graph"}, "method 'pb_lwp' has no option 'rule'; it has by, scale, backward_rule"),
-        ("pb_lwp[scale=2]", {"scale": 3}, "option scale is given in the name and as a keyword argument; give it once"),
-        ("pb_lwp", {"scale": "fast"}, "option scale is of type float, found 'fast'; give a number"),
-        ("roundpipe", {"forwards": 2.5}, "option forwards is of type int, found '2.5'; give a whole number"),
-        ("pb_lwp", {"scale": "2"}, "option scale is of type float, found '2'; give a number"),
-        ("pb_lwp", {"by": "a,b"}, "option by = 'a,b' cannot be written as text"),
-        ("pb_lwp", {"by": "magic"}, "schedule 'pb_lwp[by=magic]': a prediction is by velocity"),
-        ("schedule.csv", {"by": "magic"}, "a file in PyTorch's notation has no options; leave them out"),
-    ],
-)
-def test_wrong_keyword_arguments_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(pd.errors.ScheduleError) as refused:
-        pd.schedules.build(name, pd.Plan.uniform(3), **options)
-    assert message in str(refused.value)
 
 
 def test_every_option_of_a_method_can_be_said() -> None:
@@ -106,22 +85,30 @@ def test_every_option_of_a_method_can_be_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "options", "message"),
     [
-        ("paci[rule=graph]", "schedule 'paci[rule=graph]': method 'paci' has no option 'rule'; it has backward_rule"),
-        ("2bw[by=velocity]", "method 'pipedream_2bw' has no option 'by'; it has none"),
-        ("roundpipe[forwards=many]", "option forwards is of type int, found 'many'; give a whole number"),
-        ("pb_lwp[scale=]", "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]"),
-        ("pb_lwp[scale=x]", "option scale is of type float, found 'x'; give a number"),
-        ("pipemare[horizons=1/x]", "found '1/x'; give numbers separated by / or none"),
-        ("pb_lwp[scale=2,scale=3]", "gives its option scale twice; leave one out"),
-        ("pb_lwp[by=magic]", "a prediction is by velocity, difference or average, found 'magic'"),
-        ("pb_lwp[scale=-1]", "give a scale of at least 0, not -1.0"),
-        ("pb_lwp[backward_rule=stash]", "its backward rule is graph or recompute, found 'stash'"),
-        ("plan.csv[a=1]", "a file in PyTorch's notation has no options; leave the brackets out"),
-        ("nowhere[a=1]", "is not known; choose one of"),
+        ("pb_lwp", {"rule": "graph"}, "method 'pb_lwp' has no option 'rule'; it has by, scale, backward_rule"),
+        ("pb_lwp[scale=2]", {"scale": 3}, "option scale is given in the name and as a keyword argument; give it once"),
+        ("pb_lwp", {"scale": "fast"}, "option scale is of type float, found 'fast'; give a number"),
+        ("roundpipe", {"forwards": 2.5}, "option forwards is of type int, found '2.5'; give a whole number"),
+        ("pb_lwp", {"scale": "2"}, "option scale is of type float, found '2'; give a number"),
+        ("pb_lwp", {"by": "a,b"}, "option by = 'a,b' cannot be written as text"),
+        ("pb_lwp", {"by": "magic"}, "schedule 'pb_lwp[by=magic]': a prediction is by velocity"),
+        ("schedule.csv", {"by": "magic"}, "a file in PyTorch's notation has no options; leave them out"),
+        ("paci[rule=graph]", {}, "'paci[rule=graph]': method 'paci' has no option 'rule'; it has backward_rule"),
+        ("2bw[by=velocity]", {}, "method 'pipedream_2bw' has no option 'by'; it has none"),
+        ("roundpipe[forwards=many]", {}, "option forwards is of type int, found 'many'; give a whole number"),
+        ("pb_lwp[scale=]", {}, "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]"),
+        ("pb_lwp[scale=x]", {}, "option scale is of type float, found 'x'; give a number"),
+        ("pipemare[horizons=1/x]", {}, "found '1/x'; give numbers separated by / or none"),
+        ("pb_lwp[scale=2,scale=3]", {}, "gives its option scale twice; leave one out"),
+        ("pb_lwp[by=magic]", {}, "a prediction is by velocity, difference or average, found 'magic'"),
+        ("pb_lwp[scale=-1]", {}, "give a scale of at least 0, not -1.0"),
+        ("pb_lwp[backward_rule=stash]", {}, "its backward rule is graph or recompute, found 'stash'"),
+        ("plan.csv[a=1]", {}, "a file in PyTorch's notation has no options; leave the brackets out"),
+        ("nowhere[a=1]", {}, "is not known; choose one of"),
         *(
-            (name, "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in paci[backward_rule=recompute]")
+            (name, {}, "not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in paci[backward_rule=recompute]")
             for name in (
                 "pb_lwp[", "pb_lwp]", "pb_lwp[]", "[by=velocity]", "pb_lwp[by]", "pb_lwp[scale=2,]", "pb_lwp[scale=2]x",
                 "pb_lwp[scale=2][by=difference]", "pb_lwp[[scale=2]]",
@@ -129,13 +116,10 @@ def test_every_option_of_a_method_can_be_said() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_option_is_refused(name: str, message: str) -> None:
-    for attempt in (
-        lambda: pd.schedules.build(name, pd.Plan.uniform(3)),
-        lambda: pd.schedules.build(name, pd.schedules.uniform(name, 3)),
-    ):
+def test_what_is_no_option_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    for make_plan in (pd.Plan.uniform, *([] if options else [partial(pd.schedules.uniform, name)])):
         with pytest.raises(pd.errors.ScheduleError) as refused:
-            attempt()
+            pd.schedules.build(name, make_plan(3), **options)
         assert message in str(refused.value)
 
 
@@ -145,21 +129,16 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
     file = folder / "mine.py"
     file.write_text(MINE)
     assert pd.schedules.canonical(f"{file}:other[depth=none,twice=True]") == f"{file}:other[twice=true,depth=none]"
-    built = pd.schedules.build(f"{file}:mine[twice=true]", pd.Plan.uniform(2), 4)
-    assert built.name == f"{file}:mine[twice=true]"
-    assert unnamed(pd.lower(built)) == unnamed(pd.lower(pd.schedules.build("gpipe", pd.Plan.uniform(2), 4)))
-    assert unnamed(pd.lower(pd.schedules.build(f"{file}:mine[twice=false]", pd.Plan.uniform(2), 4))) != unnamed(
-        pd.lower(built)
-    )
+    for text, name in (("twice=true", "gpipe"), ("twice=false", "1f1b")):
+        program = program_of(f"{file}:mine[{text}]", pd.Plan.uniform(2), 4)
+        assert replace(program, name=name) == program_of(name, pd.Plan.uniform(2), 4)
+        assert program.name == f"{file}:mine[{text}]"
     assert pd.schedules.method_of(f"{file}:mine[depth=5]").name == "mine"
     with pytest.raises(pd.errors.ScheduleError, match=r"failed with ValueError: \('a', 'b'\) 7 True; fix the file"):
         pd.schedules.build(f"{file}:mine[twice=true,names=a/b,depth=7]", pd.Plan.uniform(2))
     for text, message in (
         ("twice=perhaps", "found 'perhaps'; give true or false"),
-        (
-            "odd=1",
-            "option odd is of type object, found '1'; give it a default and leave it out: this type has no text form",
-        ),
+        ("odd=1", "option odd is of type object, .* give it a default and leave it out: this type has no text form"),
         ("names=", "is not of the form"),
     ):
         with pytest.raises(pd.errors.ScheduleError, match=message):
@@ -177,18 +156,18 @@ def test_phases() -> None:
         "paci[backward_rule=recompute]/4"
     )
     phases = read_phases(text)
-    assert [phase.name for phase in phases] == [
-        "1f1b", "pb_lwp[by=difference,scale=2]", "lib/x.py:one[a=1/2,b=c]", "paci[backward_rule=recompute]",
-    ]  # fmt: skip
-    assert [phase.microbatches for phase in phases] == [4, None, 2, 4]
-    assert [(phase.until, phase.until_epoch) for phase in phases] == [(200, None), (None, 3), (500, None), (None, None)]
+    assert [(phase.name, phase.microbatches, phase.until, phase.until_epoch) for phase in phases] == [
+        ("1f1b", 4, 200, None),
+        ("pb_lwp[by=difference,scale=2]", None, None, 3),
+        ("lib/x.py:one[a=1/2,b=c]", 2, 500, None),
+        ("paci[backward_rule=recompute]", 4, None, None),
+    ]
     assert phases_text(phases) == text
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
         with pytest.raises(pd.errors.ScheduleError, match=r"METHOD may have options"):
             read_phases(wrong)
-    assert _split_values(["pipedream,pb_lwp[by=difference,scale=2]", "gpipe"]) == [
-        "pipedream", "pb_lwp[by=difference,scale=2]", "gpipe",
-    ]  # fmt: skip
+    names = ["pipedream", "pb_lwp[by=difference,scale=2]", "gpipe"]
+    assert _split_values([",".join(names[:2]), names[2]]) == names
 
 
 def test_a_plan_knows_its_method_by_its_other_names() -> None:
@@ -211,10 +190,7 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     again = json.loads(run_command("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
     assert again == json.loads(run_command("simulate", out, "--json")[1])
     assert run_command("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
-    assert (pd.Plan.load(out).schedule, pd.schedules.stage_order_of("roundpipe[forwards=2]")) == (
-        "roundpipe[forwards=2]",
-        pd.schedules.stage_order_of("roundpipe"),
-    )
+    assert pd.Plan.load(out).schedule == "roundpipe[forwards=2]"
     status, _, error = run_command("show", "paci[rule=graph]")
     assert (status, "has no option 'rule'" in error) == (2, True)
     # Of two stages, and no other number: for a plan that is there.
