@@ -1,6 +1,7 @@
 """All ranks of a partitioned step in one process, and the same step without parts."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,20 +16,27 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SimulatedRanks:
+    """Ranks that note the bytes of all exchanges, and those of the busiest rank of each."""
+
     def __init__(self, count: int) -> None:
         self.local = range(count)
         self.sent_bytes = 0
+        self.busiest: list[int] = []
 
     def exchange(
         self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]
     ) -> dict[int, list[tuple[Box, torch.Tensor]]]:
         arrived: dict[int, list[tuple[Box, torch.Tensor]]] = {rank: [] for rank in self.local}
+        bytes_of = Counter[tuple[str, int]]()
         for piece in pieces:
             have = boxes[piece.sender]
             assert have is not None
             part = parts[piece.sender][slice_within(piece.box, have)]
-            self.sent_bytes += part.nbytes * (piece.sender != piece.receiver)
+            if piece.sender != piece.receiver:
+                self.sent_bytes += part.nbytes
+                bytes_of.update({("sent", piece.sender): part.nbytes, ("received", piece.receiver): part.nbytes})
             arrived[piece.receiver].append((piece.box, part))
+        self.busiest += [max(bytes_of.values())] if bytes_of else []
         return arrived
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators
 from pipedream.core.plan.mesh import box_of
-from pipedream.layouts.description.operators import find_box
-from pipedream.layouts.description.text import Access, Affine, read_lines
+from pipedream.layouts.description.text import read_lines
 from tests.layouts.steps import steps
 
 SIZES = {"x": (8, 6), "w": (6, 4), "y": (8, 4), "p": (2, 3, 8, 8), "k": (5, 3, 3, 3), "q": (2, 5, 8, 8), "loss": ()}
@@ -39,21 +38,6 @@ def test_affine_indices_are_those_of_python(
     (line,) = read_lines(f"y[a] {reduction}= x[{text}, :]")
     (index, whole) = line.operands[0].indices
     assert (line.reduction, dict(index.terms), index.offset, whole) == (reduction, terms, offset, None)
-
-
-@given(st.integers(-2, 3), st.integers(0, 3), st.data())
-def test_a_span_holds_what_is_read_and_no_more(times: int, padding: int, data: st.DataObject) -> None:
-    ranges = {
-        name: range(start, start + data.draw(st.integers(1, 4)))
-        for name in ("h", "r")
-        for start in [data.draw(st.integers(0, 4))]
-    }
-    access = Access("x", (Affine(tuple((n, t) for n, t in (("h", times), ("r", 1)) if t), -padding), None), 1)
-    read = [times * h + r - padding for h in ranges["h"] for r in ranges["r"]]
-    inside = [at for at in range(9) if min(read) <= at <= max(read)]
-    box = find_box(access, ranges, (9, 5))
-    assert box[1] == range(5)
-    assert list(box[0]) == inside
 
 
 def test_sizes_and_reduced_indices() -> None:

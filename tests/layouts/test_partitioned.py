@@ -1,10 +1,8 @@
 """Steps that are partitioned operator by operator compute what one process computes, and send what was predicted."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise, product
-from math import prod
 from typing import Any
 
 import processes
@@ -187,27 +185,10 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         _check_partition(name, SimulatedRanks(8), _convert_layout(operators, lay_out(shared, mesh), mesh))
 
 
-class _Recording(SimulatedRanks):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.busiest: list[int] = []
-
-    def exchange(self, pieces: Any, parts: Any, boxes: Any) -> Any:
-        between = [piece for piece in pieces if piece.sender != piece.receiver]
-        if between:
-            sent, received = Counter[int](), Counter[int]()
-            for piece in between:
-                size = prod(map(len, piece.box)) * parts[piece.sender].itemsize
-                sent[piece.sender] += size
-                received[piece.receiver] += size
-            self.busiest.append(max(*sent.values(), *received.values()))
-        return super().exchange(pieces, parts, boxes)
-
-
 @pytest.mark.parametrize("method", ["spartan", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mlp", pytest.param("words", marks=pytest.mark.slow)])
 def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str, method: str) -> None:
-    step, ranks = _make_step(name)[2], _Recording(4)
+    step, ranks = _make_step(name)[2], SimulatedRanks(4)
     result = pd.partition(step.operators, 4, method)
     _check_partition(name, ranks, result)
     exchanges = Exchanges(step.operators, result)

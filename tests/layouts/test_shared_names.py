@@ -1,9 +1,7 @@
 """Names of indices that all lines share: what they change, and what they do not."""
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
-import pipedream as pd
 from pipedream import Layout, Mesh, Operators, partition
 from pipedream.layouts.description.text import rename_indices
 from tests.layouts.steps import steps
@@ -50,26 +48,6 @@ def test_names_differ_only_where_they_must(ops: Operators) -> None:
         own_name = shared.named.stored_names[tensor][at]
         for name in names - {own_name} if own_name else ():
             assert any({name, own_name} <= owner for owner in owners)
-
-
-SIZES = {"x": (4, 6, 8), "rows": (24, 8), "w": (8, 6), "y": (24, 6), "back": (4, 6, 6)}
-TEXT = """rows[6*a + 1*b, c] = view(x[a, b, c])
-y[i, j] += rows[i, k] * w[k, j]
-back[a, b, c] = view(y[6*a + b, c])"""
-
-
-def test_merged_dimensions_are_cut_by_their_outermost_index() -> None:
-    shared = Operators(SIZES, TEXT).with_shared_names()
-    assert shared.text.splitlines()[0] == "rows[6*x_0 + 1*x_1, x_2] = view(x[x_0, x_1, x_2])"
-    assert shared.text.splitlines()[1] == "y[x_0, w_1] += rows[x_0, x_2] * w[x_2, w_1]"
-    assert shared.named.sizes["x_0"] == [4, 24]
-    report = shared.report(Layout("x_0:m"), Mesh("m:4"))
-    assert (report.moved, report.done) == ({}, report.unique)
-    assert report.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
-    with pytest.raises(pd.PipelineError, match=r"shards 'x_1', but line 1, .* has it in an expression"):
-        shared.report(Layout("x_1:m"), Mesh("m:2"))
-    with pytest.raises(pd.PipelineError, match=r"shards 'x_0', which has size 4 .* does not divide it"):
-        shared.report(Layout("x_0:m"), Mesh("m:8"))
 
 
 @given(st.lists(st.integers(2, 4), min_size=2, max_size=3), st.integers(1, 3), st.integers(0, 2), st.booleans())

@@ -279,53 +279,39 @@ def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> No
 # -- run ------------------------------------------------------------------------------------------------
 
 
-def training(schedule: pd.Schedule | str, plan: pd.Plan, batches: int = 3) -> Training:
-    """Returns a short run of the mlp."""
+def check_training(schedule: pd.Schedule | str, plan: pd.Plan, m: int) -> None:
+    """Trains the mlp for three minibatches."""
     animal, sgd = zoo.make("mlp"), partial(torch.optim.SGD, lr=0.05)
-    data = animal.batches[:batches]
-    return Training(
-        model=animal.model, data=data, loss=animal.loss, optimizer=sgd, plan=plan, schedule=schedule, seed=3
-    )
-
-
-def plan_on(schedule: pd.Schedule) -> pd.Plan:
-    """Returns the plan of the mlp with the schedule's stages, on its ranks."""
-    plan = zoo.plan_of(zoo.make("mlp"), schedule.placement.stages)
-    return replace(plan, worker_order=schedule.plan.worker_order)
+    how = {"data": animal.batches[:3], "loss": animal.loss, "optimizer": sgd, "plan": plan, "schedule": schedule}
+    Training(model=animal.model, seed=3, **how).check(reads=Reads(lambda s, k: k // m))
 
 
 OF_TWO_RANKS = {"Interleaved1F1B": 4, "LoopedBFS": 5, "InterleavedZeroBubble": 4, "ZBVZeroBubble": 4, "DualPipeV": 5}
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m", "v"), [("GPipe", 4, 3, 1), *((name, 2, m, 2) for name, m in OF_TWO_RANKS.items())]
-)
-def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> None:
-    schedule = read(name, p, m, v)
-    plan = plan_on(schedule)
-    text = torch_schedules.text_of(torch_schedules.orders(name, p, m, v))
-    training(pd.schedules.from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // m))
-
-
-@pytest.mark.parametrize(
     "text",
     [
+        torch_schedules.text_of(torch_schedules.orders("GPipe", 4, 3, 1)),
+        *(torch_schedules.text_of(torch_schedules.orders(name, 2, m, 2)) for name, m in OF_TWO_RANKS.items()),
         "0F0,3F0,3B0,0F1,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n",  # a V
         "0F0,1F0,1B0,0B0,(0F1;1F1)OVERLAP_F_B,1B1,0B1\n2F0,3F0,3B0,2B0,2F1,3F1,3B1,2B1\n",  # neighbours on a rank
         "3F0,3B0,3F1,3B1\n0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1\n",  # no order of ranks at all
     ],
-    ids=["v", "neighbours", "any"],
+    ids=["GPipe", *OF_TWO_RANKS, "v", "neighbours", "any"],
 )
-def test_any_map_of_stages_trains_as_plain_pytorch(text: str) -> None:
-    plan = plan_on(pd.schedules.from_torch_csv(text))
-    training(pd.schedules.from_torch_csv(text, plan=plan), plan).check(reads=Reads(lambda s, k: k // 2))
+def test_theirs_and_any_map_of_stages_train_as_plain_pytorch(text: str) -> None:
+    schedule = pd.schedules.from_torch_csv(text)
+    plan = zoo.plan_of(zoo.make("mlp"), schedule.placement.stages)
+    plan = replace(plan, worker_order=schedule.plan.worker_order)
+    check_training(pd.schedules.from_torch_csv(text, plan=plan), plan, schedule.microbatches)
 
 
 def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
     file = tmp_path / "Mine.CSV"
     file.write_text(PASSES)
     plan = zoo.plan_of(zoo.make("mlp", torch.float64), 2)
-    training(str(file), plan).check(reads=Reads(lambda s, k: k // 2))
+    check_training(str(file), plan, 2)
     with pytest.raises(pd.errors.ScheduleError, match=r"Mine.CSV' with 3 microbatches a minibatch: the file has 2"):
         pd.schedules.build(str(file), plan, 3)
     with pytest.raises(pd.errors.ScheduleError, match=r"it has 2 stages on ranks 0, 1, the plan 1-1-1 on 0, 1, 2"):

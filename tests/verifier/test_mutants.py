@@ -193,30 +193,6 @@ def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObjec
         pd.verify(place.move(i))
 
 
-def ahead(program: pd.Program, data: st.DataObject) -> pd.Program:
-    """Takes a message in before the op that reads the one before it on its channel."""
-    moves = []
-    for place, ends, items in receives(program):
-        before = [i for i, two in enumerate(items) if two[:2] == place.item[:2]]
-        if before and ends.carries != "gradient":
-            op = pd.schedules.Op(pd.schedules.Kind.FORWARD, ends.target, items[before[-1]].index, items[-1][-1])
-            reads = [i for i in range(before[-1], place.index) if items[i][:3] == op[:3]]
-            moves += [(place, reads[0])] if reads else []
-    assume(moves)
-    place, i = data.draw(st.sampled_from(moves))
-    return place.move(i)
-
-
-@given(names, st.integers(0, 1), st.data())
-def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
-    """Two messages of a channel are taken in before the first is read: a ring of two holds them, a ring of one not."""
-    program = ahead(make_program(name, which), data)
-    assume(not reason(program))  # it may close a cycle by itself
-    shallow = replace(program, channels=tuple(replace(channel, depth=1) for channel in program.channels))
-    with pytest.raises(pd.errors.DeadlockError, match=r"a place in the ring of 1, which \d+F\d+ on rank \d would free"):
-        pd.verify(shallow)
-
-
 # -- versions and updates -------------------------------------------------------------------------------
 
 

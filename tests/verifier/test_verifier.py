@@ -12,7 +12,6 @@ from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
 from pipedream.core.plan import depth
-from pipedream.schedules import build, evaluation, uniform
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
@@ -62,7 +61,9 @@ def test_several_stages_a_worker_pass(schedule: pd.Schedule) -> None:
 
 
 def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank() -> None:
-    chimera, interleaved = (build(name, uniform(name, 2), 2) for name in ("chimera", "interleaved_1f1b"))
+    chimera, interleaved = (
+        pd.schedules.build(name, pd.schedules.uniform(name, 2), 2) for name in ("chimera", "interleaved_1f1b")
+    )
     for schedule in (chimera, interleaved):
         pd.verify(pd.lower(schedule.couple_updates()))
     with pytest.raises(pd.errors.ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
@@ -117,22 +118,11 @@ def test_one_lane_a_pair_deadlocks(name: str) -> None:
             pd.verify(of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
 
 
-def test_totals_cover_every_residue_and_a_short_run() -> None:
-    proof = pd.verify(of("pipedream", 2, 3))
-    assert proof.totals[0] == 1
-    assert {total % 6 for total in proof.totals[1:]} == set(range(6))
-    assert proof.residues == 6
-    assert min(proof.totals[1:]) >= 3 * 6
-    split = pd.verify(of("1f1b", 2, 1, microbatches=3))
-    assert split.totals[0] == 3
-    assert {total % 6 for total in split.totals[1:]} == {0, 3}
-
-
 def test_prints_as_a_table_with_each_stage_of_a_worker_that_has_several() -> None:
     text = str(pd.verify(of("pipedream", 1, 1, 1)))
     header, *rows = (" ".join(line.split()) for line in text.splitlines()[2:])
     assert (header, rows) == ("rank stages in flight versions staleness", ["0 0 3 3 2", "1 1 2 2 1", "2 2 1 1 0"])
-    proof = pd.verify(program_of("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4))
+    proof = pd.verify(program_of("interleaved_1f1b", pd.schedules.uniform("interleaved_1f1b", 2), 4))
     assert [" ".join(line.split()) for line in str(proof).splitlines()[3:]] == [
         "0 0,2 5 2 0", ". 0 4 1 0", ". 2 2 1 0", "1 1,3 3 2 0", ". 1 3 1 0", ". 3 1 1 0"
     ]  # fmt: skip
@@ -247,7 +237,7 @@ def test_messages_without_a_channel_are_refused() -> None:
     program = edited(of("1f1b", 1, 1, microbatches=1), 0, (">0:0", ""), ("<1:0", ""))
     with pytest.raises(pd.errors.ScheduleError, match=r"0B0: needs 1B0 of rank 1, but <1:0 is not before it"):
         pd.verify(edited(program, 1, ("<0:0", ""), (">1:0", "")))
-    forwards = pd.lower(evaluation(pd.Plan.uniform(2)))
+    forwards = pd.lower(pd.schedules.evaluation(pd.Plan.uniform(2)))
     forwards = edited(edited(forwards, 0, (">0:0", "")), 1, ("<0:0", ""))
     renamed = replace(forwards.channels[0], carries="gradient")
     with pytest.raises(pd.PipelineError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
