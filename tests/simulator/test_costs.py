@@ -7,7 +7,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from drawn import runs
 from hypothesis import given, strategies as st
 from programs import program_of
 
@@ -97,15 +96,6 @@ def test_a_tree_moves_all_bytes_twice() -> None:
 
 def seconds_of(timeline: pd.Timeline, kind: str, rank: int = 0) -> list[float]:
     return [span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind == kind]
-
-
-@given(runs(), st.integers(0, 9))
-def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[pd.Schedule, Costs, int], seed: int) -> None:
-    schedule, seconds, total = run
-    program = pd.lower(schedule)
-    plain = simulate(program, seconds, total)
-    assert simulate(program, seconds, total, Stragglers(jitter=0.0, slow={0: 1.0}, seed=seed)) == plain
-    assert simulate(program, seconds, total, Stragglers(jitter={"F": 0.0})) == plain
 
 
 @given(st.integers(1, 5), st.data(), st.floats(1.0, 4.0))

@@ -19,7 +19,7 @@ from marks import slow
 from programs import program_of, with_rank
 
 import pipedream as pd
-from pipedream.core.schedule.program import Channel, Instruction, Move, RankProgram, Transfer
+from pipedream.core.schedule.program import Instruction, Move, RankProgram, Transfer
 
 RULES = ("flush", "stash", "vertical_sync", "double_buffer", "stamped", "interpolated")
 GIVES = (pd.schedules.Kind.BACKWARD, pd.schedules.Kind.WEIGHT_GRADIENT)
@@ -167,30 +167,6 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
     messages = (Move.SEND, Move.RECEIVE)
     program = make_program(name, which)
     refuse_swap(program, data, lambda item, two: item.kind in messages and item[:2] == two[:2] and item != two)
-
-
-def receives(program: pd.Program) -> Iterator[tuple[Place, Channel, list[Instruction]]]:
-    """Yields the receives, with their channels and what stands before them."""
-    for place in places(program):
-        if place.item.kind is Move.RECEIVE:
-            yield place, program.channels[place.item.channel], place.items[: place.index]
-
-
-@given(names, st.integers(0, 1), st.data())
-def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObject) -> None:
-    """A gradient is waited for before the forward is sent that it comes of."""
-    moves = []
-    for place, ends, before in receives(make_program(name, which)):
-        forward = pd.schedules.Op(pd.schedules.Kind.FORWARD, ends.target, place.item.index)
-        if ends.carries == "gradient" and forward in before:
-            i = before.index(forward)
-            if all(two[:2] != place.item[:2] for two in before[i:]):  # none of its channel is passed over
-                moves.append((place, i))
-    assume(moves)
-    place, i = data.draw(st.sampled_from(moves))
-    words = rf"rank {place.rank} waits at instruction \d+, <{place.item[1]}:\d+"
-    with pytest.raises(pd.errors.DeadlockError, match=words):
-        pd.verify(place.move(i))
 
 
 # -- versions and updates -------------------------------------------------------------------------------
