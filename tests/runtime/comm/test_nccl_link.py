@@ -1,7 +1,5 @@
 """Links over the strict stand-in for NCCL: what is right passes, and each way to stand still is refused."""
 
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -171,21 +169,6 @@ def all_scenarios() -> dict[str, Any]:
     return results
 
 
-def peer_that_dies() -> list[bool]:
-    """Returns whether its transfer has ended, and whether the process could exit: before it aborts, and after."""
-    communicator = strict.StrictCommunicator((0, 1), CPU, 0)
-    if dist.get_rank() == 1:
-        os._exit(3)
-    work = communicator.recv([torch.empty(2)], 1, 0)
-    leaving = threading.Thread(target=strict._hang_at_exit, daemon=True)
-    leaving.start()
-    leaving.join(0.2)
-    before = not leaving.is_alive()
-    communicator.abort()
-    leaving.join(60.0)
-    return [work.is_completed(), before, not leaving.is_alive()]
-
-
 @pytest.mark.processes
 def test_a_link_does_what_nccl_needs_and_the_stand_in_refuses_the_rest() -> None:
     first, second = processes.results(all_scenarios, 2)
@@ -219,8 +202,3 @@ def test_a_rank_that_fails_aborts_its_communicators() -> None:
     waiting, failed = processes.launch(training_that_fails, 2)
     assert failed.value == [True, True]
     assert waiting.value in (None, [True, True]), "its guard ends a worker that waits"
-
-
-@pytest.mark.processes
-def test_transfers_of_a_rank_that_is_gone_never_end() -> None:
-    assert processes.launch(peer_that_dies, 2)[0].value == [False, False, True]

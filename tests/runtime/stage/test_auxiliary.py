@@ -14,9 +14,8 @@ from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 from marks import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import SGD, assert_equal, batches, loop, piped
+from training import assert_equal, batches, loop, piped
 
-import pipedream as pd
 from pipedream import add_auxiliary_loss, auxiliary_loss_scale
 
 DATA = batches()
@@ -99,15 +98,6 @@ def test_a_pipeline_equals_the_sum_written_out(
     monkeypatch.setattr("pipedream.runtime.session.comparison.Comparison._fits", lambda self, reader: fits)
     actual = piped(kind(), mse, DATA, cuts=(1, 2), microbatches=m, schedule=schedule, grad_scaler=256.0)
     assert_equal(actual, written_out(kind()))
-
-
-def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
-    model = penalised()
-    plan = pd.plan(pd.profile(model, DATA[0][0], warmup=0, runs=1), pd.Cluster.flat(2), cuts=(2,))
-    with pd.Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD) as pipeline:
-        loss = pipeline.evaluate(DATA)["loss"]
-    expected = sum(float(mse(model(x), (x, y)).detach()) for x, y in DATA) / len(DATA)
-    assert loss == pytest.approx(expected)
 
 
 def test_a_plain_loop_that_accumulates_scales_them() -> None:

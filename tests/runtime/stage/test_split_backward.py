@@ -192,8 +192,7 @@ def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
         list(deferred.run())
     kernels = [event.count for event in profile.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
     assert kernels in ([], [2]), "one a layer; none where torch has no such kernel"
-    for first, two in zip(expected, [*back, *(weight.grad for weight in net.parameters())], strict=True):
-        torch.testing.assert_close(two, first)
+    torch.testing.assert_close([*back, *(weight.grad for weight in net.parameters())], list(expected))
 
 
 def through_own(self: Any, x: Tensor) -> tuple[Tensor]:
@@ -231,22 +230,15 @@ def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
     """Of a linear layer what entered is kept, of an activation nothing; after W nothing at all is."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softplus(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
     alive: list[weakref.ref[Any]] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        alive.append(weakref.ref(tensor.untyped_storage()))
-        return tensor
-
-    entered = torch.randn(3, WIDTH, requires_grad=True) * 1.0
-    edge = get_gradient_edge(entered)
-    value = entered
+    value = torch.randn(3, WIDTH, requires_grad=True) * 1.0
+    edge = get_gradient_edge(value)
     for layer in net:
-        value = note(layer(value))
-    gradient = torch.ones_like(value)
-    _, deferred = split_backward([value], [gradient], [edge])
-    del value, entered, edge, gradient
+        value = layer(value)
+        alive.append(weakref.ref(value.untyped_storage()))
+    _, deferred = split_backward([value], [torch.ones_like(value)], [edge])
+    del value, edge
     gc.collect()
-    first, between, second, last = (reference() is not None for reference in alive)
-    assert (first, between, second, last) == (False, True, False, False)
+    assert [reference() is not None for reference in alive] == [False, True, False, False]
     done = deferred.run()
     assert any(next(done) is weight for weight in net[2].parameters()), "the last layer's come first"
     assert alive[1]() is None, "freed while W goes on"
@@ -261,9 +253,7 @@ def test_a_graph_without_its_second_half_is_freed() -> None:
     gc.disable()
     try:
         halves = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
-        del outputs, edges, entered
-        assert storage() is not None
-        del halves
+        del outputs, edges, entered, halves
         assert storage() is None
     finally:
         gc.enable()
@@ -271,37 +261,27 @@ def test_a_graph_without_its_second_half_is_freed() -> None:
 
 def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     """A tied weight is ready when both its uses have been added; the last layer's come first."""
-    tied = nn.Linear(WIDTH, WIDTH)
-    layers = [("a", tied), ("b", nn.Linear(WIDTH, WIDTH)), ("c", nn.Sequential(nn.Tanh(), tied))]
-    handles = {"tied.weight": tied.weight, "tied.bias": tied.bias} | {
-        f"b.{name}": parameter for name, parameter in layers[1][1].named_parameters()
-    }
-    stage = stage_module.StageModule(layers, handles, torch.device("cpu"), seed=0)
-
-    def passed() -> tuple[stage_module.SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
-        weights = versions.Versions(handles, watched=True).acquire(0)
+    tied, between = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    layers = [("a", tied), ("b", between), ("c", nn.Sequential(nn.Tanh(), tied))]
+    handles = {"a.weight": tied.weight, "a.bias": tied.bias, "b.weight": between.weight, "b.bias": between.bias}
+    stage, ones = stage_module.StageModule(layers, handles, torch.device("cpu"), seed=0), [torch.ones(3, WIDTH)]
+    noted = []
+    for splits in (False, True):
         torch.manual_seed(0)
+        weights = versions.Versions(handles, watched=True).acquire(0)
         value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
         output = stage.forward(value, weights.leaves, 0, is_first=False)
-        ready_gradients: dict[int, Tensor] = {}
-
-        def ready(number: int, gradient: Tensor) -> None:
-            assert number not in ready_gradients
-            ready_gradients[number] = gradient
-
-        return stage_module.SavedForward(weights, graph_inputs, (output,), (True,), 0), ready_gradients, ready
-
-    ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
-    saved, expected, ready = passed()
-    gradients, wanted_back = stage.backward(saved, ones, [None] * 4, ready)
-    assert gradients == [None] * 4
-    saved, ready_gradients, ready = passed()
-    back = stage.backward_inputs(saved, ones)
-    torch.testing.assert_close(back, wanted_back)
-    assert saved.outputs == ()
-    assert not ready_gradients
-    assert stage.backward_weights(saved, [None] * 4, ready) == [None] * 4
-    assert set(list(ready_gradients)[:2]) == {2, 3}, "those of layer b; the first use of the tied ones is still to come"
-    torch.testing.assert_close(ready_gradients, expected)
-    assert saved.weights is not None
-    assert all(leaf.grad is None for leaf in saved.weights.leaves.values())
+        saved = stage_module.SavedForward(weights, graph_inputs, (output,), (True,), 0)
+        ready: list[tuple[int, Tensor]] = []
+        note = lambda *gradient, ready=ready: ready.append(gradient)  # noqa: E731
+        if splits:
+            back = stage.backward_inputs(saved, ones)
+            assert (saved.outputs, ready) == ((), [])
+            gradients = stage.backward_weights(saved, [None] * 4, note)
+        else:
+            gradients, back = stage.backward(saved, ones, [None] * 4, note)
+        assert gradients == [leaf.grad for leaf in weights.leaves.values()] == [None] * 4
+        assert sorted(number for number, _ in ready) == [0, 1, 2, 3]
+        noted.append((back, dict(ready)))
+    assert {number for number, _ in ready[:2]} == {2, 3}, "the first use of the tied ones is still to come"
+    torch.testing.assert_close(*noted)

@@ -61,18 +61,6 @@ def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
     torch.testing.assert_close(b, expected)
 
 
-def test_leaves_are_clean_after_a_backward_that_fails() -> None:
-    layer = twice()
-    stage, handles = stage_of(layer)
-    weights = Versions(handles).acquire(0)
-    output = stage.forward(torch.ones(2, 3), weights.leaves, 0, is_first=True)
-    saved = stage_module.SavedForward(weights, (), (output,), (), 0)
-    stage.backward(saved, [torch.ones(2, 3)], [None, None])
-    with pytest.raises(RuntimeError):  # its graph is gone
-        stage.backward(saved, [torch.ones(2, 3)], [torch.zeros(3), None])
-    assert all(leaf.grad is None for leaf in weights.leaves.values())
-
-
 def draw_from_call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Draws random numbers from its n-th call on."""
     if self.calls >= self.call:

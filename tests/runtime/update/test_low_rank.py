@@ -68,19 +68,6 @@ def test_sum_and_errors_add_up_to_what_came_in(
         before = errors
 
 
-@given(SHAPES, st.integers(0, 99))
-def test_a_matrix_of_low_rank_arrives_as_it_is(shape: tuple[int, int], seed: int) -> None:
-    rank = greatest_rank(shape)
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = (torch.randn(size, 1, generator=generator, dtype=torch.float64) for size in shape)
-    replicas, gradient = make(2, shape, rank), rows @ columns.T  # of rank 1, and the factors have more columns
-    for _ in range(2):
-        for result in sum_up(replicas, [gradient.clone(), 2 * gradient]):
-            torch.testing.assert_close(result, 3 * gradient)
-        finish(replicas)
-        assert all(float(replica.errors["weight"].norm()) < 1e-9 * float(gradient.norm()) for replica in replicas)
-
-
 def test_a_gradient_of_zeros_does_not_end_the_factors() -> None:
     replicas = make(2, (8, 12), 2)
     for _ in range(2):
