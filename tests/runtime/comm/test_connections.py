@@ -78,27 +78,19 @@ def test_nccl_is_used_if_the_group_has_it_and_each_rank_a_card(
         assert not connections.has_nccl(torch.device(device), cards)
 
 
-def group_of(calls: list[str], aborts: threading.Event) -> Mock:
-    """Returns a group over NCCL, which notes what was called."""
-    group = Mock()
-    group._get_backend = lambda device: {"cuda": group}[device.type]
-    group._group_start, group._group_end = (partial(calls.append, name) for name in ("start", "end"))
-    group.abort = lambda: calls.append("abort" if aborts.wait(60.0) else "never")
-    return group
-
-
 @pytest.mark.parametrize("ends", [True, False])
 def test_after_a_failure_all_communicators_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """One by one, each would wait for the others' kernels; an abort that does not end must not keep the process."""
-    calls: list[str] = []
-    at_exit: list[Any] = []
-    aborts = threading.Event()
-    groups: list[Any] = [group_of(calls, aborts) for _ in range(3)]
+    calls, at_exit, aborts, everyone = list[str](), list[Any](), threading.Event(), Mock()
+    groups = [Mock() for _ in range(3)]  # over NCCL
+    for group in groups:
+        group._get_backend = {torch.device("cuda"): group}.__getitem__
+        group._group_start, group._group_end = (partial(calls.append, name) for name in ("start", "end"))
+        group.abort = lambda: calls.append("abort" if aborts.wait(60.0) else "never")
     monkeypatch.setattr(connections, "_ABORT_S", 10.0 if ends else 0.01)
     monkeypatch.setattr(connections.atexit, "register", at_exit.append)
     if ends:
         aborts.set()
-    everyone: Any = object()
     links = {(0, 1): groups[0], (1, 0): groups[1]}
     connections.Connections(everyone, everyone, (groups[2], None), (), {}, links).abort()
     if ends:
@@ -125,13 +117,11 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     link, sums, measured, over_gloo = calls
     assert measured["pg_options"].config.max_ctas == connections._LINK_CTAS, "the probe measures what messages use"
     assert over_gloo == {"ranks": [1, 0], "backend": "gloo"}
-    assert link["ranks"] == [0, 1]
     assert set(link) == {"ranks", "backend", "timeout", "pg_options", "device_id"}, "torch 2.11 has no sort_ranks"
-    assert link["backend"] == "nccl"
+    assert (link["ranks"], link["backend"], sums["backend"]) == ([0, 1], "nccl", "cpu:gloo,cuda:nccl")
     assert link["pg_options"]._timeout == link["timeout"], "torch warns"
-    assert os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "0"
     assert link["pg_options"].config.max_ctas == 4
-    assert sums["backend"] == "cpu:gloo,cuda:nccl"
+    assert os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "0"
     for call in calls[:3]:
         assert call["device_id"] == gpu
         assert 7 <= call["timeout"].days <= 24, "milliseconds in 32 bits"
