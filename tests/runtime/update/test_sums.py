@@ -95,31 +95,17 @@ class ScheduleFree(torch.optim.SGD):
 
 
 VECTORS = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 3, bias=False)).double()
+ERROR_FEEDBACK = {"schedule": "pipedream", "compensation": "error_feedback"}
 TO_SUM: list[tuple[str, Any, str, dict[str, Any], str]] = [
     # Model, replicas, sums, other options of the pipeline, words.
     ("mlp", (1, 1), "bfloat16", {}, "'bfloat16' was asked for, but no stage of the plan 1-1 has replicas"),
-    (
-        "matrices", (1, 2), "powersgd:9", {},
-        r"no weight of the stages .* \(the largest, of shape \(16, 16\), allows a rank up to 3\)",
-    ),
+    ("matrices", (1, 2), "powersgd:9", {}, r"no weight .* \(the largest, of shape \(16, 16\), allows a rank up to 3\)"),
     ("vectors", (2, 1), "powersgd:1", {}, r"\(there is none\); choose a smaller rank, or sums='bfloat16'"),
-    (
-        "mlp", (2, 1), "every:3", {"schedule": "1f1b", "clip_grad_norm": 1.0},
-        "clip='global' was asked for with sums='every:3': .* Use clip='local'",
-    ),
-    (
-        "mlp", (2, 1), "every:3", {"schedule": "pipedream", "compensation": "error_feedback"},
-        "the compensation error_feedback moves weights by what one",
-    ),
-    (
-        "mlp", (2, 1), "every:3", {"schedule": "spectrain"},
-        "moves weights by what one replica's|predicts weights by what one replica's",
-    ),
-    (
-        "mlp", (2,), "diloco:2", {"schedule": "pipedream", "optimizer": partial(ScheduleFree, lr=0.1)},
-        "'diloco:2' was asked for with ScheduleFree, which keeps weights",
-    ),
-]  # fmt: skip
+    ("mlp", (2, 1), "every:3", {"schedule": "1f1b", "clip_grad_norm": 1.0}, "clip='global' .*every:3': .*'local'"),
+    ("mlp", (2, 1), "every:3", ERROR_FEEDBACK, "the compensation error_feedback moves weights by what one"),
+    ("mlp", (2, 1), "every:3", {"schedule": "spectrain"}, "(moves|predicts) weights by what one replica's"),
+    ("mlp", (2,), "diloco:2", {"optimizer": partial(ScheduleFree, lr=0.1)}, "with ScheduleFree, which keeps weights"),
+]
 
 
 @pytest.mark.parametrize(("name", "replicas", "sums", "options", "words"), TO_SUM)
@@ -132,14 +118,15 @@ def test_what_cannot_be_summed_so_is_refused(
 
 
 def test_weights_that_stages_share_need_sums() -> None:
+    animal, options = zoo.make("matrices"), {"schedule": "1f1b", "microbatches": 2}
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6)).double()
     model[2].weight = model[0].weight
-    animal = replace(zoo.make("matrices"), model=model, cuts={1: ()})
-    plan, options = zoo.plan_of(animal, 2, (2, 1), cuts=(1,)), {"schedule": "1f1b", "microbatches": 2}
+    animal = replace(animal, model=model, cuts={1: ()})
+    plan = zoo.plan_of(animal, 2, (2, 1), cuts=(1,))
     with pytest.raises(pd.PipelineError, match=r"sums='every:2' was asked for, but the stages share '0\.weight'"):
         make_pipeline(animal, plan, sums="every:2", **options)
     with make_pipeline(animal, plan, sums="bfloat16", **options) as pipeline:
-        assert len(list(pipeline.train(animal.batches))) == 5
+        list(pipeline.train(animal.batches))
         state = pipeline.state_dict()
     assert torch.equal(state["0.weight"], state["2.weight"])
 
