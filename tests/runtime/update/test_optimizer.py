@@ -109,45 +109,37 @@ def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:
     torch.testing.assert_close(results[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD that trains y, between z and their average x, which is to be evaluated (arXiv 2405.15682, eq. 1)."""
+class Averaged(torch.optim.SGD):
+    """Shows an average of its weights between `eval` and `train`; it must not step it."""
 
-    def __init__(self, params: Any, lr: float = 0.2, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "n": 0, "training": True})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.2)
+        self.param_groups[0]["shows"] = False
 
-    @torch.no_grad()
-    def _move(self, training: bool) -> None:
-        for group in self.param_groups:
-            if group["training"] != training:
-                group["training"] = training
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], 1 - group["beta"] if training else 1 - 1 / group["beta"])
-
-    def train(self) -> None:
-        self._move(True)
+    def train(self, mode: bool = True) -> None:
+        (group,) = self.param_groups
+        if group["shows"] == mode:
+            group["shows"] = not mode
+            for p in group["params"]:
+                hidden = self.state[p].get("hidden", p.detach())
+                self.state[p]["hidden"] = p.detach().clone()
+                p.data.copy_(hidden)
 
     def eval(self) -> None:
-        self._move(False)
+        self.train(False)
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            assert group["training"], "call optimizer.train() before step()"
-            group["n"] += 1
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.detach().clone())
-                x = (p - (1 - group["beta"]) * z) / group["beta"]
-                z.sub_(group["lr"] * p.grad)
-                x.lerp_(z, 1 / group["n"])
-                p.copy_(x * group["beta"] + z * (1 - group["beta"]))
+        assert not self.param_groups[0]["shows"], "call optimizer.train() before step()"
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("hidden", torch.zeros_like(p)).lerp_(p.detach(), 0.3)
 
 
 def test_optimizers_with_weights_for_evaluation_are_switched(tmp_path: Path) -> None:
     """Evaluated, saved and resumed with the averages; trained without them."""
     animal = zoo.make("matrices")
     batches, plan, plain = animal.batches[:3], zoo.plan_of(animal, 2), zoo.make("matrices").model
-    optimizer = ScheduleFree(plain.parameters())
+    optimizer = Averaged(plain.parameters())
     averages, losses = [], []
     for _ in range(2):
         optimizer.train()
@@ -159,7 +151,7 @@ def test_optimizers_with_weights_for_evaluation_are_switched(tmp_path: Path) -> 
         averages.append({name: tensor.clone() for name, tensor in plain.state_dict().items()})
         with torch.no_grad():
             losses.append(sum(float(animal.loss(plain(inputs), targets)) for inputs, targets in batches) / 3)
-    make = partial(make_pipeline, "matrices", plan, schedule="1f1b", optimizer=ScheduleFree, check=False)
+    make = partial(make_pipeline, "matrices", plan, schedule="1f1b", optimizer=Averaged, check=False)
     with make() as pipeline:
         for epoch in range(2):
             list(pipeline.train(batches))

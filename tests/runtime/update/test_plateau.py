@@ -23,22 +23,15 @@ def square(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def trained(
-    counts: tuple[int, ...],
-    *,
-    epochs: int = 8,
-    folder: Path | None = None,
-    resume: bool = False,
-    scheduler: Any = HALVES,
-    **options: Any,
+    counts: tuple[int, ...], folder: Path | None = None, resume: bool = False, scheduler: Any = HALVES, **options: Any
 ) -> tuple[list[float], list[dict[str, float]], tuple[float, ...], dict[str, Tensor]]:
     """Returns the rate of each minibatch, the evaluations, the stages' rates at the end, and the weights."""
-    animal = zoo.make("mlp")
-    rates, evaluations = [], []
+    animal, rates, evaluations = zoo.make("mlp"), [], []
     options = {"optimizer": SGD, "metrics": {"square": square}, "scheduler": scheduler, "schedule": "1f1b"} | options
     with make_pipeline(animal, counts, **options) as pipeline:
         if resume:
             pipeline.load(folder)
-        for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
+        for done in pipeline.train(animal.batches, epochs=8 - pipeline.position[0]):
             rates.append(done.rate)
             if done.ends_epoch:
                 pipeline.evaluate(animal.batches, name="again")  # which nothing follows
@@ -48,22 +41,15 @@ def trained(
         return rates, evaluations, pipeline.learning_rates(), pipeline.state_dict()
 
 
-def rates_of_torch(scheduler: Any, values: list[float], count: int) -> list[float]:
-    """Returns the rate of each minibatch if the scheduler is stepped once after each epoch."""
-    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))])
-    plateau, rates = scheduler(optimizer), []
-    for value in values:
-        rates += [optimizer.param_groups[0]["lr"]] * count
-        plateau.step(value)
-    return rates
-
-
 @pytest.mark.parametrize(("counts", "monitor"), [slow((1, 1), "loss"), ((2, 1), "square")])
 def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None:
     scheduler = partial(HALVES, mode="max") if monitor == "square" else HALVES
     rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)
-    count = len(zoo.make("mlp").batches)
-    expected = rates_of_torch(scheduler, [means[monitor] for means in evaluations], count)
+    optimizer, expected = SGD([torch.nn.Parameter(torch.zeros(1))]), []
+    plateau = scheduler(optimizer)
+    for means in evaluations:
+        expected += [optimizer.param_groups[0]["lr"]] * len(zoo.make("mlp").batches)
+        plateau.step(means[monitor])
     assert rates == expected
     assert len(set(rates)) > 2
     assert len(set(at_stages)) == 1
@@ -71,8 +57,8 @@ def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None
 
 @pytest.mark.parametrize("counts", [(1, 1), slow((1, 1, 1))])
 def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Path) -> None:
-    rates, *_, weights = trained((1, 1), folder=tmp_path)
-    later, *_, resumed = trained(counts, folder=tmp_path, resume=True)
+    rates, *_, weights = trained((1, 1), tmp_path)
+    later, *_, resumed = trained(counts, tmp_path, resume=True)
     assert later == rates[-len(later) :]
     if counts == (1, 1):  # another plan has other microbatches
         assert all(torch.equal(resumed[name], weights[name]) for name in weights)
@@ -81,17 +67,16 @@ def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Pat
 def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
 
-    def run(evaluate_every: int | None = None, **rest: Any) -> None:
+    def run(how: dict[str, Any], **rest: Any) -> None:
         recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
-        options = {} if evaluate_every is None else {"evaluate_every": evaluate_every}
-        pd.run(lambda: recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0, **options)
+        pd.run(lambda: recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0, **how)
 
     with pytest.raises(pd.PipelineError, match="ReduceLROnPlateau needs evaluations, but the recipe has no test"):
-        run(scheduler=HALVES)
+        run({}, scheduler=HALVES)
     with pytest.raises(pd.PipelineError, match="early stopping needs evaluations, but evaluate_every=0 leaves only"):
-        run(0, callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches)
+        run({"evaluate_every": 0}, callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches)
     with pytest.raises(pd.PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
-        run(scheduler=HALVES, monitor="accuracy")
+        run({}, scheduler=HALVES, monitor="accuracy")
 
 
 @pytest.mark.slow
