@@ -36,6 +36,7 @@ RUNS = [("roundpipe", 3), (DELAYED, 3), (DELAYED, 4)]
 """In the last one workers take turns."""
 CUTS = (1, 3, 4, 6)
 CPU = torch.device("cpu")
+Options, Patch = dict[str, Any], pytest.MonkeyPatch
 
 
 class Counted(nn.Module):
@@ -174,9 +175,7 @@ class Apart(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("schedule", "workers"), RUNS)
-def test_weights_in_the_store_never_meet_their_copies(
-    schedule: str, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_the_store_never_meet_their_copies(schedule: str, workers: int, monkeypatch: Patch) -> None:
     expected = training(workers, schedule).pipeline()
     apart, addresses = Apart(), list[int]()
 
@@ -231,9 +230,7 @@ TIED = {"model": tied, "cuts": (1, 2, 3, 4), "epochs": 2}
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}, TIED])
-def test_a_thread_gives_to_the_bit_what_the_loop_gives(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_gives_to_the_bit_what_the_loop_gives(options: Options, monkeypatch: Patch) -> None:
     overlapped = training(3, DELAYED, **options).pipeline()
     monkeypatch.setattr("pipedream.core.schedule.rules.Rules.overlaps_updates", False)
     pd.testing.assert_equal(overlapped, training(3, DELAYED, **options).pipeline())
@@ -241,9 +238,7 @@ def test_a_thread_gives_to_the_bit_what_the_loop_gives(
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("options", [{"evaluate_at": (11,)}, TIED | {"evaluate_at": ()}])
-def test_workers_that_take_turns_give_to_the_bit_what_one_gives(
-    workers: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_take_turns_give_what_one_gives(workers: int, options: Options, monkeypatch: Patch) -> None:
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.
     monkeypatch.setattr(Counted, "divisor", lambda self: 1.0)
     expected, trained = (training(count, DELAYED, **options).pipeline() for count in (1, workers))
@@ -308,22 +303,16 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
     assert all(forwards[3 * update].start_s < steps[update].end_s for update in (1, 2))
 
 
-class Fails(torch.optim.SGD):
-    def __init__(self, named: Any, fails: bool) -> None:
-        super().__init__(named, lr=0.1)
-        self._rest = 3 if fails else -1
-
-    def step(self, closure: Any = None) -> None:
-        self._rest -= 1
-        if not self._rest:
-            raise RuntimeError("broken on purpose")
-        super().step()
-
-
 @pytest.mark.parametrize(("name", "stage"), [("0.weight", 0), ("3.inner.weight", 2), ("7.weight", 4)])
 def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> None:
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return Fails(named, any(mine == name for mine, _ in named))
+        def fail(*_: Any) -> None:
+            if name in dict(named) and next(steps) == 3:
+                raise RuntimeError("broken on purpose")
+
+        made, steps = torch.optim.SGD(named, lr=0.1), count(1)
+        made.register_step_pre_hook(fail)
+        return made
 
     counts = []
     for _ in range(2):
@@ -340,7 +329,7 @@ def adapted(width: int) -> nn.Module:
     return Built(lambda self, x: self.base(x) + self.adapter(x), base=base, adapter=nn.Linear(width, width, bias=False))
 
 
-def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch) -> None:
     """As with LoRA: the store has them once, whatever the versions; the optimizer has adapters alone."""
     model = nn.Sequential(*(adapted(8) for _ in range(4)), nn.Linear(8, 3))
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
@@ -392,9 +381,7 @@ def lay_out(module: stage_module.StageModule) -> host_store.StoreFormat:
         ),
     ],
 )
-def test_what_has_no_memory_in_common_is_refused(
-    name: str, replacement: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_memory_in_common_is_refused(name: str, replacement: Any, words: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(name, replacement)
     group = Mock()  # of which the store holds no reference
     with pytest.raises(pd.PipelineError, match=words):
@@ -424,7 +411,7 @@ def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch: Patch) -> None:
     """Dropped parts keep their memory until the GPU has computed with them."""
     unread, most = list[str](), 0
 

@@ -11,6 +11,7 @@ from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.update.all_reduce import GradientAllReduce, fill_buckets
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 
+Sizes = list[tuple[int, torch.dtype]]
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 HANDLES = st.lists(st.tuples(st.integers(1, 9), TYPES), min_size=0, max_size=9)
 
@@ -34,9 +35,7 @@ class Noted(Group):
 
 
 @given(HANDLES, st.integers(1, 40), st.integers(1, 80))
-def test_buckets_hold_each_handle_once_from_the_end_on(
-    sizes: list[tuple[int, torch.dtype]], first_bytes: int, bucket_bytes: int
-) -> None:
+def test_buckets_hold_each_handle_once_from_the_end_on(sizes: Sizes, first_bytes: int, bucket_bytes: int) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     buckets = fill_buckets(handles, first_bytes, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(handles)))
@@ -51,7 +50,7 @@ def test_buckets_hold_each_handle_once_from_the_end_on(
 
 @given(st.data(), HANDLES, st.integers(2, 4), st.integers(1, 60))
 def test_sums_are_those_of_the_members_in_their_order(
-    data: st.DataObject, sizes: list[tuple[int, torch.dtype]], members: int, bucket_bytes: int
+    data: st.DataObject, sizes: Sizes, members: int, bucket_bytes: int
 ) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     group, sizes_of_buckets = LocalGroup(members), {"first_bytes": bucket_bytes, "bucket_bytes": bucket_bytes}

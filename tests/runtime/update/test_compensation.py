@@ -203,8 +203,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_is_not_defined_for_an_optimizer_is_refused(
-    kind: kinds.Compensation, factory: Factory, words: str
-) -> None:
+def test_what_an_optimizer_cannot_do_is_refused(kind: kinds.Compensation, factory: Factory, words: str) -> None:
     with pytest.raises(pd.PipelineError, match=words):
         following(nn.Parameter(torch.ones(2)), factory, kind, staleness=1)

@@ -12,6 +12,7 @@ from pipedream.core.plan.sums import SumMethod, greatest_rank
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending, run_together
 from pipedream.runtime.update.low_rank import LowRankSum
 
+Shape = tuple[int, int]
 SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: greatest_rank(shape) > 0)
 
 
@@ -48,9 +49,7 @@ def finish(replicas: Sequence[LowRankSum], is_made: bool = True) -> None:
 
 
 @given(SHAPES, st.integers(1, 3), st.integers(1, 3), st.floats(0.5, 8.0), st.integers(0, 99))
-def test_sum_and_errors_add_up_to_what_came_in(
-    shape: tuple[int, int], rank: int, count: int, divisor: float, seed: int
-) -> None:
+def test_sum_and_errors_add_up_to_what_came_in(shape: Shape, rank: int, count: int, divisor: float, seed: int) -> None:
     rank = min(rank, greatest_rank(shape))
     generator = torch.Generator().manual_seed(seed)
     replicas = make(count, shape, rank)

@@ -109,9 +109,7 @@ TO_SUM: list[tuple[str, Any, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "replicas", "sums", "options", "words"), TO_SUM)
-def test_what_cannot_be_summed_so_is_refused(
-    name: str, replicas: tuple[int, ...], sums: str, options: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_summed_so_is_refused(name: str, replicas: Any, sums: str, options: Any, words: str) -> None:
     animal = replace(zoo.make("matrices"), model=VECTORS, cuts={2: (1,)}) if name == "vectors" else zoo.make(name)
     with pytest.raises(pd.PipelineError, match=words):
         make_pipeline(animal, replicas, sums=sums, **options)
