@@ -43,26 +43,21 @@ def if_it_fits(module: Any, x: Tensor) -> Tensor:
     return x + old if len(old) == len(x) else x
 
 
-def in_list(module: Any, x: Tensor) -> Tensor:
-    module.carried.append(x.detach().mean(0))
-    return x + module.carried[0]
+def kept(read: Callable[[Any], Any], write: Callable[[Any, Tensor], Any]) -> Forward:
+    """Returns a forward that reads an attribute, and writes the mean of its input there."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        old = read(module.carried)
+        write(module.carried, x.detach().mean(0))
+        return x + old
+
+    return forward
 
 
-def in_dict(module: Any, x: Tensor) -> Tensor:
-    old = module.carried.get("last", 0.0)
-    module.carried["last"] = x.detach().mean(0)
-    return x + old
-
-
-def in_object(module: Any, x: Tensor) -> Tensor:
-    module.carried.calls = getattr(module.carried, "calls", 0) + 1
-    return x * module.carried.calls
-
-
-def in_place(module: Any, x: Tensor) -> Tensor:
-    old = module.carried.clone()
-    module.carried.copy_(x.detach().mean(0))
-    return x + old
+IN_LIST = kept(lambda items: items[0] if items else 0.0, lambda items, mean: items.append(mean))
+IN_DICT = kept(lambda items: items.get("last", 0.0), lambda items, mean: items.update(last=mean))
+IN_OBJECT = kept(lambda item: getattr(item, "last", 0.0), lambda item, mean: setattr(item, "last", mean))
+IN_PLACE = kept(torch.clone, Tensor.copy_)
 
 
 def running(module: Any, x: Tensor) -> Tensor:
@@ -85,11 +80,11 @@ CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "if it fits": (lambda: None, if_it_fits),
     "in training": (lambda: None, in_training),
     "with dropout": (lambda: None, lambda module, x: in_training(module, module.dropout(x))),
-    "list": (list, in_list),
-    "deque": (lambda: deque(maxlen=2), in_list),
-    "dict": (dict, in_dict),
-    "object": (SimpleNamespace, in_object),
-    "in place": (lambda: torch.zeros(6).double(), in_place),
+    "list": (list, IN_LIST),
+    "deque": (lambda: deque(maxlen=2), IN_LIST),
+    "dict": (dict, IN_DICT),
+    "object": (SimpleNamespace, IN_OBJECT),
+    "in place": (lambda: torch.zeros(6).double(), IN_PLACE),
     "running": (lambda: torch.zeros(6).double(), running),
     "counter": (int, counted),
     "inner module": (nn.Identity, lambda module, x: of_each_sample(module.inner, x)),
