@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -22,7 +23,7 @@ from zoo import HF
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.checkpoint import files, initial_values as initial, parameters
-from pipedream.testing import Training, assert_equal, assert_near
+from pipedream.testing import Training, assert_equal
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -447,32 +448,18 @@ def test_frozen_stages_and_parts_of_stages_train_as_in_one_process(names: tuple[
 
 def repeated() -> nn.Module:
     """A frozen layer that runs twice, so that two stages hold what has one name."""
+    torch.manual_seed(1)
     layer = nn.Linear(4, 4).requires_grad_(False)
     return nn.Sequential(layer, nn.Linear(4, 4), layer, nn.Linear(4, 3)).double()
-
-
-def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str, Tensor]:
-    model = on_meta(repeated)
-    plan = plan_of(repeated(), torch.zeros(2, 4).double(), cuts)
-    with pd.Pipeline(model, plan, seed=3, **OPTIONS) as pipeline:
-        if resumes:
-            pipeline.load(folder)
-        list(pipeline.train(doubles()))
-        pipeline.save(folder)
-        state = pipeline.state_dict()
-        pipeline.load_state_dict(pipeline.state_dict() or state_of(repeated))
-        return state
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
-    expected = repeated_run(tmp_path / "one", (), False)
-    state = processes.team(2).results(repeated_run, tmp_path / "two", (2,), False)[0]
-    assert_near(state, expected, 1e-12)
-    assert torch.equal(state["0.weight"], expected["0.weight"])
-    expected = repeated_run(tmp_path / "one", (2,), True)
-    assert_near(repeated_run(tmp_path / "two", (), True), expected, 1e-12)
+    one, two = (replace(frozen(()), model=repeated, plan=plan, ema=None) for plan in ((1,), (1, 1)))
+    assert_equal(two.pipeline(2), two.check(1e-12))
+    for first, then in ((one, two), (two, one)):
+        first.resumed(tmp_path / f"{first.plan}", (2,), then, bound=1e-12)
 
 
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
