@@ -300,7 +300,7 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int, monkeypa
     captured, plan = pd.capture(model, inputs), plan_of(model, inputs, ())
     other = replace(captured.graph, loss_weight="other")
     assert pd.LayerGraph.from_json(other.to_json()) == other
-    monkeypatch.setattr(pd.pipeline, "find_plan_layers", lambda *_: replace(captured, graph=other))
+    monkeypatch.setattr("pipedream.pipeline.find_plan_layers", lambda *_: replace(captured, graph=other))
     how = {"loss": None, "optimizer": torch.optim.SGD, "schedule": "1f1b", "microbatches": microbatches}
     with pytest.raises(pd.PipelineError, match="not a mean over samples") if microbatches > 1 else nullcontext():
         pd.Pipeline(model, plan, **how)
