@@ -52,7 +52,6 @@ def data_loader(last: int, **options: Any) -> DataLoader[Any]:
     [
         ("batch norm", batches(5), 4, BEFORE, 0),
         ("batch norm", data_loader(5), 4, BEFORE, 0),
-        ("batch norm", data_loader(3), 4, BEFORE, 0),
         ("batch norm", data_loader(6), 4, BEFORE, 0),
         ("group norm", data_loader(5, shuffle=True), 4, BEFORE, 0),
         ("batch norm", Unknown(), 4, LATE, 2),

@@ -38,7 +38,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Batches:
-    """An iterable; with `counts`, it knows how many batches it has yielded, and continues there."""
+    """An iterable."""
 
     def __init__(self, size: int) -> None:
         self.batch_size = size
@@ -48,11 +48,12 @@ class Batches:
 
 
 class Counting(Batches):
+    """Knows how many batches it has yielded, and continues there."""
+
     count = 0
 
     def __iter__(self) -> Iterator[Any]:
-        rest = list(super().__iter__())[self.count :]
-        for batch in rest:
+        for batch in list(super().__iter__())[self.count :]:
             self.count += 1
             yield batch
         self.count = 0
@@ -71,10 +72,8 @@ class Shuffled(Sampler[list[int]]):
         self.size, self.buckets = size, buckets
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.buckets:
-            yield from (part.tolist() for part in reversed(torch.arange(SAMPLES).split(self.size)))
-        else:
-            yield from (part.tolist() for part in torch.randperm(SAMPLES).split(self.size))
+        order = torch.arange(SAMPLES) if self.buckets else torch.randperm(SAMPLES)
+        return (part.tolist() for part in order.split(self.size)[:: -1 if self.buckets else 1])
 
 
 def map_style(size: int, count: int = SAMPLES, **options: Any) -> DataLoader[Any]:
@@ -95,31 +94,21 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def read_array(batch: Any) -> Tensor:
-    return torch.from_numpy(batch["x"])
+def read(batch: Any) -> Tensor:
+    return torch.from_numpy(batch["x"]) if isinstance(batch, dict) else batch[0]
 
 
-def pipeline(
-    replicas: tuple[int, ...], schedule: str, microbatches: int | None, **options: Any
-) -> tuple[pd.Pipeline, Any]:
+def pipeline(stages: int = 1, schedule: str = "1f1b", microbatches: int = 1) -> tuple[pd.Pipeline, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(Built(notice, inner=nn.Linear(2, 2), samples=[]), nn.Linear(2, 2), nn.Linear(2, 2))
-    plan = plan_of(model, data(8), tuple(range(1, len(replicas))), replicas)
-    settings = {"loss": lambda y, batch: y.square().mean(), "optimizer": partial(torch.optim.SGD, lr=1e-4)}
-    settings |= {"schedule": schedule, "microbatches": microbatches, "check": False} | options
-    return pd.Pipeline(model, plan, **settings), model[0]
+    how: dict[str, Any] = {"loss": lambda y, batch: y.square().mean(), "inputs": read, "targets": read, "check": False}
+    how |= {"optimizer": partial(torch.optim.SGD, lr=1e-4), "schedule": schedule, "microbatches": microbatches}
+    return pd.Pipeline(model, plan_of(model, data(8), tuple(range(1, stages))), **how), model[0]
 
 
-def train(
-    loader: Any,
-    folder: Path,
-    until: int | None,
-    replicas: tuple[int, ...] = (1,),
-    schedule: str = "1f1b",
-    **options: Any,
-) -> list[int]:
+def train(loader: Any, folder: Path, until: int | None, *how: Any) -> list[int]:
     """Trains up to a minibatch, and saves, or from there to the end of the second epoch; returns the samples."""
-    trained, layer = pipeline(replicas, schedule, options.pop("microbatches", 1), **options)
+    trained, layer = pipeline(*how)
     torch.manual_seed(3 if until else 4)
     with trained, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the loader's batch has")
@@ -139,21 +128,19 @@ def test_each_sample_comes_once(name: str, until: int, size: int, tmp_path: Path
     """In the order that a run of whole epochs has; the last, smaller batch is no other one."""
     if name == "own batches" and until < 6:
         pytest.skip("an index is a batch of unknown size")
-    options: dict[str, Any] = dict.fromkeys(("inputs", "targets"), read_array) if name == "dicts" else {}
-    whole = train(LOADERS[name](8), tmp_path / "whole", 12, **options)
-    first = train(LOADERS[name](8), tmp_path, until, **options)
-    rest = train(LOADERS[name](size), tmp_path, None, **options)
+    whole = train(LOADERS[name](8), tmp_path / "whole", 12)
+    first = train(LOADERS[name](8), tmp_path, until)
+    rest = train(LOADERS[name](size), tmp_path, None)
     assert [*first, *rest] == whole
     assert sorted(whole[:SAMPLES]) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_batches_that_do_not_add_up_are_refused(name: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = dict.fromkeys(("inputs", "targets"), read_array) if name == "dicts" else {}
-    train(LOADERS[name](8), tmp_path, 5, **options)
+    train(LOADERS[name](8), tmp_path, 5)
     number = r"5 samples of it .* end after 3" if name == "own batches" else r"40 samples of it .* end after 48"
     with pytest.raises(pd.PipelineError, match=f"{number}\\n.*checkpoint at an epoch's end"):
-        train(LOADERS[name](16), tmp_path, None, **options)
+        train(LOADERS[name](16), tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -185,15 +172,15 @@ def test_another_plan_and_other_microbatches_go_on(schedule: str, microbatches: 
     loader = map_style(8, shuffle=True)
     whole = train(loader, tmp_path / "whole", 12)
     first = train(loader, tmp_path, 3)
-    trained, _ = pipeline((1,), "1f1b", 1)
+    trained, _ = pipeline()
     with trained:  # what was loaded can be saved before anything is read
         trained.load(tmp_path)
         trained.save(tmp_path / "again")
-    assert [*first, *train(loader, tmp_path / "again", None, (1, 1), schedule, microbatches=microbatches)] == whole
+    assert [*first, *train(loader, tmp_path / "again", None, 2, schedule, microbatches)] == whole
 
 
 def test_a_loop_that_is_left_goes_on_with_other_batches() -> None:
-    trained, layer = pipeline((1,), "1f1b", 1)
+    trained, layer = pipeline()
     with trained, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the loader's batch has")
         next(iter(trained.train(map_style(8))))
