@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from training import SGD, assert_equal, batches, piped, plan_of
 
 import pipedream as pd
-from pipedream.runtime.data.splitter import FirstMinibatch
 from pipedream.runtime.session import comparison, reference_run
-from pipedream.runtime.stage.stage_module import StageModule
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
 DATA = batches()
@@ -240,8 +238,8 @@ def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest
     run: Any = reference_run.ReferenceRun.__new__(reference_run.ReferenceRun)
     vars(run).update(runner=SimpleNamespace(device=torch.device("cuda", 0)), comparer=SimpleNamespace(), _publish=None)
     run._make_reference = lambda first: SimpleNamespace()
-    run.read(FirstMinibatch([], [], [], []))
-    comparison.LayersCheck(run, 0, [], module=StageModule([], {}, torch.device("cpu"), 0)).before_update({})
+    run.read(SimpleNamespace(single=()))
+    comparison.LayersCheck(run, 0, [], module=nn.Module()).before_update({})
     assert calls == ["give back", "reset cuda:0"] * 2, "after a comparison stage by stage too"
 
 

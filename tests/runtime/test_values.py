@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -114,10 +114,8 @@ def same(a: Any, b: Any) -> bool:
         return equal and same(getattr(a, "__dict__", {}).get("notes"), getattr(b, "__dict__", {}).get("notes"))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Pair):
-        return same([a.first, a.second, a.total], [b.first, b.second, b.total])
-    if isinstance(a, Frozen):
-        return same(a.inner, b.inner)
+    if isinstance(a, (Pair, Frozen)):
+        return all(same(getattr(a, part.name), getattr(b, part.name)) for part in fields(a))
     return bool(a == b)
 
 

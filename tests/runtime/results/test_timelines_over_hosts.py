@@ -11,7 +11,6 @@ from cases import make_pipeline
 from marks import slow
 
 import pipedream as pd
-from pipedream import metrics
 from pipedream.runtime.session.measured import ClockOffset
 
 
@@ -32,7 +31,7 @@ def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:
 def test_spans_of_ranks_with_other_clocks(shift_s: float, drift: float) -> None:
     (timeline, seconds), (same, _) = processes.results(_train, 2, shift_s, drift)
     assert timeline == same
-    run_metrics = metrics.run_metrics(timeline)
+    run_metrics = pd.metrics.run_metrics(timeline)
     assert run_metrics.makespan_s < seconds
     assert run_metrics.bubble < 0.999
     assert all(share > 0.001 for share in run_metrics.busy_shares)
