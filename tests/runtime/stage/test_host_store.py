@@ -310,9 +310,9 @@ def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> 
             if name in dict(named) and next(steps) == 3:
                 raise RuntimeError("broken on purpose")
 
-        made, steps = torch.optim.SGD(named, lr=0.1), count(1)
-        made.register_step_pre_hook(fail)
-        return made
+        stepper, steps = torch.optim.SGD(named, lr=0.1), count(1)
+        stepper.register_step_pre_hook(fail)
+        return stepper
 
     counts = []
     for _ in range(2):
