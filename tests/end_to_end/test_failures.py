@@ -277,38 +277,9 @@ def listening(pid: int) -> list[str]:
     return addresses
 
 
-BEFORE = """
-import os
-import torch
-from torch import nn
-import pipedream
-
-def fail(where):
-    if where == os.environ["WHERE"] and os.environ["RANK"] == os.environ["FAILING"]:
-        raise ValueError("the ice is thin")
-
-fail("import")
-
-def recipe():
-    fail("recipe")
-    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(5)]
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    return pipedream.Recipe(model=model, loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
-
-def step(named):
-    fail("optimizer")
-    return torch.optim.SGD(named, lr=0.1)
-"""
-
-
-@pytest.mark.parametrize(("where", "rank"), [long("import", 0), long("recipe", 1), slow("optimizer", 1)])
-def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text(BEFORE)
-    ended = commands.run(
-        *("-m", "pipedream", "train", "recipe.py", "--workers", "2", "--out", "run"),
-        folder=tmp_path,
-        environment={"WHERE": where, "FAILING": str(rank)},
-    )
-    assert ended.status in (1, 2), ended.err
+@pytest.mark.parametrize("where", [long("import0"), long("start1"), slow("optimizer1")])
+def test_a_worker_fails_before_its_pipeline(where: str, tmp_path: Path) -> None:
+    ended = commands.run(*written(tmp_path), folder=tmp_path, environment={"FAILS": where})
     check(ended, ended.status, "ValueError: the ice is thin", soon=False)
+    assert ended.status in (1, 2), ended.err
     assert "gloo" not in ended.err

@@ -73,24 +73,16 @@ SCHEDULERS: dict[bool | str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: the animal, the method, the cut, and what else is asked.
+    """A run: the animal, the method, the cut, and what else is asked; most is as a Training or a Pipeline takes it.
 
     Attributes:
         cuts: the layers before which a stage begins; by default the animal's own.
-        phases: the methods that the run trains by, one after the other, in place of `schedule`; see `phased`.
         epochs: of five minibatches each; `lengthened` gives the run of 35 minibatches, which is slow.
-        evaluate_at: minibatches after which the loop evaluates, and so drains.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
-        update_delay: the plan's; None is 0 at every stage.
+        depth, update_delay, worker_order: the plan's; None is 0 at every stage.
         recompute: every stage recomputes its activations.
         workers: number of workers, for a method that puts several stages on one; by default half as many as stages.
-        compensation: delay compensation, as a Pipeline takes it.
         options: further arguments of the method; `more` of the pipeline.
-        sums: how replicas agree; `worker_order` the plan's.
-        check: compares the first minibatch with the model.
-        messages: their encoding; every cut lies between two workers.
-        activations: where they wait.
-        optimizer_state: where the optimizer is.
     """
 
     animal: str

@@ -30,12 +30,15 @@ Path(f"pid{RANK}").write_text(str(os.getpid()))
 
 
 def slow(moment):
-    """Takes long at the start or at the end, if asked to."""
+    """Takes long, or fails, at a moment, if asked to."""
+    if os.environ.get("FAILS") == f"{moment}{RANK}":
+        raise ValueError("the ice is thin")
     if os.environ.get("SLOW") == moment:
         Path(f"{moment}{RANK}").touch()
         time.sleep(20)
 
 
+slow("import")
 atexit.register(slow, "end")
 
 
@@ -122,13 +125,18 @@ class Samples(torch.utils.data.Dataset):
         return torch.randn(4), i % 2
 
 
+def make_optimizer(named):
+    slow("optimizer")
+    return torch.optim.SGD(named, lr=0.1)
+
+
 def recipe():
     slow("start")
     torch.manual_seed(0)
     return pipedream.Recipe(
         model=nn.Sequential(nn.Linear(4, 8), FIRST(), nn.Tanh(), SECOND(), nn.Linear(8, 2)),
         loss=F.cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+        optimizer=make_optimizer,
         train=LOADER,
     )
 '''
