@@ -3,7 +3,6 @@
 import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,10 +17,10 @@ import torch
 import torch.distributed as dist
 import zoo
 from cases import make_pipeline
-from loaders import seed_all
+from loaders import Stateful, Stream, seed_all
 from marks import long, slow
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 
 import pipedream as pd
 from pipedream.runtime.data import source
@@ -79,48 +78,12 @@ class Notes(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
-    def __init__(self, notes: Notes) -> None:
-        self.notes = notes
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        rest = list(range(SIZE))
-        while rest:
-            yield self.notes[rest.pop(random.randrange(len(rest)))]
-
-
-class Stateful:
-    """A loader with a state of its own, after torchdata's StatefulDataLoader."""
-
-    def __init__(self, notes: Notes) -> None:
-        self.notes = notes
-        self.order: list[int] = []
-        self.at = 0
-        self.restored = False
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.restored:
-            self.order, self.at = np.random.permutation(SIZE).tolist(), 0
-        self.restored = False
-        while self.at < SIZE:
-            indices = self.order[self.at : self.at + BATCH]
-            self.at += BATCH
-            x, y = zip(*(self.notes[i] for i in indices), strict=True)
-            yield torch.stack(x), torch.stack(y)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": torch.tensor(self.order), "at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.at, self.restored = state["order"].tolist(), state["at"], True
-
-
 def loader_of(kind: str, notes: Notes) -> Any:
     """Returns a loader: 'map', 'ahead' (two processes load), 'own' generator, 'iterable', 'stateful'."""
     if kind == "iterable":
-        return DataLoader(Drawn(notes), batch_size=BATCH)
+        return DataLoader(Stream(SIZE, notes.__getitem__), batch_size=BATCH)
     if kind == "stateful":
-        return Stateful(notes)
+        return Stateful(SIZE, BATCH, lambda indices: default_collate([notes[i] for i in indices.tolist()]))
     workers = {"num_workers": 2, "persistent_workers": kind == "persistent"} if kind in ("ahead", "persistent") else {}
     generator = torch.Generator().manual_seed(random.randrange(1000)) if kind == "own" else None
     return DataLoader(notes, batch_size=BATCH, shuffle=True, generator=generator, **workers)

@@ -86,11 +86,14 @@ class Subclass(DataLoader[int]):
         super().__init__(Numbers(), batch_size=len(text), shuffle=True)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        rest = list(range(23))
+class Stream(IterableDataset[Any]):
+    def __init__(self, size: int = 23, take: Callable[[int], Any] = int) -> None:
+        self.size, self.take = size, take
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = list(range(self.size))
         while rest:
-            yield rest.pop(int(torch.randint(len(rest), ())) if random.random() < 0.5 else 0)
+            yield self.take(rest.pop(int(torch.randint(len(rest), ())) if random.random() < 0.5 else 0))
 
 
 class Plain:
@@ -117,20 +120,20 @@ class Late:
 class Stateful:
     """Has a state, as a StatefulDataLoader; read to its end, it begins anew only when it is asked again."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 23, batch: int = 4, take: Callable[[torch.Tensor], Any] = torch.clone) -> None:
+        self.size, self.batch, self.take = size, batch, take
         self.order = torch.empty(0, dtype=torch.int64)
-        self.at = 0
+        self.at = self.read = 0
         self.restored = False
-        self.read = 0
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         if not self.restored:
-            self.order, self.at = torch.randperm(23), 0
+            self.order, self.at = torch.randperm(self.size), 0
         self.restored = False
-        while self.at < 23:
-            self.at += 4
+        while self.at < self.size:
+            self.at += self.batch
             self.read += 1
-            yield self.order[self.at - 4 : self.at]
+            yield self.take(self.order[self.at - self.batch : self.at])
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order, "at": (self.at, b"x")}
