@@ -314,7 +314,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
             assert pipeline.schedule.updates.compensation == (ErrorFeedback(strength),)
 
 
-def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> None:
+def test_a_recipe_a_call_and_a_checkpoint_say_it(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
 
     def used(folder: str, by_recipe: Any, **options: Any) -> list[str]:

@@ -86,6 +86,7 @@ def test_wrong_calls_are_one_message(tmp_path: Path) -> None:
     plan_for(3).save(tmp_path / "plan.json")
     ended = commands.run(*arguments, "--workers", "2", folder=tmp_path)
     check(ended, 2, "1-1-1 is for 3 workers, 2 were asked for", soon=False)
+    arguments = written(tmp_path)
     (tmp_path / "small.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
     ended = commands.run(*arguments, folder=tmp_path)
     check(ended, 2, "does not import", "nothing_of_that_name", "small.py, line 1", soon=False)
