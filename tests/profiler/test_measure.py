@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.profiler.measure import fixed_s, measure
+from pipedream.profiler.stopwatch import HostStopwatch
 from pipedream.profiler.update import measure_update
 
 
@@ -76,32 +77,23 @@ def test_optimizer_state_is_measured_on_copies() -> None:
     assert profile.update_s > 0
 
 
-class Hands:
-    """A watch that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._marks: list[float] = []
-
-    def start(self) -> None:
-        self._marks.append(self.now_s)
-
-    stop = start
-
-    def laps_s(self) -> list[float]:
-        marks, self._marks = self._marks, []
-        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Returns the time that stopwatches read, moved by hand."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("pipedream.profiler.stopwatch.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    return clock
 
 
 class Timed(torch.optim.SGD):
     """Takes 3 seconds, and another for each byte that has a gradient."""
 
-    def __init__(self, named: Any, watch: Hands) -> None:
+    def __init__(self, named: Any, clock: SimpleNamespace) -> None:
         super().__init__([parameter for _, parameter in named], lr=0.1)
-        self.watch = watch
+        self.clock = clock
 
     def step(self, closure: Any = None) -> None:
-        self.watch.now_s += 3 + sum(p.nbytes for p in self.param_groups[0]["params"] if p.grad is not None)
+        self.clock.now_s += 3 + sum(p.nbytes for p in self.param_groups[0]["params"] if p.grad is not None)
 
 
 class EndingSchedule(torch.optim.lr_scheduler.ConstantLR):
@@ -109,20 +101,16 @@ class EndingSchedule(torch.optim.lr_scheduler.ConstantLR):
 
     def step(self, epoch: Any = None) -> None:
         super().step()
-        watch = getattr(self.optimizer, "watch", None)
         assert self.last_epoch <= 2
-        watch.now_s += 10 * (self.last_epoch > 0)
+        getattr(self.optimizer, "clock", None).now_s += 10 * (self.last_epoch > 0)
 
 
 @pytest.mark.parametrize("widths", [(1,), (2, 5, 3)])
-def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...]) -> None:
+def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...], clock: SimpleNamespace) -> None:
     """What one parameter takes alone cannot be divided."""
-    watch = Hands()
-    parameters = [(str(width), nn.Parameter(torch.zeros(width))) for width in widths]
-    optimizer, ran = partial(Timed, watch=watch), []
-    cost = measure_update(
-        optimizer, parameters, watch, lambda: ran.append(watch.now_s), scheduler=EndingSchedule, warmup=1, runs=5
-    )
+    parameters, ran = [(str(width), nn.Parameter(torch.zeros(width))) for width in widths], []
+    what = partial(Timed, clock=clock), parameters, HostStopwatch(torch.device("cpu")), lambda: ran.append(clock.now_s)
+    cost = measure_update(*what, scheduler=EndingSchedule, warmup=1, runs=5)
     assert ran == [number * (13.0 + 4 * sum(widths)) for number in range(6)], "between the steps over all parameters"
     assert cost.update_s == 13 + 4 * sum(widths)
     assert cost.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
@@ -140,14 +128,6 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
     profile = profile_of(module, frozen, module, graph=graph, sample=(torch.randn(1, 2),), optimizer=factory)
     assert names == ["body.0.weight", "body.0.bias"]
     assert [layer.parameter_bytes for layer in profile.layers] == [24, 24, 0], "a weight counts where it is first used"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Returns the time that stopwatches read, moved by hand."""
-    clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("pipedream.profiler.stopwatch.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    return clock
 
 
 class Ticks(torch.autograd.Function):

@@ -51,27 +51,6 @@ def test_lone_process_has_nothing_to_measure() -> None:
         probe()
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3])
-def test_processes_of_one_machine(workers: int) -> None:
-    ends = processes.launch(probe, workers)
-    assert [end.error for end in ends] == [None] * workers
-    first = ends[0].value
-    assert all(end.value == first for end in ends), "all ranks know the same"
-    assert first.seconds < 20
-    cluster = first.cluster()
-    assert cluster.workers == workers
-    assert len(cluster.levels) == 1
-    assert len(first.workers) == workers
-    (level,) = cluster.levels
-    assert level.bandwidth_bytes_per_s > 1e7
-    assert 1e-6 < level.latency_s < 0.1
-    assert level.sum_bytes_per_s is not None
-    assert {(link.sender, link.receiver) for link in first.links} >= {(0, 1), (1, 0)}
-    assert len(first.fans) == (2 if workers == 3 else 0)
-
-
 def _probe_with_rules_of_nccl() -> Survey:
     """Single messages and batches use different communicators; a group's first batch waits for all its ranks."""
     send, recv, batch = dist.send, dist.recv, dist.batch_isend_irecv
@@ -94,10 +73,15 @@ def _probe_with_rules_of_nccl() -> Survey:
 
 
 @pytest.mark.processes
-def test_communicators_of_nccl_meet() -> None:
-    survey = processes.results(_probe_with_rules_of_nccl, 3, timeout_s=45.0)[0]
-    assert len(survey.fans) == 2
-    assert survey.links
+def test_processes_of_one_machine_measure_their_links_under_the_rules_of_nccl() -> None:
+    survey, *others = processes.results(_probe_with_rules_of_nccl, 3, timeout_s=45.0)
+    assert others == [survey] * 2, "all ranks know the same"
+    assert {(link.sender, link.receiver) for link in survey.links} >= {(0, 1), (1, 0)}
+    (level,) = survey.cluster().levels
+    assert (level.width, len(survey.workers), len(survey.fans)) == (3, 3, 2)
+    assert level.bandwidth_bytes_per_s > 1e6
+    assert 1e-6 < level.latency_s < 0.1
+    assert level.sum_bytes_per_s is not None
 
 
 @pytest.mark.network
