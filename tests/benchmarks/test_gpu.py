@@ -91,13 +91,6 @@ def test_checks_that_can_share_the_card() -> None:
     assert [row["name"] for row in rows[2:]] == ends[2:] == ["clock", "facts"]
 
 
-def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_has_card", lambda: False)
-    monkeypatch.setattr(run, "_ask_driver", lambda *arguments: [])
-    assert run.main([]) == 0
-    assert capsys.readouterr().out == f"{run.NO_CARD}\n"
-
-
 @pytest.mark.parametrize(("cuda", "build"), [(None, "CPUs alone"), ("12.9", "CUDA 12.9, which")])
 def test_a_card_that_torch_cannot_use_fails(
     cuda: str | None, build: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -112,18 +105,8 @@ def test_a_card_that_torch_cannot_use_fails(
     line = capsys.readouterr().out
     assert line.startswith("the card GPU 0: NVIDIA H100 cannot be used")
     assert f"torch {torch.__version__} is a build for {build}" in line
-
-
-@pytest.mark.parametrize("card", ["cuda: NVIDIA H100 80GB HBM3", "cuda: NVIDIA H200", "cuda: NVIDIA B300"])
-def test_the_bounds_of_facts_are_those_of_the_card(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    speed_checks = importlib.import_module("speed_checks")
-    monkeypatch.setattr(speed_checks, "name_device", lambda device: card)
-    table_entry = speed_checks._look_up_device(torch.device("cuda"))
-    rate = None if table_entry is None else table_entry.bytes_per_s
-    finding = speed_checks._bound_by_table("copy_bytes_per_s", 2.8e12, rate)
-    bounds = {"H100": ">= 2.68e+12", "H200": ">= 3.84e+12", "B300": ""}
-    assert finding.bound_text == next(bound for name, bound in bounds.items() if name in card)
-    assert finding.ok == ("H200" not in card)
+    monkeypatch.setattr(run, "_ask_driver", lambda *arguments: [])
+    assert (run.main([]), capsys.readouterr().out) == (0, f"{run.NO_CARD}\n"), "without a card"
 
 
 @pytest.mark.slow

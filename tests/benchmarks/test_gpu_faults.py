@@ -95,57 +95,49 @@ def _sleep() -> None:
     time.sleep(2e-3)
 
 
+def _leak() -> None:
+    LEAKED.append(torch.ones(1))
+
+
+def _call_finite(update: Any) -> Any:
+    return lambda self, finite: update(self, True)
+
+
+def _draw_late(seed: Any) -> Any:
+    return lambda self, microbatch, layer: seed(self, microbatch + (microbatch > 3), layer)
+
+
+def _double_laps(laps_s: Any) -> Any:
+    return lambda self: [2.0 * lap_s for lap_s in laps_s(self)]
+
+
+STAGE, UPDATE = "runtime.stage", "runtime.update"
+FORWARD, BACKWARD = (f"{STAGE}.stage_module:StageModule.{name}" for name in ("forward", "backward"))
+COMPILE = f"{STAGE}.stage_module:_compile"
 FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (speed.facts, "copy_bytes_per_s", "speed_checks:name_device", lambda name: lambda device: "H200"),
-    (results.equality, "gpipe_differing_weights", "runtime.update.optimizer:Optimizer.normalise", _divide_by_too_much),
-    (
-        results.equality, "dropout_differing_weights", "runtime.stage.generators:LayerGenerators.seed",
-        lambda seed: lambda self, microbatch, layer: seed(self, microbatch + (microbatch > 3), layer),
-    ),
-    (results.equality, "zb_h1_distance", "runtime.stage.split_backward:Deferred.run", _lose_weight_gradients),
-    (results.equality, "pipedream_distance", "runtime.stage.versions:Versions.choose_storage", _write_in_place),
-    (results.equality, "pipedream_2bw_distance", "runtime.stage.versions:Versions.read", _read_newest),
-    (results.equality, "pipemare_distance", "runtime.stage.predictions:WeightPredictions.after_step", _do_nothing),
-    (results.equality, "spectrain_distance", "runtime.stage.predictions:WeightPredictions._advance", _do_nothing),
-    (
-        results.equality, "roundpipe[delay=1]_distance", "runtime.stage.host_store:SharedWeights.copy",
-        _read_newest_stored,
-    ),
-    (results.recurrent, "lstm_seconds_by_plain", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
-    (results.precision, "bf16_loss_distance", "runtime.stage.versions:Versions.cast", _do_nothing),
-    (
-        results.precision, "fp16_skipped_updates", "runtime.update.loss_scale:LossScale.update",
-        lambda update: lambda self, finite: update(self, True),
-    ),
-    (results.precision, "lstm_weights_that_did_not_move", "runtime.update.compensation:Compensator.step", _do_nothing),
-    (
-        results.waits, "1f1b_waits", "runtime.stage.stage_module:StageModule.forward",
-        _do_before(lambda: torch.cuda.synchronize()),
-    ),
-    (speed.host, "1f1b_host_by_plain", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
-    (speed.throughput, "rate_by_plain_at_0.1_ms", "runtime.stage.stage_module:StageModule.forward", _do_before(_sleep)),
-    (
-        speed.memory, "1f1b_growth_bytes", "runtime.results.recorder:Recorder.note",
-        _do_before(lambda: LEAKED.append(torch.ones(1))),
-    ),
-    (
-        speed.memory, "peak_by_plan", "runtime.stage.stage_module:StageModule.backward",
-        _do_before(lambda: torch.ones(1 << 14)),
-    ),
-    (
-        speed.clock, "large_profile_by_whole_model", "profiler.stopwatch:Stopwatch.laps_s",
-        lambda laps_s: lambda self: [2.0 * lap_s for lap_s in laps_s(self)],
-    ),
+    (results.equality, "gpipe_differing_weights", f"{UPDATE}.optimizer:Optimizer.normalise", _divide_by_too_much),
+    (results.equality, "dropout_differing_weights", f"{STAGE}.generators:LayerGenerators.seed", _draw_late),
+    (results.equality, "zb_h1_distance", f"{STAGE}.split_backward:Deferred.run", _lose_weight_gradients),
+    (results.equality, "pipedream_distance", f"{STAGE}.versions:Versions.choose_storage", _write_in_place),
+    (results.equality, "pipedream_2bw_distance", f"{STAGE}.versions:Versions.read", _read_newest),
+    (results.equality, "pipemare_distance", f"{STAGE}.predictions:WeightPredictions.after_step", _do_nothing),
+    (results.equality, "spectrain_distance", f"{STAGE}.predictions:WeightPredictions._advance", _do_nothing),
+    (results.equality, "roundpipe[delay=1]_distance", f"{STAGE}.host_store:SharedWeights.copy", _read_newest_stored),
+    (results.recurrent, "lstm_seconds_by_plain", FORWARD, _do_before(_sleep)),
+    (results.precision, "bf16_loss_distance", f"{STAGE}.versions:Versions.cast", _do_nothing),
+    (results.precision, "fp16_skipped_updates", f"{UPDATE}.loss_scale:LossScale.update", _call_finite),
+    (results.precision, "lstm_weights_that_did_not_move", f"{UPDATE}.compensation:Compensator.step", _do_nothing),
+    (results.waits, "1f1b_waits", FORWARD, _do_before(lambda: torch.cuda.synchronize())),
+    (speed.host, "1f1b_host_by_plain", FORWARD, _do_before(_sleep)),
+    (speed.throughput, "rate_by_plain_at_0.1_ms", FORWARD, _do_before(_sleep)),
+    (speed.memory, "1f1b_growth_bytes", "runtime.results.recorder:Recorder.note", _do_before(_leak)),
+    (speed.memory, "peak_by_plan", BACKWARD, _do_before(lambda: torch.ones(1 << 14))),
+    (speed.clock, "large_profile_by_whole_model", "profiler.stopwatch:Stopwatch.laps_s", _double_laps),
     (results.checkpoint, "differing_weights", "runtime.checkpoint.optimizer_state:restore", _do_nothing),
-    (
-        results.compiled, "compilations_before_the_first_update", "runtime.stage.stage_module:_compile",
-        lambda compile_layer: lambda layer, arguments: layer,
-    ),
-    (
-        results.compiled, "recompilations", "runtime.stage.stage_module:_compile",
-        lambda compile_layer: partial(_compile_each_time, compile_layer),
-    ),
-)  # fmt: skip
+    (results.compiled, "compilations_before_the_first_update", COMPILE, lambda run: lambda layer, arguments: layer),
+    (results.compiled, "recompilations", COMPILE, lambda run: partial(_compile_each_time, run)),
+)
 """Check, its finding that must fail, what is replaced, mostly in the runtime, and by what."""
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("curve", "models", "sleeping")  # other folders have a models.py, too
+    names = ("curve", "models", "sleeping", "workers")  # other folders have a models.py, too
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
@@ -179,17 +178,11 @@ def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_
     assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
 
 
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "workers", raising=False)
-    return importlib.import_module("workers")
-
-
 @pytest.mark.network
 @pytest.mark.long
-def test_emulated_workers_beside_the_prediction(workers: ModuleType) -> None:
+def test_emulated_workers_beside_the_prediction(load: Callable[[str], Any]) -> None:
     published("gnmt")
+    workers = load("workers")
     rows = json.loads(json.dumps(workers.measure("test", lambda line: None)))
     assert [row["workers"] for row in rows] == [4, 4, 4]
     assert {row["config"] for row in rows} >= {"4", "1-1-1-1"}

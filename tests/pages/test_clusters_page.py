@@ -41,12 +41,8 @@ import pipedream
 class Engine(nn.Module):  # no chain: a residual connection, two inputs, a function between modules
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(32, 64)
-        self.mix = nn.Linear(64, 64)
-        self.norm = nn.LayerNorm(64)
-        self.forget = nn.Dropout(0.1)
-        self.wide = nn.Linear(64, 128)
-        self.head = nn.Linear(128, 4)
+        self.embed, self.mix, self.norm = nn.Embedding(32, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+        self.forget, self.wide, self.head = nn.Dropout(0.1), nn.Linear(64, 128), nn.Linear(128, 4)
 
     def forward(self, words, weight):
         x = self.embed(words) * weight.unsqueeze(-1)
@@ -68,14 +64,8 @@ class Batches:
 
 def recipe(seed=0):
     torch.manual_seed(seed)
-    return pipedream.Recipe(
-        model=Engine(),
-        loss=nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.Adam, lr=1e-3),
-        train=Batches(),
-        test=list(Batches())[:4],
-        epochs=3,
-    )
+    optimizer, test = partial(torch.optim.Adam, lr=1e-3), list(Batches())[:4]
+    return pipedream.Recipe(Engine(), nn.functional.cross_entropy, optimizer, Batches(), test, epochs=3)
 """
 
 
@@ -131,12 +121,10 @@ def checkpoints(folder: Path) -> list[str]:
 def same_as_in_one_process(shared: Path, folder: Path, plan: pd.Plan) -> None:
     torch.set_num_threads(1)  # as many as each of the workers has
     pd.run(commands.load_script(folder / "machine0" / "recipe.py").recipe, plan=plan, out=folder / "here", quiet=True)
-    over_machines, other = (
-        torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here")
-    )
-    for key, value in over_machines.items():
-        assert torch.equal(value, other[key]), "the interrupted run has other weights"
-    losses = [json.loads((run / "losses.json").read_text()) for run in (shared / "run", folder / "here")]
+    runs = shared / "run", folder / "here"
+    over_machines, other = (torch.load(run / "weights.pt", weights_only=True) for run in runs)
+    assert all(torch.equal(value, other[key]) for key, value in over_machines.items()), "an interrupted run has others"
+    losses = [json.loads((run / "losses.json").read_text()) for run in runs]
     assert losses[0] == losses[1]
 
 

@@ -97,12 +97,9 @@ def test_command_plans_for_unlike_devices(tmp_path: Path, run_command: Run, refu
     computed = pd.Profile.load(profile)
     assert "V100-16GB, not run" in printed
     assert "note: computed from flops and bytes" in printed
-    assert (computed.dtype, computed.optimizer) == ("float16", "AdamW")
-    assert computed.loss_s > 0
+    assert (computed.dtype, computed.optimizer, computed.loss_s > 0) == ("float16", "AdamW", True)
     command = ("plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", out)
-    told = run_command(*command, "--memory", "20GB")[1]
-    assert " on\n" in told
-    assert "V100-16GB" in told, "the plan says which stage is on which device"
+    assert "V100-16GB" in run_command(*command, "--memory", "20GB")[1], "it says which stage is on which device"
     first, second = pd.Plan.load(out).cluster.kinds
     assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
     assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
