@@ -18,14 +18,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda().install(monkeypatch)
 
 
+@pytest.fixture
+def recorder(cuda: FakeCuda) -> Recorder:
+    return Recorder(0, GPU)
+
+
 def _op(cuda: FakeCuda, recorder: Recorder, index: int, seconds: float = 1e-3, kind: str = "F") -> None:
     start = recorder.mark()
     cuda.run(seconds)
     recorder.note(kind, 0, index, start)
 
 
-def test_reading_spans_waits_for_the_last_op_and_never_for_the_device(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_reading_spans_waits_for_the_last_op_and_never_for_the_device(cuda: FakeCuda, recorder: Recorder) -> None:
     for index in range(8):
         _op(cuda, recorder, index)
     assert cuda.now_s < 1000.001, "the host ran ahead"
@@ -37,8 +41,7 @@ def test_reading_spans_waits_for_the_last_op_and_never_for_the_device(cuda: Fake
     assert [span.end_s for span in spans] == pytest.approx(starts_s[1:], abs=1e-6)
 
 
-def test_busy_share_does_not_wait(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_busy_share_does_not_wait(cuda: FakeCuda, recorder: Recorder) -> None:
     assert recorder.busy_share() == 0.0, "nothing has run"
     _op(cuda, recorder, 0)
     cuda.now_s += 0.003
@@ -52,29 +55,21 @@ def test_busy_share_does_not_wait(cuda: FakeCuda) -> None:
     assert cuda.now_s == before
 
 
-def test_times_are_precise_hours_after_the_first(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_times_are_precise_hours_after_the_first_and_after_a_drain(cuda: FakeCuda, recorder: Recorder) -> None:
     for index in range(20_000):
         _op(cuda, recorder, index, 123e-6)
         cuda.now_s += 1.0
-    last = recorder.spans(0)[-1]
-    assert last.end_s - last.start_s == pytest.approx(123e-6, abs=2e-6), "against the first event: steps of 2 ms"
-    assert last.end_s == pytest.approx(cuda.stream_s, abs=1e-3)
-
-
-def test_a_drain_takes_the_time_from_the_host_again(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
-    _op(cuda, recorder, 0)
+    end_s = cuda.stream_s
     recorder.note_peak(1)
     cuda.now_s = cuda.stream_s = 50_000.0
-    _op(cuda, recorder, 1, 123e-6)
-    first, last = recorder.spans(0)
-    assert first.end_s == pytest.approx(1000.001, abs=1e-6)
-    assert (last.start_s, last.end_s) == pytest.approx((50_000.0, 50_000.000123), abs=2e-6)
+    _op(cuda, recorder, 20_000, 123e-6)
+    *_, last, after_drain = recorder.spans(0)
+    assert last.end_s - last.start_s == pytest.approx(123e-6, abs=2e-6), "against the first event: steps of 2 ms"
+    assert last.end_s == pytest.approx(end_s, abs=1e-3)
+    assert (after_drain.start_s, after_drain.end_s) == pytest.approx((50_000.0, 50_000.000123), abs=2e-6)
 
 
-def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: FakeCuda, recorder: Recorder) -> None:
     for index in range(2):
         for kind, seconds in (("F", 1e-3), ("recompute", 2e-3), ("wait", 5e-3), ("B", 3e-3)):
             _op(cuda, recorder, index, seconds, kind)
@@ -88,8 +83,7 @@ def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: Fa
     assert gaps_s == pytest.approx([0.0] * 5, abs=2e-6)
 
 
-def test_ops_share_events_which_are_used_again(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_ops_share_events_which_are_used_again(cuda: FakeCuda, recorder: Recorder) -> None:
     for index in range(100):
         _op(cuda, recorder, index)
     assert cuda.events == 2 + 100, "the origin, the first begin, and an end each"
@@ -103,16 +97,14 @@ def test_ops_share_events_which_are_used_again(cuda: FakeCuda) -> None:
     assert spans[100].start_s == pytest.approx(spans[99].end_s + 5.0), "a pause is not part of the next op"
 
 
-def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_the_current_stream_is_looked_for_only_where_it_is_another(cuda: FakeCuda, recorder: Recorder) -> None:
     for cuda.stream_number in (0, 0, 7, 7, 0):
         for index in range(100):
             _op(cuda, recorder, index)
     assert cuda.stream_lookups == 3
 
 
-def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda) -> None:
-    recorder = Recorder(0, GPU)
+def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda, recorder: Recorder) -> None:
     assert recorder.oldest_mark() is None
     _op(cuda, recorder, 0, 5.0)
     cuda.now_s += 6.0
