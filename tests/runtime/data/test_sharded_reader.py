@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, product
+from itertools import count, islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from loaders import (
-    LOADERS,
-    SHARDED,
-    WITH_PROCESSES,
-    Late,
-    Numbers,
-    Stateful,
-    Stream,
-    generator,
-    listed,
-    noise,
-    plain_loop,
-    seed_all,
-)
+from loaders import LOADERS, SHARDED, WITH_PROCESSES, Numbers, Stateful, Stream, listed, noise, plain_loop, seed_all
 from marks import slow, spread, thinned
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -72,15 +59,15 @@ def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int], bool]]
     return [(epoch, epochs[epoch][n], is_last) for epoch, n, is_last in ends]
 
 
-def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
-    """Reads three epochs, after `count` minibatches as a new process does; returns its loader, and the samples left."""
+def check_position(make: Callable[[], Any], done: int) -> tuple[Any, int]:
+    """Reads three epochs, after `done` minibatches as a new process does; returns its loader, and the samples left."""
     epochs = plain_loop(make(), 3)
     size, expected = len(epochs[0]), in_order(epochs)
     loader = make()
     seed_all(5)
     reader = reader_of(loader, rng.DataOrder(), EpochRange(end=3))
-    before = batches_of(reader, count)
-    position = (count // size, count % size) if count <= size else (1, count - size)
+    before = batches_of(reader, done)
+    position = (done // size, done % size) if done <= size else (1, done - size)
     state = saved_at(reader, *position)
     reader.close()
     loader = make()
@@ -96,7 +83,7 @@ def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
     for each in (reader, on):
         if isinstance(each, sharded_reader.ShardedReader):
             each._sharded.close()
-    return loader, sum(len(batch) for _, batch, _ in expected[count:])
+    return loader, sum(len(batch) for _, batch, _ in expected[done:])
 
 
 @pytest.mark.parametrize(
@@ -112,14 +99,14 @@ def check_position(make: Callable[[], Any], count: int) -> tuple[Any, int]:
 )
 def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(name: str, done: int | str) -> None:
     size = len(plain_loop(LOADERS[name](), 1)[0])
-    count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
-    assert isinstance(count, int)
+    number = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
+    assert isinstance(number, int)
     assert sharded_reader.can_be_sharded(LOADERS[name]()) == (name in SHARDED)
-    loader, rest = check_position(LOADERS[name], count)
+    loader, rest = check_position(LOADERS[name], number)
     if name in SHARDED and name not in WITH_PROCESSES:
         assert len(loader.dataset.loaded) == rest, "what was done is passed over, not loaded"
     if name == "stateful":
-        assert loader.read == 18 - count, "its own state brought it there"
+        assert loader.read == 18 - number, "its own state brought it there"
 
 
 def test_lists_are_passed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,34 +137,30 @@ class Lists:
             yield [100 * self.epoch + index]
 
 
-def stream(readers: Sequence[Reader], rounds: int | None) -> tuple[StopReason, int, list[int]]:
-    """Lets the replicas read `rounds` rounds and then drain; returns why it ended, where, and what was read.
+def stream(readers: Sequence[Reader], rounds: int | None) -> tuple[StopReason, list[int]]:
+    """Lets the replicas read `rounds` rounds and then drain; returns why it ended, and what was read.
 
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
     a drain that is asked for in between must not tell them another.
     """
     numbers: list[int] = []
     ends: dict[int, tuple[StopReason, int]] = {}
-    number = 0
-    while len(ends) < len(readers):
+    for number in count(0, len(readers)):
         for reader in readers:
             if (rounds is not None and number >= rounds * len(readers)) or ends:
                 reader.stop(StopReason.DRAIN)
-        for replica, reader in enumerate(readers):
-            if replica in ends:
-                continue
-            minibatch = reader.read(number + replica, replica)
+        for replica in [replica for replica in range(len(readers)) if replica not in ends]:
+            minibatch = readers[replica].read(number + replica, replica)
             if isinstance(minibatch, Minibatch):
                 assert not ends, "nothing comes after the end"
                 assert minibatch.epoch == int(minibatch.batch) // 100
                 numbers.append(int(minibatch.batch))
             else:
-                ends[replica] = (minibatch, reader.ended_at)
-        number += len(readers)
-    assert len(set(ends.values())) == 1, "all say the same"
-    stop_reason, count = ends[0]
-    assert count == len(numbers)
-    return stop_reason, count, numbers
+                ends[replica] = minibatch, readers[replica].ended_at
+        if len(ends) == len(readers):
+            break
+    assert set(ends.values()) == {(ends[0][0], len(numbers))}, "all say the same"
+    return ends[0][0], numbers
 
 
 LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
@@ -206,9 +189,9 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             break
         epoch, skip = places[len(indices)]
         data, sources, extent = [Numbers(1000) for _ in range(replicas)], [], EpochRange(epoch, len(lengths), skip)
-        for replica, numbers in enumerate(data):
+        for replica in range(replicas):
             seed_all(3)  # of rank 0; a session sends its state to the others
-            loader, order = DataLoader(numbers, batch_sampler=Lists(lengths)), rng.DataOrder()
+            loader, order = DataLoader(data[replica], batch_sampler=Lists(lengths)), rng.DataOrder()
             sources.append(
                 IterableReader(loader, order, extent, state)
                 if is_shared
@@ -219,14 +202,14 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             reader.begin(replicas * cycles)
         leg_indices: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
-            stop_reason, count, some = stream(readers, rounds)
-            leg_indices += some
+            stop_reason, numbers = stream(readers, rounds)
+            leg_indices += numbers
             if stop_reason is StopReason.DATA:
                 break
-            assert count % (replicas * cycles) == 0
+            assert len(numbers) % (replicas * cycles) == 0
             for reader in readers:
                 reader.resume()
-        loaded = [index for numbers in data for index in numbers.loaded]
+        loaded = [index for part in data for index in part.loaded]
         assert is_shared or sorted(loaded) == sorted(leg_indices), "each is loaded by one replica, and nothing ahead"
         indices += leg_indices
         state = saved_at(sources[0], *places[len(indices)])
@@ -236,9 +219,9 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, states = [], rng.RngStates.read()
+    reads, states, loader = [], rng.RngStates.read(), LOADERS["late"]()
     monkeypatch.setattr(rng.RngStates, "read", lambda only_torch=False: reads.append(1) or states)
-    reader = IterableReader(Late() if draws else list(Late()), rng.DataOrder(), EpochRange(), None)
+    reader = IterableReader(loader if draws else list(loader), rng.DataOrder(), EpochRange(), None)
     next(reader)
     before = len(reads)
     assert len(list(reader)) == 4
@@ -327,11 +310,11 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
 
     def make(has_generator: bool) -> Any:
         seed_all(5)  # it draws when it is made
-        rest = {"generator": generator()} if has_generator else {}
+        rest = {"generator": torch.Generator().manual_seed(7)} if has_generator else {}
         return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
 
-    for has_generator, count in product([False, True], [0, 3, 6, 7]):
-        check_position(partial(make, has_generator), count)
+    for has_generator, done in product([False, True], [0, 3, 6, 7]):
+        check_position(partial(make, has_generator), done)
 
 
 class Noise(torch.utils.data.Dataset[torch.Tensor]):

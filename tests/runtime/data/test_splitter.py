@@ -14,13 +14,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 import pipedream as pd
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.reader import Minibatch
-from pipedream.runtime.data.splitter import (
-    BatchDim,
-    Splitter,
-    count_samples,
-    split_batch,
-    split_minibatch,
-)
+from pipedream.runtime.data.splitter import BatchDim, Splitter, count_samples, split_batch, split_minibatch
 
 
 def begun(parts: int = 2, batch_dim: BatchDim = 0) -> Splitter:
