@@ -123,18 +123,18 @@ def test_lists_are_passed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Lists:
-    """A batch sampler with epochs of given lengths, in an order that is drawn."""
+    """A batch sampler with epochs of given lengths, in an order that is drawn; its epoch has a name of its own."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
-        self.epoch = -1
+        self.begun = -1
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.begun = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index in torch.randperm(self.lengths[self.epoch]).tolist():
-            yield [100 * self.epoch + index]
+        for index in torch.randperm(self.lengths[self.begun]).tolist():
+            yield [100 * self.begun + index]
 
 
 def stream(readers: Sequence[Reader], rounds: int | None) -> tuple[StopReason, list[int]]:

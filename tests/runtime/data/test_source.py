@@ -273,9 +273,10 @@ def test_the_first_minibatch_is_compared_as_the_model_gets_it(draws: bool, monke
         return batch.pop("x") + (torch.rand(()) if draws else 0), None
 
     loader = DataLoader([{"x": float(i)} for i in range(23)], 6)
-    sources = Replicas("ab", [2], monkeypatch).open(lambda rank: loader, pop)
-    assert [type(source) for source in sources] == [ReadingSource, ReceivingSource if draws else ReadingSource]
-    assert sorted(map(len, take_all(sources, 2))) == OF_SIX
+    sources = Replicas("abb", [3], monkeypatch).open(lambda rank: loader, pop)
+    first_of_b = ReceivingSource if draws else ReadingSource
+    assert [type(source) for source in sources] == [ReadingSource, first_of_b, ReceivingSource]
+    assert sorted(map(len, take_all(sources, 3))) == OF_SIX
 
 
 class Handing(_Waits):
