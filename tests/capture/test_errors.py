@@ -81,10 +81,6 @@ def train(
         return [done.loss for done in pipeline.train(batches)]
 
 
-def losses_alone(make: Make) -> list[float]:
-    return loop(make(), BATCHES, loss=F.mse_loss, optimizer=sgd, parts=2).losses
-
-
 torch.manual_seed(1)
 X = torch.linspace(-1, 1, 16).view(4, 4)
 BATCHES = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(3)]
@@ -244,11 +240,7 @@ def reversible() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(5, 4)), X, "in training mode it raised RuntimeError.*shape"),
         (partial(Net, evaluation_fails), X, "Net should run .* in evaluation mode it raised ValueError"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), X, "lazy"),
-        (
-            lambda: torch.jit.script(nn.Linear(4, 2)),
-            X,
-            "the model .* is a TorchScript module .*; pass the eager module",
-        ),
+        (lambda: torch.jit.script(nn.Linear(4, 2)), X, "the model .* is a TorchScript module .*; pass the eager"),
         (lambda: nn.DataParallel(Net()), X, "DataParallel.*pass the plain module"),
         (sharded, X, r"the module 'blocks\.1' is sharded by fully_shard.*pass the plain"),
         (reversible, X, "the backward of Built raised TypeError.*read what the forward has set on a module.*context"),
@@ -325,33 +317,22 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-def transforming(name: str, *, apart: bool) -> nn.Module:
-    """Calls torch.func in its own forward, or in that of a module around it."""
-
-    def forward(model: Any, x: Tensor) -> Tensor:
-        x = model.before(x).tanh()
-        return model.after(model.inner(x) if apart else TRANSFORMS[name](model.inner, x))
-
-    inner: nn.Module = nn.Linear(4, 4)
-    if apart:
-        inner = Built(lambda module, x: TRANSFORMS[name](module.layer, x), layer=inner)
-    return Built(forward, before=nn.Linear(4, 4), inner=inner, after=nn.Linear(4, 4))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_torch_func_in_the_models_own_forward_is_named(name: str) -> None:
-    refused = pd.capture(transforming(name, apart=False), (torch.randn(8, 4),)).refused["after"]
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_torch_func_in_the_models_own_forward_is_named(transform: Callable[..., Tensor]) -> None:
+    parts = {name: nn.Linear(4, 4) for name in ("before", "inner", "after")}
+    model = Built(lambda model, x: model.after(transform(model.inner, model.before(x).tanh())), **parts)
+    refused = pd.capture(model, (torch.randn(8, 4),)).refused["after"]
     assert re.match(r"test_errors\.py:\d+ in .*torch\.func\..* is inside a torch\.func transform", refused)
     assert re.search("a stage that begins with 'after' would run again.*cut elsewhere than before 'after'", refused)
-    apart = pd.capture(transforming(name, apart=True), (torch.randn(8, 4),))
-    assert [layer.name for layer in apart.graph.layers] == ["before", "inner", "after"], "the advice helps"
+    parts["inner"] = Built(lambda module, x: transform(module.layer, x), layer=nn.Linear(4, 4))
+    model = Built(lambda model, x: model.after(model.inner(model.before(x).tanh())), **parts)
+    layers = pd.capture(model, (torch.randn(8, 4),)).graph.layers
+    assert [layer.name for layer in layers] == ["before", "inner", "after"], "the advice helps"
 
 
 def test_a_plan_of_another_model() -> None:
-    def other() -> nn.Module:
-        return Net(lambda net, x: net.plain(net.extra(x)), extra=nn.Linear(4, 4))
-
+    other = partial(Net, lambda net, x: net.plain(net.extra(x)), extra=nn.Linear(4, 4))
     for planned, model, words in (
         (Net, other, r"another model: Net has 'extra\.(bias|weight)', .*plan again"),
         (other, Net, r"another model: it has a module 'extra', which Net lacks; plan again"),
@@ -467,7 +448,8 @@ def test_unusual_forwards_train_as_in_one_process(
     make: Make, cuts: Sequence[str] | None, options: dict[str, Any]
 ) -> None:
     cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
-    assert train(make, BATCHES, cuts, **options) == pytest.approx(losses_alone(make))
+    expected = loop(make(), BATCHES, loss=F.mse_loss, optimizer=sgd, parts=2).losses
+    assert train(make, BATCHES, cuts, **options) == pytest.approx(expected)
 
 
 def casts_back(model: Any, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:

@@ -125,11 +125,6 @@ def _on(tensor: Tensor, hook: Callable[[Tensor], Any] = _reverse) -> Tensor:
     return tensor
 
 
-def _hook_on_glue(net: Net, x: Tensor) -> Tensor:
-    h = _on(torch.tanh(net.a(x)))
-    return net.c(torch.tanh(net.d(torch.tanh(net.b(h)))) + h)
-
-
 def _hook_on_node(net: Net, x: Tensor) -> Tensor:
     h = torch.tanh(net.a(x))
     if h.grad_fn is not None:
@@ -138,7 +133,7 @@ def _hook_on_node(net: Net, x: Tensor) -> Tensor:
 
 
 HOOKS: dict[str, Forward] = {
-    "glue": _hook_on_glue,
+    "glue": lambda net, x: (h := _on(torch.tanh(net.a(x))), net.c(torch.tanh(net.d(torch.tanh(net.b(h)))) + h))[-1],
     "output": lambda net, x: (h := _on(net.a(x)), net.c(_on(torch.tanh(net.b(h))) + net.d(h)))[-1],
     "two": lambda net, x: net.rest(_on(_on(torch.tanh(net.a(x))), lambda gradient: gradient * 3)),
     "observing": lambda net, x: net.rest(_on(torch.tanh(net.a(x)), partial(setattr, net, "gradient"))),
@@ -152,14 +147,13 @@ HOOKS: dict[str, Forward] = {
 }
 
 
-def _clipped(net: Net, x: Tensor) -> Tensor:
-    return net.rest(_on(torch.tanh(net.a(x)), lambda gradient: gradient.clamp(-0.001, 0.001)))
-
-
 def test_a_hook_that_depends_on_microbatches_needs_one() -> None:
-    check(partial(make, _clipped), "b", microbatches=1)
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.rest(_on(torch.tanh(net.a(x)), lambda gradient: gradient.clamp(-0.001, 0.001)))
+
+    check(partial(make, forward), "b", microbatches=1)
     with pytest.raises(pd.PipelineError, match=r"a hook on a tensor .*microbatches=1"):
-        check(partial(make, _clipped), "b")
+        check(partial(make, forward), "b")
 
 
 def _hook_removed(net: Net, x: Tensor) -> Tensor:
@@ -326,15 +320,14 @@ def test_a_derivative_in_the_forward_needs_a_graph(forward: Forward) -> None:
         check(partial(make, forward), recompute="always")
 
 
-def _checkpointed(net: Net, x: Tensor, reentrant: bool) -> Tensor:
-    h = checkpoint(lambda t: net.norm(net.b(t)), torch.tanh(net.a(x)), use_reentrant=reentrant)
-    return net.c(torch.tanh(net.d(h)))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_that_writes_a_buffer_twice_is_refused(reentrant: bool) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = checkpoint(lambda t: net.norm(net.b(t)), torch.tanh(net.a(x)), use_reentrant=reentrant)
+        return net.c(torch.tanh(net.d(h)))
+
     with pytest.raises(pd.PipelineError, match=r"a checkpoint writes it again .*recompute='always'"):
-        plan_of(make(lambda net, x: _checkpointed(net, x, reentrant)))
+        plan_of(make(forward))
 
 
 # -- parameters that are looked at -------------------------------------------------------------------------

@@ -76,12 +76,6 @@ class Slow(nn.Module):
         return self.head(hidden + self.slow(x))
 
 
-def test_a_weight_written_from_another_stages_is_no_placeholder_later() -> None:
-    model = Slow()
-    with unchanged(model, is_restored=True):
-        assert len(pd.capture(model, torch.ones(3, 4)).graph.layers) > 1
-
-
 def test_a_parameter_that_a_forward_makes_is_refused() -> None:
     model = Slow(lambda model: hasattr(model, "scale") or setattr(model, "scale", nn.Parameter(torch.ones(()))))
     with pytest.raises(pd.PipelineError, match=r"makes or removes the parameter 'scale'.*run the model once"):
@@ -91,7 +85,8 @@ def test_a_parameter_that_a_forward_makes_is_refused() -> None:
 
 def test_a_parameter_that_a_forward_freezes_stays_frozen() -> None:
     model = Slow(lambda model: model.fast.bias.requires_grad_(False))
-    pd.profile(model, torch.ones(3, 4), warmup=0, runs=1)
+    with unchanged(model, is_restored=True):  # though a stage follows weights of another
+        assert len(pd.profile(model, torch.ones(3, 4), warmup=0, runs=1).graph.layers) > 1
     assert not model.fast.bias.requires_grad
 
 

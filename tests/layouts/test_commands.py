@@ -103,9 +103,9 @@ def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixtur
             for tensor, described in report["tensors"].items():
                 assert described["cuts"] == [cut.schemes[tensor] for cut in direct.cuts]
                 assert (tuple(described["shape"]), described["element_bytes"]) == (LAYER.tensors[tensor], 2)
-            for number, described in enumerate(report["operators"]):
-                assert described["text"] == str(LAYER.steps[number])
-                assert described["indices"] == [cut.indices[number] for cut in direct.cuts]
+            indices = [[cut.indices[number] for cut in direct.cuts] for number in range(len(LAYER.steps))]
+            assert [described["indices"] for described in report["operators"]] == indices
+            assert [described["text"] for described in report["operators"]] == list(map(str, LAYER.steps))
     assert [*report["methods"]] == [name for name in METHODS if replicate or name != "data"]
     assert report["tensors"]["g"]["alike"] == "w"
 

@@ -1,4 +1,4 @@
-"""Layouts by name: the published example, exhaustive search, and what is refused."""
+"""Layouts by name: those of a transformer, exhaustive search, and what is refused."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -9,26 +9,10 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import Layout, Mesh, Operators, lay_out
-from pipedream.layouts.search.lay_out import _Search
 from tests.layouts.steps import steps, transformer
 
-SIZES = {"x": (10, 5), "y": (5, 20)}
+PRODUCT = Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")  # of auto_mtf
 MESH = Mesh("m1:4,m2:2")
-
-
-def products(times: int) -> Operators:
-    """Returns auto_mtf's example, so many times."""
-    results = {f"z{at}": (10, 20) for at in range(times)}
-    return Operators(SIZES | results, "\n".join(f"{name}[a, c] += x[a, b] * y[b, c]" for name in results))
-
-
-def test_equal_operators_share_variables_and_constraints() -> None:
-    assert lay_out(products(100), MESH) == Layout("a:m2,c:m1")
-    single, many = (_Search(products(count), MESH).build_program() for count in (1, 100))
-    assert (many.variables, len(many._rows)) == (single.variables, len(single._rows))
-    assert many.variables < 10
-
-
 meshes = st.sampled_from(["m:2", "m:4,n:2", "m:2,n:2", "m:3,n:2", "m:2,n:2,o:1"]).map(Mesh)
 
 
@@ -133,7 +117,7 @@ RATES = {"operations_per_s": 1.0, "elements_per_s": 1.0}
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
-        lay_out(products(1), MESH, **arguments)
+        lay_out(PRODUCT, MESH, **arguments)
 
 
 def test_a_larger_mesh_is_proposed_where_nothing_fits() -> None:

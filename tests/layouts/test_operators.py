@@ -40,14 +40,6 @@ def test_affine_indices_are_those_of_python(
     assert (line.reduction, dict(index.terms), index.offset, whole) == (reduction, terms, offset, None)
 
 
-def test_sizes_and_reduced_indices() -> None:
-    operator = Operators(SIZES, "q[n, o, h, w] += p[n, c, h + r - 1, w + s - 1] * k[o, c, r, s]").steps[0]
-    assert operator.sizes == {"n": 2, "o": 5, "h": 8, "w": 8, "c": 3, "r": 3, "s": 3}
-    assert operator.reduced == {"c", "r", "s"}
-    pooled = Operators(SIZES | {"z": (2, 5, 4, 4)}, "z[n, c, h, w] max= q[n, c, 2*h + r, 2*w + s] where r < 2, s < 2")
-    assert pooled.steps[0].sizes == {"n": 2, "c": 5, "h": 4, "w": 4, "r": 2, "s": 2}
-
-
 def test_groups_inputs_and_outputs(tmp_path: Path) -> None:
     sizes = SIZES | {"g": (6, 4), "v": (6, 4)}
     ops = Operators(sizes, "y[b, o] += x[b, i] * w[i, o]\nloss[] += y[b, o]", alike=(("w", "g"), ("v", "g")))

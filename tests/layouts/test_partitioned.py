@@ -57,10 +57,6 @@ def words() -> nn.Module:
     return Built(lambda model, x: model.out(F.gelu(model.up(model.table(x)))).flatten(0, 1), **parts)
 
 
-def _make_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8))
-
-
 def _sequential(*widths: int) -> nn.Module:
     layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
@@ -82,7 +78,7 @@ def _compute_entropy(value: torch.Tensor) -> torch.Tensor:
 Case = tuple[Callable[[], nn.Module], tuple[int, ...], Loss | None]
 """A model, the shape of its sample, and the loss."""
 CASES: dict[str, Case] = {
-    "mlp": (_make_mlp, (8, 16), None),
+    "mlp": (lambda: _sequential(16, 32, 16, 8), (8, 16), None),
     "lstm": (lambda: Built(unroll, cell=nn.LSTMCell(8, 8)), (8, 3, 8), None),
     "gru": (lambda: Built(unroll, cell=nn.GRUCell(8, 8)), (8, 2, 8), _sum_squares),
     "wide_resnet": (partial(block, 8, 16), (8, 8, 8, 8), None),

@@ -42,20 +42,13 @@ def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: i
 @pytest.mark.parametrize("p", [2, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 16)), 8])
 def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
     """Chimera, SC 2021, sections 3.1 and 3.5: at m = p the makespan is 3p - 2 equal slots, of which p - 2 are idle."""
-    equal, longer = (
-        run(pd.schedules.build("chimera", pd.schedules.uniform("chimera", p, 1.0, b), p), p) for b in (1.0, 2.0)
-    )
-    assert equal.makespan_s == 3 * p - 2
-    assert longer.makespan_s == 5 * p - 4
-    for timeline, idle in ((equal, p - 2), (longer, 2 * (p - 2))):
-        for rank in range(p):
-            busy = sum(span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind in "FB")
-            assert timeline.makespan_s - busy == idle
-    assert [pd.metrics.in_flight(equal, rank) for rank in range(p // 2)] == list(range(p // 2 + 1, p + 1))
-    for units in (2, 3, 5):  # further units stand in the bubbles of those before
-        assert run(
-            pd.schedules.build("chimera", pd.schedules.uniform("chimera", p, 1.0, 1.0), units * p), units * p
-        ).makespan_s == (2 * units * p + p - 2)
+    for b, units, makespan_s in (
+        (1.0, 1, 3 * p - 2),
+        (2.0, 1, 5 * p - 4),
+        *((1.0, units, 2 * units * p + p - 2) for units in (2, 3, 5)),  # in the bubbles of those before
+    ):
+        schedule = pd.schedules.build("chimera", pd.schedules.uniform("chimera", p, 1.0, b), units * p)
+        assert run(schedule, units * p).makespan_s == makespan_s
 
 
 SPLIT_TIMES = {

@@ -1,7 +1,8 @@
 """RoundPipe: its closed forms against a loop over slots, what travels, and programs that break its rules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, groupby, pairwise
 
 import pytest
@@ -242,30 +243,32 @@ def test_a_program_is_read_again_as_it_was() -> None:
 # -- plans ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_laid_out_is_refused() -> None:
-    with pytest.raises(
-        pd.errors.ScheduleError, match=r"round robin from the last one on.*name the workers \(2, 1, 0\)"
-    ):
-        pd.schedules.build("roundpipe", pd.Plan.uniform(3))
-    with pytest.raises(pd.errors.ScheduleError, match="without replicas; found plan 2-1"):
-        pd.schedules.build("roundpipe", pd.Plan.uniform(2, replicas=(2, 1)))
-    apart = replace(plan_of(3, 3), cluster=pd.Cluster((pd.Level(2, 1e9), pd.Level(2, 1e8))))
-    with pytest.raises(
-        pd.errors.ScheduleError, match="memory of one machine, but workers 2 and 1 of the cluster are on diff"
-    ):
-        pd.schedules.build("roundpipe", apart)
-    for options in ({"forwards": -1}, {"delay": 2}):
-        with pytest.raises(
-            pd.errors.ScheduleError, match=r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="
-        ):
-            roundpipe(plan_of(2, 2), **options)
-    with pytest.raises(pd.errors.ScheduleError, match=r"'host', but its backwards recompute, which leaves only inputs"):
-        roundpipe(plan_of(2, 4).choosing(activations="host"))
-    says = r"turns of 1025 microbatches: .* repeats after 4100; .* fewer microbatches"
-    with pytest.raises(pd.errors.ScheduleError, match=says):
-        pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1))
-    with pytest.raises(pd.errors.ScheduleError, match="their stages live on other ranks"):
-        prepare(plan_of(3, 3), read_run_phases(None, None, "roundpipe/3:4,1f1b/3"), Policy())
+build = partial(pd.schedules.build, "roundpipe")
+APART = replace(plan_of(3, 3), cluster=pd.Cluster((pd.Level(2, 1e9), pd.Level(2, 1e8))))
+OPTIONS = r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="
+LONG = r"turns of 1025 microbatches: .* repeats after 4100; .* fewer microbatches"
+PHASES = read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: build(pd.Plan.uniform(3)), r"round robin from the last one on.*name the workers \(2, 1, 0\)"),
+        (lambda: build(pd.Plan.uniform(2, replicas=(2, 1))), "without replicas; found plan 2-1"),
+        (lambda: build(APART), "memory of one machine, but workers 2 and 1 of the cluster are on diff"),
+        (lambda: roundpipe(plan_of(2, 2), forwards=-1), OPTIONS),
+        (lambda: roundpipe(plan_of(2, 2), delay=2), OPTIONS),
+        (
+            lambda: build(plan_of(2, 4).choosing(activations="host")),
+            "'host', but its backwards recompute, which leaves",
+        ),
+        (lambda: pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1)), LONG),
+        (lambda: prepare(plan_of(3, 3), PHASES, Policy()), "their stages live on other ranks"),
+    ],
+)
+def test_what_is_not_laid_out_is_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(pd.errors.ScheduleError, match=words):
+        call()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The collectives of a stage run without data are those of training: kinds, numbers and bytes."""
 
-from dataclasses import replace
 from typing import Any
 
 import processes
@@ -19,14 +18,6 @@ class Reads(Mlp):
         return super().forward(x) if bool(x.sum() < 1e9) else x
 
 
-def _train_reading() -> Any:
-    return nn.Sequential(Reads(), Mlp(), nn.Linear(16, 4)), draw_rows
-
-
-def _make_convolution() -> Any:
-    return of_pictures(Convolution())
-
-
 CLIPPED = {"clip_grad_norm": 0.1}
 BOTH = "batch:data, heads:model, d_ff:model"
 CASES = {
@@ -42,11 +33,13 @@ CASES = {
     "two dimensions": Case("attention", "data:2,model:2", BOTH, "gpipe", stages=()),
     "convolution": Case("convolution", "data:2", "batch:data"),
     "found": Case("mlp", "cut1:2", "", "pipedream", None),
-    "found, by two cuts": Case(_make_convolution, "cut1:2,cut2:2", "", stages=()),
+    "found, by two cuts": Case(lambda: of_pictures(Convolution()), "cut1:2,cut2:2", "", stages=()),
     "experts": experts.CASES["gshard"],
     "meshes": Case("attention", "data:2/model:2", BOTH, "gpipe"),
     "boundary": Case("halves", "model:2/-/-", "d_ff:model", stages=(1, 2), names=HALVES),
-    "reads": replace(Case(_train_reading, "model:2", "d_ff:model"), stages=(1,)),
+    "reads": Case(
+        lambda: (nn.Sequential(Reads(), Mlp(), nn.Linear(16, 4)), draw_rows), "model:2", "d_ff:model", stages=(1,)
+    ),
 }
 
 

@@ -28,6 +28,8 @@ def test_minibatches_are_divided_but_updates_and_sums_are_not() -> None:
     assert (whole.backward_s, quarter.backward_s) == ((8.0, 6.0), (2.0, 1.5))
     assert whole.update_s == quarter.update_s == (1.0, 0.5)
     assert whole.sync_s == quarter.sync_s == PLAN.costs.sync_s == (10.5, 0.0)
+    assert whole.sum_bytes == (1000.0, 0.0)
+    assert costs(replace(PLAN, cluster=replace(PLAN.cluster, all_reduce="tree"))).sum_bytes == (2000.0, 0.0)
     assert (whole.output_bytes, quarter.output_bytes) == ((400.0, 40.0), (100.0, 10.0))
     plan = replace(PLAN, unit="microbatch")
     assert costs(plan, split=4) == costs(plan), "microbatches are taken as they are"
@@ -87,11 +89,6 @@ def test_ranks_are_the_workers_of_the_order() -> None:
     assert of_order.transfer_s(Channel(1, 0, "activation", 0, 1)) == 40.5
     assert of_order.transfer_s(Channel(1, 2, "activation", 0, 1)) == 4.0
     assert of_order.sync_s == (10.0, 0.0)  # of the machine's own level
-
-
-def test_a_tree_moves_all_bytes_twice() -> None:
-    assert costs(PLAN).sum_bytes == (1000.0, 0.0)
-    assert costs(replace(PLAN, cluster=replace(PLAN.cluster, all_reduce="tree"))).sum_bytes == (2000.0, 0.0)
 
 
 def seconds_of(timeline: pd.Timeline, kind: str, rank: int = 0) -> list[float]:
