@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from training import plan_of, train
 
 import pipedream as pd
-from pipedream.report.style import LINES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "convergence"))
 
@@ -173,20 +172,6 @@ def test_effects_are_judged_by_seeds() -> None:
     assert report.judged({0: 0.1, 1: 0.1}, high, 0.05, even=True) == "not tested"
 
 
-@pytest.mark.slow
-def test_simulated_time_is_that_of_closed_forms() -> None:
-    """A flush takes 3 (2p - 1) / p a minibatch of p microbatches; without one a minibatch takes 3, done again 4."""
-    of = arms.arms_of("digits")
-    for p in (2, 4):
-        assert seconds.times_of(of["sync"], p, 10, [1, 10]) == pytest.approx([3 * (2 * p - 1) / p * n for n in (1, 10)])
-        for name in of:
-            if not of[name].turns[0].method.flushes:
-                first, last = seconds.times_of(of[name], p, 600, [10, 300])
-                assert last - first == pytest.approx(290 * (4 if name == "naive_recompute" else 3)), name
-        begin, end = (seconds.times_of(of["hybrid"], p, 600, [at])[0] for at in (400, 600))
-        assert end - begin == pytest.approx(200 * 3 * (2 * p - 1) / p)
-
-
 def test_seconds_over_links() -> None:
     """One worker computes alone; over a slow link each update waits for one message each way, of two in flight."""
     of = arms.arms_of("char_gpt")
@@ -198,12 +183,3 @@ def test_seconds_over_links() -> None:
         first, last = seconds.times_of(of["pipedream"], 2, 300, [100, 200], pace)
         message_s = 65_536 / bytes_per_s + 1e-4
         assert message_s <= (last - first) / 100 <= message_s + 4 * (3 * 0.6e-3 + 0.1e-3)
-
-
-def test_effects_and_families_name_arms_of_their_task() -> None:
-    for effect in report.EFFECTS:
-        names = set(arms.arms_of(effect.task)) if effect.task else {""}
-        assert {effect.better, effect.worse} <= names, effect.says
-    for task, families in report.FAMILIES.items():
-        assert {name for names in families.values() for name in names} == set(arms.arms_of(task))
-        assert all(len(names) <= len(LINES) for names in families.values())

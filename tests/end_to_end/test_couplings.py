@@ -196,41 +196,37 @@ def test_holders_without_a_flush_skip_an_update_together() -> None:
     assert trained.losses[11] < trained.losses[0]
 
 
-def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
+def profile_tied() -> pd.Profile:
     animal = zoo.make("tied")
-    profile = pd.profile(animal.model, (animal.batches[0][0],), warmup=0, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
-    assert plan.config == "1-1"
+    profile = pd.profile(animal.model, (animal.batches[0][0],), runs=1, device="meta")
+    return replace(profile, layers=tuple(replace(row, forward_s=1.0, backward_s=2.0) for row in profile.layers))
+
+
+def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
+    profile, how = profile_tied(), {"cuts": (2,), "shape": "1-1"}
+    plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", **how)
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     words = r"layers '0' and '3' share '?.* untie the weight, or choose .* pipedream_2bw"
     with pytest.raises(pd.errors.PlanError, match=words):
         check_plan(plan, profile=profile, schedule="pipedream")
     with pytest.raises(pd.errors.PlanError, match=r"share .*a method whose stages all make the same updates"):
-        pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
+        pd.plan(profile, pd.Cluster.flat(2), schedule="pipedream", **how)
 
 
-@pytest.mark.slow
-def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
-    """By all searches; each holder counts the bytes."""
-    animal = zoo.make("tied")
-    profile = pd.profile(animal.model, (animal.batches[0][0],), runs=1, device="meta")
-    rows = tuple(replace(layer, forward_s=1.0, backward_s=2.0) for layer in profile.layers)
-    profile, cluster = replace(profile, layers=rows), pd.Cluster.flat(2, 1e9)
-    searches: list[tuple[str, dict[str, Any]]] = [
-        ("1f1b", {"shape": "pipeline"}), ("gpipe", {"shape": "straight"}), ("2bw", {"shape": "1-1"}),
-        ("auto", {"shape": "pipeline"}), ("interleaved_1f1b", {}), ("zbv", {}), ("2bw", {"cuts": ("2",)}),
-    ]  # fmt: skip
-    for schedule, how in searches:
-        plan = pd.plan(profile, cluster, schedule=schedule, microbatches=4, **how)
-        (tied,) = plan.tied_weights
-        assert (tied.names, tied.stages) == (("0.table.weight",), (0, len(plan.stages) - 1))
-        assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + 9 * 8 * 8
-        assert "tied: '0.table.weight' (stages 0," in str(plan)
-    whole_plan = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
-    assert (len(whole_plan.stages), whole_plan.tied_weights) == (1, ())
-    assert "'0' and '3' share '0.table.weight' and stay in one stage" in whole_plan.note
-    with pytest.raises(pd.errors.PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.table.weight' and st"):
-        pd.plan(profile, cluster, schedule="pipedream", shape="straight")
+SEARCHES = [("gpipe", {"shape": "straight"}), ("auto", {"shape": "pipeline"}), ("2bw", {"cuts": ("2",)}), ("zbv", {})]
+
+
+@pytest.mark.parametrize(("schedule", "how"), SEARCHES)
+def test_each_search_parts_tied_layers_and_counts_their_bytes_twice(schedule: str, how: dict[str, Any]) -> None:
+    profile, cluster = profile_tied(), pd.Cluster.flat(2, 1e9)
+    plan = pd.plan(profile, cluster, schedule=schedule, microbatches=4, **how)
+    ((names, stages),) = [(tied.names, tied.stages) for tied in plan.tied_weights]
+    assert (names, stages) == (("0.table.weight",), (0, len(plan.stages) - 1))
+    assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + 9 * 8 * 8
+    assert "tied: '0.table.weight' (stages 0," in str(plan)
+    whole = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
+    assert (len(whole.stages), whole.tied_weights) == (1, ())
+    assert "'0' and '3' share '0.table.weight' and stay in one stage" in whole.note
 
 
 def skip(self: Any, tokens: Tensor) -> Tensor:

@@ -844,20 +844,6 @@ def glue_dropout() -> nn.Module:
 SIDE, FRAMES, MELS = 16, 40, 8
 
 
-AUTO: dict[Any, str] = {}
-"""Batches -> the class of transformers that takes them, after "AutoModelFor"."""
-AMOUNTS: dict[Any, Callable[[Any], float]] = {}
-Batches = Callable[[int, int, int], dict[str, Tensor]]
-
-
-def _for(auto: str, amount: Callable[[Any], float] = targets_of) -> Callable[[Batches], Batches]:
-    def add(batch: Batches) -> Batches:
-        AUTO[batch], AMOUNTS[batch] = auto, amount
-        return batch
-
-    return add
-
-
 def shifted(batch: dict[str, Tensor]) -> float:
     """Returns the number of labels that count if the first is not predicted."""
     return float((batch["labels"][:, 1:] != IGNORED).sum())
@@ -876,59 +862,49 @@ def _pictures(seed: int, samples: int, side: int) -> dict[str, Tensor]:
     return {"pixel_values": draw(seed, samples, 3, side, side), "labels": classes(seed, samples)}
 
 
-@_for("CausalLM", shifted)
 def causal(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     """For a language model: labels are the words, padding does not count."""
     batch = _words(seed, samples, length)
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)}
 
 
-@_for("MaskedLM", labels_counted)
 def masked(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     """For a masked language model: every third word counts."""
     batch = causal(seed, samples, length)
     return {**batch, "labels": batch["labels"].where(torch.arange(length) % 3 == 0, IGNORED)}
 
 
-@_for("PreTraining", unpadded)
 def detected(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     batch = _words(seed, samples, length)
     return {**batch, "labels": (batch["input_ids"] % 2).to(torch.float32)}
 
 
-@_for("SequenceClassification")
 def classified(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {**_words(seed, samples, length), "labels": classes(seed, samples)}
 
 
-@_for("QuestionAnswering")
 def answered(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     ends = draw(seed + 1, 2, samples, below=2)
     return {**_words(seed, samples, length), "start_positions": ends[0], "end_positions": ends[1]}
 
 
-@_for("Seq2SeqLM", labels_counted)
 def translated(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     """Source and target; the model shifts the labels itself."""
     return {**_words(seed, samples, length), "labels": causal(seed + 1, samples, length + 1)["labels"]}
 
 
-@_for("ImageClassification")
 def pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return _pictures(seed, samples, SIDE)
 
 
-@_for("ImageClassification")
 def large_pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return _pictures(seed, samples, 40 + 8 * (length % 2))
 
 
-@_for("SemanticSegmentation")
 def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {**_pictures(seed, samples, 64), "labels": draw(seed + 1, samples, 64, 64, below=CLASSES)}
 
 
-@_for("SpeechSeq2Seq", labels_counted)
 def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {
         "input_features": draw(seed, samples, MELS, FRAMES),
@@ -936,7 +912,6 @@ def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     }
 
 
-@_for("AudioClassification")
 def waves(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     return {"input_values": draw(seed, samples, 400 + 20 * length), "labels": classes(seed, samples)}
 
@@ -953,6 +928,22 @@ def pooled(output: Any, batch: Any) -> Tensor:
     return F.cross_entropy(output.pooler_output[:, :CLASSES], batch[1])
 
 
+TASKS: dict[Any, tuple[str, Callable[[Any], float]]] = {
+    causal: ("CausalLM", shifted),
+    masked: ("MaskedLM", labels_counted),
+    detected: ("PreTraining", unpadded),
+    classified: ("SequenceClassification", targets_of),
+    answered: ("QuestionAnswering", targets_of),
+    translated: ("Seq2SeqLM", labels_counted),
+    pictures: ("ImageClassification", targets_of),
+    large_pictures: ("ImageClassification", targets_of),
+    segmented: ("SemanticSegmentation", targets_of),
+    spoken: ("SpeechSeq2Seq", labels_counted),
+    waves: ("AudioClassification", targets_of),
+}
+"""Batches -> the class of transformers that takes them, after "AutoModelFor", and what their loss is a mean over."""
+
+
 def _make(kind: str, batch: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
     config = transformers.AutoConfig.for_model(kind, **settings)
@@ -960,7 +951,7 @@ def _make(kind: str, batch: Callable[..., Any], settings: dict[str, Any]) -> nn.
     for name in ("initializer_range", "init_std"):  # with 0.02 the gradients of so narrow a model vanish
         if hasattr(config, name):
             setattr(config, name, 0.2)
-    auto = f"AutoModelFor{AUTO[batch]}" if batch in AUTO else "AutoModel"
+    auto = f"AutoModelFor{TASKS[batch][0]}" if batch in TASKS else "AutoModel"
     return getattr(transformers, auto).from_config(config)
 
 
@@ -969,7 +960,7 @@ def _case(name: str, batch: Callable[..., Any], settings: dict[str, Any], kind: 
     # Losses of language models are computed in float32, and T5's norms.
     single = batch in (causal, detected) or name in ("modernbert", "t5")
     fixed = batch in (pictures, segmented) or name == "clip_vision"
-    return replace(case, amount=AMOUNTS.get(batch, targets_of), float32_inside=single, varies_length=not fixed)
+    return replace(case, amount=TASKS.get(batch, ("", targets_of))[1], float32_inside=single, varies_length=not fixed)
 
 
 TEXT = {"vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
