@@ -14,7 +14,6 @@ from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import RankProfile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.cost import Site
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.simulator import Costs
 
@@ -193,9 +192,3 @@ def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> pd.Clu
     if levels == 1:
         return pd.Cluster.flat(draw.choice([2, 3, 4]), inner, latency_s, memory)
     return pd.Cluster((pd.Level(2, inner, latency_s), pd.Level(2, inner / draw.choice([2, 8]), latency_s)), memory)
-
-
-def inner_site(cluster: pd.Cluster, replicas: int) -> Site:
-    """The site of a stage that has neighbours, if all links were like the slowest."""
-    flat = pd.Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
-    return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
