@@ -153,25 +153,18 @@ def piped(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         return losses, pipeline.state_dict()
 
 
-def is_same(actual: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> bool:
-    close = partial(torch.allclose, rtol=1e-9, atol=1e-12)
-    return (
-        actual[0] == pytest.approx(expected[0], rel=1e-9)
-        and actual[1].keys() == expected[1].keys()
-        and all(close(actual[1][name], value) for name, value in expected[1].items())
-    )
-
-
 def run(case: Case) -> None:
     if case.refused:
         with pytest.raises(pd.PipelineError, match=case.refused):
             piped(case)
         return
-    actual, expected = piped(case), plain(case, 1)
-    if case.m > 1 and not is_same(actual, expected):
-        expected = plain(case, case.m)
-    assert actual[0] == pytest.approx(expected[0], rel=1e-9)
-    assert is_same(actual, expected)
+    actual, compare = piped(case), partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+    try:
+        compare(actual, plain(case, 1))
+    except AssertionError:
+        if case.m == 1:
+            raise
+        compare(actual, plain(case, case.m))
 
 
 # -- losses whose parts do not make the whole -------------------------------------------------------------------------
@@ -228,9 +221,9 @@ OWN_PARAMETERS: dict[str, Any] = {
 }
 
 
-def scale_by_first(output: Tensor, batch: Any, *, extra: float = 1.0) -> Tensor:
+def scale_by_first(output: Tensor, batch: Any) -> Tensor:
     """Two losses, of which the second counts as much as the first, whatever its size."""
-    first, second = mse(output, batch), extra * output.square().mean()
+    first, second = mse(output, batch), output.square().mean()
     return first + second * (first / second).detach()
 
 
@@ -266,7 +259,6 @@ LOSSES = {
         for name, loss in (
             ("divided by itself", lambda o, b: mse(o, b) / mse(o, b).detach()),
             ("scaled by another", scale_by_first),
-            ("tiny, scaled by another", partial(scale_by_first, extra=1e-6)),
             ("scaled by the output", lambda o, b: mse(o, b) + o.mean() - o.mean().detach() * (o / o.detach()).mean()),
         )
     },
@@ -275,7 +267,6 @@ LOSSES = {
         r"0\.weight.* is not finite|loss of minibatch 1 is nan",
         loss=lambda o, b: mse(o, b) + (o.detach() - o).abs().sqrt().mean(),
     ),
-    "scaled by another detached, m = 1": Case(net, loss=scale_by_first, m=1),
     "scaled by a detached output": Case(net, loss=lambda o, b: ((o - b[1]) ** 2 * o.detach().abs()).mean()),
     "own ignore_index": Case(net, loss=lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), data=tokens()),
     "own ignore_index, replicas": Case(
@@ -300,11 +291,9 @@ LOSSES = {
         check=False,
     ),
     "broadcast": Case(lambda: sequence(linear(), nn.Linear(4, 1)), NOT_A_MEAN, data=[(x, y[:, 0]) for x, y in pairs()]),
-    "broadcast, m = 1": Case(lambda: sequence(linear(), nn.Linear(4, 1)), data=[(x, y[:, 0]) for x, y in pairs()], m=1),
     "contrastive": Case(
         net, f"{NOT_A_MEAN}.*microbatches=1", loss=lambda o, b: F.cross_entropy(o @ b[1].T, torch.arange(len(o)))
     ),
-    "root of a mean": Case(net, NOT_A_MEAN, loss=lambda o, b: F.mse_loss(o, b[1]).sqrt()),
     "own masked mean": Case(net, NOT_A_MEAN, loss=lambda o, b: ((o - b[1]) ** 2 * (b[1] > 0)).sum() / (b[1] > 0).sum()),
     "detached": Case(net, "nothing would be trained", loss=lambda o, b: mse(o.detach(), b)),
     "weights by hand, equal at first": Case(
@@ -316,9 +305,6 @@ LOSSES = {
     ),
     "weights of torch's, equal at first": Case(
         net, loss=lambda o, b: weigh_torch(o, b).sum() / b[2].sum(), data=weighted(), options=FIRST_IS_INPUT
-    ),
-    "weights of torch's, means": Case(
-        net, loss=lambda o, b: weigh_torch(o, b).mean() / b[2].mean(), data=weighted(), m=4, options=FIRST_IS_INPUT
     ),
 }
 
@@ -758,30 +744,11 @@ FORWARDS = {
         replicas=(2, 1),
         between=halve_factor,
     ),
-    "a factor of the model that the loop changes, replicas": Case(
-        lambda: runs(
-            lambda self, x: self.out(torch.tanh(self.inner(self.linear(x)))) * self.factor,
-            inner=linear(),
-            out=linear(),
-            factor=1.0,
-        ).double(),
-        replicas=(1, 2),
-        between=halve_factor,
-    ),
     "called in a reentrant checkpoint and outside": Case(called_in_checkpoint, cut=2),
     "called in a reentrant checkpoint and outside, replicas": Case(
         called_in_checkpoint, "gradient in two backwards .*use_reentrant=False", replicas=(1, 2)
     ),
     "backward pre-hooks": Case(partial(hooked, (1, 2, 4), "register_full_backward_pre_hook"), cut=2),
-    "backward hook of a module that is called on both stages": Case(
-        changed(
-            lambda model: model.linear.register_full_backward_hook(halve),
-            lambda: runs(
-                lambda self, x: self.out(self.linear(self.inner(self.linear(x)))), inner=linear(), out=linear()
-            ).double(),
-        ),
-        cut=2,
-    ),
     "backward hook of a module with modules": Case(
         changed(  # a block of two layers, which the hook keeps in one stage
             lambda model: model[1].register_full_backward_hook(halve),
