@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import pipedream
+import pipedream as pd
 from pipedream import cli
 from pipedream.recipe import load_recipe
 
@@ -132,6 +133,13 @@ def test_the_published_layouts_are_found() -> None:
     exec(compile(blocks(DOCS / "partition.md", "python")[-2], "partition.md", "exec"), space)
     assert [str(space[name].rules) for name in ("found", "more", "whole")] == ["a:m2,c:m1", "a:m2,b:m3,c:m1", ""]
     assert space["report"].peak == 75
+
+
+def test_callbacks_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "quickstart"}
+    exec(compile(blocks(DOCS / "quickstart.md", "python")[3], "quickstart.md", "exec"), space)
+    assert not list(pd.options.ModelOptions(**space["logged"]).problems())
 
 
 def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
