@@ -165,9 +165,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     rows: dict[int, Any] = {}
     log = wandb.Run.log
-    monkeypatch.setattr(
-        wandb.Run, "log", lambda run, row, step: [rows.setdefault(step, {}).update(row), log(run, row, step)]
-    )
+
+    def noted(run: Any, row: dict[str, float], step: int) -> None:
+        rows.setdefault(step, {}).update(row)
+        log(run, row, step)
+
+    monkeypatch.setattr(wandb.Run, "log", noted)
     heard, evaluations = trained(pd.loggers.WandbLogger(project="zoo", dir=str(tmp_path)))
     assert wandb.run is None, "it is finished"
     assert list(tmp_path.rglob("*.wandb"))
