@@ -456,9 +456,9 @@ def repeated() -> nn.Module:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
-    one, two = (replace(frozen(()), model=repeated, plan=plan, ema=None) for plan in ((1,), (1, 1)))
-    assert_equal(two.pipeline(2), two.check(1e-12))
-    for first, then in ((one, two), (two, one)):
+    whole, in_two = (replace(frozen(()), model=repeated, plan=plan, ema=None) for plan in ((1,), (1, 1)))
+    assert_equal(in_two.pipeline(2), in_two.check(1e-12))
+    for first, then in ((whole, in_two), (in_two, whole)):
         first.resumed(tmp_path / f"{first.plan}", (2,), then, bound=1e-12)
 
 

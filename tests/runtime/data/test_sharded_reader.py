@@ -74,10 +74,10 @@ def check_position(make: Callable[[], Any], done: int) -> tuple[Any, int]:
     seed_all(99)
     on = reader_of(loader, rng.DataOrder(), EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
-    own = torch.get_rng_state(), random.getstate()
+    generators = torch.get_rng_state(), random.getstate()
     first = next(on)
-    assert torch.equal(torch.get_rng_state(), own[0])
-    assert random.getstate() == own[1], "the process's own generators have not moved"
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1], "the process's own generators have not moved"
     before.append((first.number, first.epoch, listed(first.batch), first.ends_epoch))
     assert [part[1:] for part in before + batches_of(on)] == expected
     for each in (reader, on):
