@@ -255,6 +255,8 @@ def test_batches_and_plans_that_make_no_sense() -> None:
     three = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     with pytest.raises(pd.PipelineError, match=r"the plan runs layer '2' where the model runs '0': .* plan again from"):
         pd.Pipeline(three, backwards, loss=F.mse_loss, optimizer=SGD, sample=torch.zeros(1, 2))
+    with pytest.raises(pd.PipelineError):
+        pd.Pipeline(zoo.make("cnn").model, pd.Plan.uniform(2), loss=F.mse_loss, optimizer=SGD, sample=torch.zeros(1, 2))
     with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match="needs batches"):
         list(pipeline.train([animal.batches[0][0]]))
     with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match="can be iterated only once"):

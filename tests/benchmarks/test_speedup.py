@@ -91,19 +91,6 @@ def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
     assert "| torch DDP | 2 microbatches | - |" in curve.tables(rows), "it was refused"
 
 
-def test_a_choice_is_compared_with_what_it_was_allowed_to_choose(curve: Any) -> None:
-    rows = _rows(1.0, 50.0, 90.0)
-    rows += [rows[1] | {"variant": "PipeDream, full, int8", "samples_per_s": 200.0, "microbatches_per_update": 1}]
-    rows += [rows[1] | {"variant": "2BW, full", "samples_per_s": 80.0, "microbatches_per_update": 8}]
-    rows += [rows[1] | {"variant": "PowerSGD 4, accumulating", "samples_per_s": 100.0, "microbatches_per_update": 16}]
-    choice = rows[1] | {"config": "1", "method": "pipedream", "samples_per_s": 45.0}
-    rows += [choice | {"variant": name} for name in curve.CHOICES]
-    text = curve.tables(rows)
-    assert "| VGG-like | 1 | 1 | one worker | 45 | 0.50 | PipeDream, full |" in text
-    assert "| VGG-like | 1 | 8 | one worker | 45 | 0.56 | 2BW, full |" in text
-    assert "| VGG-like | 1 | 8 | one worker | 45 | 0.45 | PowerSGD 4, accumulating |" in text
-
-
 @pytest.mark.network
 @pytest.mark.processes
 @pytest.mark.long

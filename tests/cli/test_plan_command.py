@@ -17,16 +17,6 @@ pytestmark = pytest.mark.usefixtures("files")
 PLAN = ("plan", "profile.json", "--workers")
 
 
-@pytest.mark.parametrize(
-    ("options", "config"),
-    {"--straight": "1-1-1", "--data-parallel": "3", "--config 2-1": "2-1", "--config 1-1": "1-1", "": "1-1-1"}.items(),
-)
-def test_shapes(options: str, config: str, answer: Answer) -> None:
-    planned = answer(*PLAN, 3, "--bandwidth", 500, *options.split())
-    assert planned["config"] == config
-    assert [row["replicas"] for row in planned["stages"]] == [int(part) for part in config.split("-")]
-
-
 def test_cuts_by_hand(answer: Answer, run_command: Run) -> None:
     options = ("--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", 1, "-o", "out.json")
     planned = answer(*PLAN, 4, *options)

@@ -7,20 +7,16 @@ from commands import Answer, Refused, Run
 from zoo import alike_layers
 
 import pipedream as pd
-from pipedream.workflows.simulate import share_model
 from tests.cli import test_data_runs_no_code
 
 
 @pytest.fixture
 def looped(tmp_path: Path) -> str:
     """Returns a file of interleaved 1F1B: four stages on two ranks, four microbatches."""
-    path, built = tmp_path / "looped.csv", pd.schedules.build("interleaved_1f1b", plan_of_looped(), 4)
+    path = tmp_path / "looped.csv"
+    built = pd.schedules.build("interleaved_1f1b", pd.schedules.uniform("interleaved_1f1b", 2), 4)
     path.write_text(pd.schedules.to_torch_csv(built))
     return str(path)
-
-
-def plan_of_looped() -> pd.Plan:
-    return pd.schedules.uniform("interleaved_1f1b", 2)
 
 
 def test_show_writes_and_reads(run_command: Run, answer: Answer, tmp_path: Path, refused: Refused) -> None:
@@ -49,8 +45,6 @@ def test_simulate(answer: Answer, looped: str, tmp_path: Path, refused: Refused)
     assert answer(*run, looped) == by_name
     assert answer(*run, looped, "--minibatches", 2)["makespan_s"] == 2 * by_name["makespan_s"]
     assert "the file has 4" in refused(*run, looped, "--microbatches", 8)
-    plan = share_model(plan_of_looped()).save(tmp_path / "plan.json")
-    assert answer("simulate", plan, "--schedule", looped) == by_name
     straight = pd.Plan.uniform(4).save(tmp_path / "straight.json")
     error = refused("simulate", straight, "--schedule", looped)
     assert "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in error
