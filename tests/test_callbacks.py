@@ -22,11 +22,14 @@ class Events(pd.callbacks.Callback):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] == kind]
+
     def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
         self.calls.append(("minibatch", done.number))
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.calls.append(("evaluation", pipeline.drain(), sorted(metrics)))
+        self.calls.append(("evaluation", pipeline.drain(), dict(metrics)))
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
         self.calls.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
@@ -52,16 +55,11 @@ def pipeline_of(animal: zoo.Animal, *counts: int, **options: Any) -> pd.Pipeline
 
 
 def trained(
-    counts: tuple[int, ...],
-    callbacks: list[pd.callbacks.Callback],
-    *,
-    evaluate: bool = False,
-    schedule: str = "pipedream",
-    break_at: int = -1,
+    counts: tuple[int, ...], callbacks: list[pd.callbacks.Callback], evaluate: bool = False, break_at: int = -1
 ) -> tuple[list[float], int, dict[str, torch.Tensor], bool]:
     """Returns the losses of a run of 8 epochs, its minibatches, its weights, and whether it was stopped."""
     animal, losses = zoo.make("mlp"), []
-    with pipeline_of(animal, *counts, schedule=schedule, callbacks=callbacks) as pipeline:
+    with pipeline_of(animal, *counts, schedule="pipedream", callbacks=callbacks) as pipeline:
         for done in pipeline.train(animal.batches, epochs=8):
             losses.append(done.loss)
             if evaluate and done.ends_epoch:
@@ -83,11 +81,11 @@ def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
                 pipeline.evaluate(animal.batches, name="train")
                 pipeline.save(tmp_path, wait=False)
                 pipeline.save(tmp_path)  # exists already
-    assert [event[1] for event in events.calls if event[0] == "minibatch"] == heard
-    others = [event for event in events.calls if event[0] != "minibatch"]
-    assert others[:2] == [("evaluation", others[0][1], ["loss"]), ("checkpoint", others[0][1], True)]
-    assert [event[0] for event in others] == ["evaluation", "checkpoint"] * 2
-    assert others[-1][1] == 2 * len(animal.batches)
+    assert [number for _, number in events.of("minibatch")] == heard
+    others = [call for call in events.calls if call[0] != "minibatch"]
+    assert others[1] == ("checkpoint", others[0][1], True)
+    assert [call[0] for call in others] == ["evaluation", "checkpoint"] * 2
+    assert (others[-1][1], others[0][2].keys()) == (2 * len(animal.batches), {"loss"})
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1)])
@@ -135,7 +133,7 @@ class Scripted(pd.callbacks.EarlyStopping):
 def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:
     heard = Events()
     *_, stopped = trained((1, 1), [Scripted(losses, **options), heard], evaluate=True)
-    assert len([event for event in heard.calls if event[0] == "evaluation"]) == evaluations
+    assert len(heard.of("evaluation")) == evaluations
     assert stopped == (evaluations < 8)
 
 
@@ -219,7 +217,7 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     assert len(rows) == 1 + count
     assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(rows)
     expected = [("checkpoint", number, True) for number in (count // 2, count)]
-    assert [event for event in events.calls if event[0] == "checkpoint"] == expected
+    assert events.of("checkpoint") == expected
 
 
 @pytest.mark.processes
@@ -243,31 +241,15 @@ def test_all_processes_stop_at_the_same_minibatch(
     assert all(torch.equal(results[0][2][name], tensor) for name, tensor in alone[2].items())
 
 
-class Heard(pd.callbacks.EarlyStopping):
-    """Early stopping that notes what it hears."""
-
-    def __init__(self, monitor: str = "loss", patience: int = 100) -> None:
-        super().__init__(monitor, patience=patience)
-        self.values: list[float] = []
-
-    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.values.append(metrics[self.monitor])
-        super().on_evaluation(pipeline, metrics)
-
-
-def evaluated(calls: str, *, epochs: int = 3, rate: float = 0.1, **rest: Any) -> tuple[list[dict[str, float]], int]:
-    """Trains with some evaluations after each epoch: T plain, A of the average, V of another name, S a save.
-
-    Returns the results of each letter, and the epochs trained.
-    """
+def evaluated(calls: str, *, epochs: int = 3, **rest: Any) -> dict[str, list[float]]:
+    """Trains with evaluations after each epoch: T plain, A of the average, V of another name; returns the losses."""
     animal, results = zoo.make("mlp"), {letter: list[float]() for letter in calls}
-    options = {"schedule": "1f1b", "ema": 0.9, "metrics": {"size": lambda output, _: output.abs().mean()}} | rest
-    with pipeline_of(animal, optimizer=partial(torch.optim.SGD, lr=rate), **options) as pipeline:
+    with pipeline_of(animal, ema=0.9, **rest) as pipeline:
         for done in pipeline.train(animal.batches, epochs=epochs):
             for letter in calls if done.ends_epoch else "":
                 choice = {"A": {"ema": True}, "V": {"name": "val"}}.get(letter, {})
                 results[letter].append(pipeline.evaluate(animal.batches, **choice)["loss"])
-        return results, pipeline.position[0]
+    return results
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -275,10 +257,10 @@ def evaluated(calls: str, *, epochs: int = 3, rate: float = 0.1, **rest: Any) ->
     ("calls", "followed"), [("T", "T"), ("A", "A"), ("TA", "T"), ("AT", "T"), ("VA", "A"), ("AV", "A"), ("VTA", "T")]
 )
 def test_callbacks_follow_the_average_where_nothing_else_is_evaluated(calls: str, followed: str, schedule: str) -> None:
-    heard = Heard()
-    results, _ = evaluated(calls, callbacks=[heard], schedule=schedule)
-    assert heard.values == results[followed]
-    assert len(heard.values) == 3
+    heard = Events()
+    losses = evaluated(calls, callbacks=[heard], schedule=schedule)[followed]
+    assert [metrics["loss"] for *_, metrics in heard.of("evaluation")] == losses
+    assert len(losses) == 3
 
 
 def test_a_plateau_follows_the_average() -> None:
@@ -294,4 +276,4 @@ def test_a_plateau_follows_the_average() -> None:
 @pytest.mark.parametrize(("calls", "names"), [("V", r"\['val'\]"), ("", "none")])
 def test_early_stopping_without_its_evaluations_warns(calls: str, names: str) -> None:
     with pytest.warns(UserWarning, match=f"early stopping follows evaluations named 'test', but this run made {names}"):
-        evaluated(calls, epochs=1, callbacks=[pd.callbacks.EarlyStopping()])
+        evaluated(calls, epochs=1, schedule="1f1b", callbacks=[pd.callbacks.EarlyStopping()])
