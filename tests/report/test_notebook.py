@@ -20,16 +20,14 @@ from tests.report.html_page import HtmlPage
 CHAIN = pd.Profile.of_chain(tuple(pd.LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
 
 
-AUTO = {"schedule": "auto", "microbatches": 4}
-
-
 @pytest.fixture(scope="module")
 def nouns() -> dict[str, Any]:
     """Returns each noun, by its class."""
     plan = pd.plan(CHAIN, pd.Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
     timeline = pd.simulate(plan)
     program = pd.lower(pd.schedules.build("1f1b", plan, 6))
-    auto, pipelines = (PlanRequest(pd.Cluster.flat(2), **how) for how in (AUTO, {"shape": "pipeline"}))
+    auto = PlanRequest(pd.Cluster.flat(2), schedule="auto", microbatches=4)
+    pipelines = PlanRequest(pd.Cluster.flat(2), shape="pipeline")
     swept = {"workers": [2], "bandwidths": [1e6, 1e9], "schedules": ["naive"], "crossovers": False}
     examples = [CHAIN, plan, timeline, program, pd.verify(program), pd.metrics.run_metrics(timeline)]
     examples += [plan_and_compare(CHAIN, auto, names=["gpipe", "naive"]), sweep(CHAIN, pipelines, **swept)]
