@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.plan_request import PlanRequest
-from pipedream.schedules.kit.method import looped
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
 from pipedream.workflows.plan import plan_and_compare
@@ -24,7 +23,7 @@ FOUR = pd.Cluster.flat(4)
 @given(st.sampled_from(sorted(pd.schedules.STAGE_ORDERS)), st.sampled_from([2, 4]), st.sampled_from([None, 1, 2]))
 def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, chunks: int | None) -> None:
     layout = pd.schedules.STAGE_ORDERS[name]
-    chunks = chunks if layout is looped else None
+    chunks = chunks if layout is pd.schedules.STAGE_ORDERS["interleaved_1f1b"] else None
     plan = pd.plan(NINE, pd.Cluster.flat(workers), schedule=name, chunks=chunks)
     assert plan.workers == workers
     assert len(plan.stages) == layout.stages(workers, chunks)
