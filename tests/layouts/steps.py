@@ -6,10 +6,9 @@ import re
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import Operators
 
 
-def random_step(rng: random.Random) -> Operators:
+def random_step(rng: random.Random) -> pd.Operators:
     """Returns operators some of which rename a tensor's dimensions, use expressions, or need a dimension whole."""
     sizes = {name: rng.choice((3, 4, 6, 8, 12)) for name in "abcde"}
     tensors: dict[str, tuple[int, ...]] = {}
@@ -36,10 +35,10 @@ def random_step(rng: random.Random) -> Operators:
         text.append(f"t{at}[{', '.join(result_indices)}] += f({', '.join(reads)})")
     names = sorted(tensors)
     alike = [(name, other) for name in names for other in names if name < other and tensors[name] == tensors[other]]
-    return Operators(tensors, "\n".join(text), tuple(alike[:1]) if rng.random() < 0.5 else ())
+    return pd.Operators(tensors, "\n".join(text), tuple(alike[:1]) if rng.random() < 0.5 else ())
 
 
-def _draw_possible_step(seed: int) -> Operators:
+def _draw_possible_step(seed: int) -> pd.Operators:
     rng = random.Random(seed)
     while True:
         try:
@@ -96,7 +95,7 @@ SIZES = {"length": 512, "memory": 512, "d_model": 1024, "d_kv": 128, "vocab": 32
 """Of T5, but for what its sizes differ in: batch, d_ff and heads."""
 
 
-def transformer(layers: int = 24, **sizes: int) -> Operators:
+def transformer(layers: int = 24, **sizes: int) -> pd.Operators:
     """Returns forward, backward and update of a stack of T5's layers, with the index names of Mesh-TensorFlow's T5.
 
     As there, a self-attention renames the length of what its keys and values are computed from, and words are looked up
@@ -124,7 +123,7 @@ def transformer(layers: int = 24, **sizes: int) -> Operators:
         (name, f"d_{name}", f"m_{name}", f"v_{name}", f"new_m_{name}", f"new_v_{name}", f"new_{name}")
         for name in writer.weights
     ]
-    return Operators(writer.tensors, "\n".join(lines), tuple(alike))
+    return pd.Operators(writer.tensors, "\n".join(lines), tuple(alike))
 
 
 def _add_norm(writer: _Writer, layer: str, source: str, residual: str) -> None:

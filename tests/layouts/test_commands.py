@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from pipedream import Layout, Mesh, Operators, cli, lay_out, partition
+import pipedream as pd
 from pipedream.layouts import METHODS, Exchanges
 
-PRODUCT = Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")
-LAYER = Operators(
+PRODUCT = pd.Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")
+LAYER = pd.Operators(
     {"x0": (64, 128), "w": (128, 128), "x1": (64, 128), "d1": (64, 128), "d0": (64, 128), "g": (128, 128)},
     """x1[b, o] += x0[b, i] * w[i, o]
        g[i, o] += x0[b, i] * d1[b, o]
        d0[b, i] += d1[b, o] * w[i, o]""",
     (("w", "g"),),
 )
+RunCommand = Callable[..., tuple[int, str, str]]
+
 RECIPE = """
 import torch
 from torch import nn
@@ -48,19 +50,18 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], text: str) -> str:
-    assert cli.main(text.split()) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    return shown.out
+def run(run_command: RunCommand, text: str) -> str:
+    status, out, error = run_command(*text.split())
+    assert (status, error) == (0, "")
+    return out
 
 
-def run_json(capsys: pytest.CaptureFixture[str], text: str) -> Any:
-    return json.loads(run(capsys, f"{text} --json"))
+def run_json(run_command: RunCommand, text: str) -> Any:
+    return json.loads(run(run_command, f"{text} --json"))
 
 
-def test_partition_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "layout layer.json --ranks 4 --batch b").splitlines() == [
+def test_partition_as_text(run_command: RunCommand) -> None:
+    assert run(run_command, "layout layer.json --ranks 4 --batch b").splitlines() == [
         "recursive over 4 ranks: 12,288 elements a step (lower bound 12,288), 12,288 on the wire, 49.2 kB",
         "",
         "cut  pairs  elements of a pair",
@@ -85,14 +86,14 @@ def test_partition_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("how", ["", "--method joint", "--no-replicate", "--method spartan", "--ranks 1"])
-def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, f"layout layer.json --ranks 4 {how} --batch b --element-bytes 2")
+def test_partition_is_that_of_the_library(how: str, run_command: RunCommand) -> None:
+    report = run_json(run_command, f"layout layer.json --ranks 4 {how} --batch b --element-bytes 2")
     ranks, replicate = report["ranks"], "no-rep" not in how
     assert ranks == (1 if "--ranks" in how else 4)
     assert report["method"] == (how.split()[1] if "--method" in how else "recursive")
     assert set(report["refused"]) == (set() if replicate else {"data"})
     for name, row in report["methods"].items():
-        direct = partition(LAYER, ranks, name, batch="b", replicate=replicate)
+        direct = pd.partition(LAYER, ranks, name, batch="b", replicate=replicate)
         sent = Exchanges(LAYER, direct).elements
         sizes = {"elements": direct.elements, "at_least": direct.at_least}
         assert row == sizes | {"sent_elements": sent, "sent_bytes": 2 * sent}
@@ -110,8 +111,8 @@ def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixtur
     assert report["tensors"]["g"]["alike"] == "w"
 
 
-def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "layout product.json --mesh m1:4,m2:2").splitlines() == [
+def test_the_published_layout(run_command: RunCommand) -> None:
+    assert run(run_command, "layout product.json --mesh m1:4,m2:2").splitlines() == [
         "a:m2,c:m1 on the mesh m1:4,m2:2, least peak memory",
         "",
         "                          layout  no layout",
@@ -122,18 +123,18 @@ def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
         "",
         "not sharded: b",
     ]
-    report = run_json(capsys, "layout product.json --mesh m1:4,m2:2")
+    report = run_json(run_command, "layout product.json --mesh m1:4,m2:2")
     layout, none = report.pop("layout"), report.pop("none")
-    for described, chosen in ((layout, Layout("a:m2,c:m1")), (none, Layout())):
-        expected = PRODUCT.report(chosen, Mesh("m1:4,m2:2"))
+    for described, chosen in ((layout, pd.Layout("a:m2,c:m1")), (none, pd.Layout())):
+        expected = PRODUCT.report(chosen, pd.Mesh("m1:4,m2:2"))
         sizes = {"peak_elements": expected.peak, "peak_bytes": 4 * expected.peak}
         assert described == sizes | {"done": expected.done, "unique": expected.unique, "moved": [], "seconds": None}
     assert report == {
         **{"mesh": "m1:4,m2:2", "objective": "memory", "rules": "a:m2,c:m1", "element_bytes": 4},
         **{"fixed": [], "names": {"a": [10], "b": [5], "c": [20]}, "whole": {}},
     }
-    assert run_json(capsys, "layout product.json --mesh m1:4,m2:2,m3:1")["rules"] == "a:m2,b:m3,c:m1"
-    fixed = run_json(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c")
+    assert run_json(run_command, "layout product.json --mesh m1:4,m2:2,m3:1")["rules"] == "a:m2,b:m3,c:m1"
+    fixed = run_json(run_command, "layout product.json --mesh m1:4,m2:2 --fixed a,c")
     assert (fixed["rules"], fixed["fixed"], fixed["layout"]) == ("", ["a", "c"], fixed["none"])
 
 
@@ -146,31 +147,31 @@ def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
         ("layout layer.json --ranks 2", "\nleft out: data \\(--json says why\\)\n$"),
     ],
 )
-def test_what_is_shown_where_there_is_less(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(words, run(capsys, text))
+def test_what_is_shown_where_there_is_less(text: str, words: str, run_command: RunCommand) -> None:
+    assert re.search(words, run(run_command, text))
 
 
-def test_layout_by_time_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_by_time_is_that_of_the_library(run_command: RunCommand) -> None:
     rates = {"data": 8e9 / 8 / 2, "model": 1e6 / 2}
     text = "layout layer.json --mesh data:4,model:2 --objective time --operations-per-s 1e9 --element-bytes 2"
-    by_time = run_json(capsys, f"{text} --bandwidth 8Gbit/s 1MB/s --memory 300kB")
-    mesh = Mesh("data:4,model:2")
-    direct = lay_out(LAYER, mesh, "time", memory_elements=150_000, operations_per_s=1e9, elements_per_s=rates)
+    by_time = run_json(run_command, f"{text} --bandwidth 8Gbit/s 1MB/s --memory 300kB")
+    mesh = pd.Mesh("data:4,model:2")
+    direct = pd.lay_out(LAYER, mesh, "time", memory_elements=150_000, operations_per_s=1e9, elements_per_s=rates)
     report = LAYER.report(direct, mesh)
     assert by_time["rules"] == direct.rules
     assert by_time["layout"]["seconds"] == report.seconds(1e9, rates)
-    assert by_time["none"]["seconds"] == LAYER.report(Layout(), mesh).seconds(1e9, rates)
+    assert by_time["none"]["seconds"] == LAYER.report(pd.Layout(), mesh).seconds(1e9, rates)
     moved = {(row["kind"], row["over"]): row["elements"] for row in by_time["layout"]["moved"]}
     assert moved == dict(report.moved)
     assert by_time["layout"]["peak_bytes"] == 2 * report.peak <= 300_000
-    shown = run(capsys, f"{text} --bandwidth 1e9")
+    shown = run(run_command, f"{text} --bandwidth 1e9")
     assert all(words in shown for words in ("\ntime  ", ", least time\n", "all-reduce over data"))
 
 
-def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_its_own_loss(run_command: RunCommand) -> None:
     recipe = RECIPE.replace("model = ", "model, loss, batch = Own(), None, {'x': torch.randn(8, 4)}  # ")
     Path("own.py").write_text(recipe.replace("    loss = ", "    # "), encoding="utf-8")
-    report = run_json(capsys, "layout own.py --ranks 2")
+    report = run_json(run_command, "layout own.py --ranks 2")
     tensors, weight = report["tensors"], report["tensors"]["p_inner_weight"]
     assert (weight["shape"], weight["element_bytes"], "x0" in tensors, report["refused"]) == ([4, 4], 4, True, {})
     # A weight, its gradient, its momentum and the updated ones rest alike.

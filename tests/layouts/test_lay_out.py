@@ -8,19 +8,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream import Layout, Mesh, Operators, lay_out
 from tests.layouts.steps import steps, transformer
 
-PRODUCT = Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")  # of auto_mtf
-MESH = Mesh("m1:4,m2:2")
-meshes = st.sampled_from(["m:2", "m:4,n:2", "m:2,n:2", "m:3,n:2", "m:2,n:2,o:1"]).map(Mesh)
+PRODUCT = pd.Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")  # of auto_mtf
+MESH = pd.Mesh("m1:4,m2:2")
+meshes = st.sampled_from(["m:2", "m:4,n:2", "m:2,n:2", "m:3,n:2", "m:2,n:2,o:1"]).map(pd.Mesh)
 
 
-def all_reports(ops: Operators, mesh: Mesh, fixed: str = "") -> Iterator[tuple[Layout, Any]]:
+def all_reports(ops: pd.Operators, mesh: pd.Mesh, fixed: str = "") -> Iterator[tuple[pd.Layout, Any]]:
     """Yields every layout that is not refused."""
     names = sorted({name for step in ops.steps for name in step.sizes} - {*fixed})
     for dimensions in product(["", *mesh.dimensions], repeat=len(names)):
-        layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=True) if over))
+        layout = pd.Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=True) if over))
         try:
             yield layout, ops.report(layout, mesh)
         except pd.errors.PlanError:
@@ -32,18 +31,18 @@ rates = st.lists(st.sampled_from([0.1, 1.0, 30.0]), min_size=3, max_size=3)
 
 
 @given(steps, meshes, fixed_names)
-def test_the_least_peak_equals_exhaustive_search(ops: Operators, mesh: Mesh, fixed: str) -> None:
+def test_the_least_peak_equals_exhaustive_search(ops: pd.Operators, mesh: pd.Mesh, fixed: str) -> None:
     everything = list(all_reports(ops, mesh, fixed))
     least = min(report.peak for _, report in everything)
     most = max(len(layout.over) for layout, report in everything if report.peak == least)
-    layout = lay_out(ops, mesh, fixed=[name for name in fixed if any(name in step.sizes for step in ops.steps)])
+    layout = pd.lay_out(ops, mesh, fixed=[name for name in fixed if any(name in step.sizes for step in ops.steps)])
     assert (ops.report(layout, mesh).peak, len(layout.over)) == (least, most)
 
 
 @pytest.mark.slow
 @given(steps, meshes, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
 def test_the_fewest_seconds_equal_exhaustive_search(
-    ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float
+    ops: pd.Operators, mesh: pd.Mesh, operations_per_s: float, rates: list[float], share: float
 ) -> None:
     elements_per_s = dict(zip(mesh.dimensions, rates, strict=False))
     everything = [
@@ -54,7 +53,7 @@ def test_the_fewest_seconds_equal_exhaustive_search(
     least = min(seconds for seconds, peak in everything if peak <= fits)
     peak = min(peak for seconds, peak in everything if peak <= fits and seconds <= least * (1 + 1e-9))
     settings: dict[str, Any] = {"operations_per_s": operations_per_s, "elements_per_s": elements_per_s}
-    report = ops.report(lay_out(ops, mesh, "time", memory_elements=fits, **settings), mesh)
+    report = ops.report(pd.lay_out(ops, mesh, "time", memory_elements=fits, **settings), mesh)
     assert report.seconds(operations_per_s, elements_per_s) == pytest.approx(least, rel=1e-6)
     assert report.peak == peak
 
@@ -82,15 +81,15 @@ DATA, MODEL = "batch:batch", "d_ff:model,heads:model,vocab:model"
 def test_the_published_layouts_of_a_transformer(
     sizes: dict[str, int], mesh: str, arguments: dict[str, Any], rules: str
 ) -> None:
-    assert lay_out(transformer(3, **sizes), Mesh(mesh), **arguments).rules == rules
+    assert pd.lay_out(transformer(3, **sizes), pd.Mesh(mesh), **arguments).rules == rules
 
 
 def test_a_memory_limit_forces_more_cuts() -> None:
-    ops, mesh = transformer(2, batch=8, **WIDE), Mesh("batch:8,model:8")
+    ops, mesh = transformer(2, batch=8, **WIDE), pd.Mesh("batch:8,model:8")
     rates = {"operations_per_s": 1e13, "elements_per_s": {"batch": 1e9, "model": 1e3}}
-    free = lay_out(ops, mesh, "time", **rates)
+    free = pd.lay_out(ops, mesh, "time", **rates)
     limit = ops.report(free, mesh).peak - 1
-    bound = lay_out(ops, mesh, "time", memory_elements=limit, **rates)
+    bound = pd.lay_out(ops, mesh, "time", memory_elements=limit, **rates)
     assert ops.report(bound, mesh).peak <= limit
     assert ops.report(bound, mesh).seconds(**rates) > ops.report(free, mesh).seconds(**rates)
 
@@ -117,17 +116,17 @@ RATES = {"operations_per_s": 1.0, "elements_per_s": 1.0}
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
-        lay_out(PRODUCT, MESH, **arguments)
+        pd.lay_out(PRODUCT, MESH, **arguments)
 
 
 def test_a_larger_mesh_is_proposed_where_nothing_fits() -> None:
-    ops = Operators({"x": (64, 64), "y": (64, 64)}, "y[a, b] = x[a, b]")
+    ops = pd.Operators({"x": (64, 64), "y": (64, 64)}, "y[a, b] = x[a, b]")
     with pytest.raises(
         pd.PipelineError, match=r"64 too many; give each rank 4096, or take a mesh such as m:4 \([ab]:m\)"
     ):
-        lay_out(ops, Mesh("m:2"), memory_elements=4096 - 64)
+        pd.lay_out(ops, pd.Mesh("m:2"), memory_elements=4096 - 64)
 
 
 def test_operators_without_indices_are_laid_out() -> None:
-    assert lay_out(Operators({"x": (), "y": ()}, "y[] = x[]"), MESH) == Layout()
-    assert lay_out(Operators({"x": (4,)}, ""), MESH, "time", **RATES) == Layout()
+    assert pd.lay_out(pd.Operators({"x": (), "y": ()}, "y[] = x[]"), MESH) == pd.Layout()
+    assert pd.lay_out(pd.Operators({"x": (4,)}, ""), MESH, "time", **RATES) == pd.Layout()

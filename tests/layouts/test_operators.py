@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream import Layout, Mesh, Operators
 from pipedream.core.plan.mesh import box_of
 from pipedream.layouts.description.text import read_lines
 from tests.layouts.steps import steps
@@ -42,10 +41,10 @@ def test_affine_indices_are_those_of_python(
 
 def test_groups_inputs_and_outputs(tmp_path: Path) -> None:
     sizes = SIZES | {"g": (6, 4), "v": (6, 4)}
-    ops = Operators(sizes, "y[b, o] += x[b, i] * w[i, o]\nloss[] += y[b, o]", alike=(("w", "g"), ("v", "g")))
+    ops = pd.Operators(sizes, "y[b, o] += x[b, i] * w[i, o]\nloss[] += y[b, o]", alike=(("w", "g"), ("v", "g")))
     assert set(ops.groups) == {(name,) for name in SIZES if name != "w"} | {("v", "w", "g")}
     assert (ops.outputs, {"x", "w"} <= set(ops.inputs)) == (("loss",), True)
-    assert Operators.load(ops.save(tmp_path / "operators.json")) == ops
+    assert pd.Operators.load(ops.save(tmp_path / "operators.json")) == ops
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,10 @@ def test_groups_inputs_and_outputs(tmp_path: Path) -> None:
 def test_what_is_refused(text: str, message: str) -> None:
     text, _, alike = text.partition("; ")
     with pytest.raises(pd.PipelineError, match=message):
-        _ = Operators(SIZES, text, (tuple(alike.split(" = ")),) if alike else ())
+        _ = pd.Operators(SIZES, text, (tuple(alike.split(" = ")),) if alike else ())
 
 
-MESH = Mesh("m:2,n:2")
+MESH = pd.Mesh("m:2,n:2")
 
 
 @pytest.mark.parametrize(
@@ -100,16 +99,16 @@ MESH = Mesh("m:2,n:2")
 def test_a_report_by_hand(text: str, rules: str, peak: int, done: int, moved: dict[Any, int]) -> None:
     sizes = {name: shape for name, shape in SIZES.items() if name in "xwy" and f"{name}[" in text}
     sizes |= {name: (8, 8) for name in "stu" if f"{name}[" in text}
-    ops = Operators(sizes, text)
-    report = ops.report(Layout(rules), MESH)
+    ops = pd.Operators(sizes, text)
+    report = ops.report(pd.Layout(rules), MESH)
     assert (report.peak, report.done, report.moved) == (peak, done, moved)
-    assert report.unique == ops.report(Layout(), Mesh()).done
+    assert report.unique == ops.report(pd.Layout(), pd.Mesh()).done
 
 
 @given(steps, st.lists(st.sampled_from(["", "m", "n"]), min_size=6, max_size=6))
-def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, dimensions: list[str]) -> None:
+def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: pd.Operators, dimensions: list[str]) -> None:
     names = [name for name in "abcdef" if any(name in step.sizes for step in ops.steps)]
-    layout = Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=False) if over))
+    layout = pd.Layout(",".join(f"{name}:{over}" for name, over in zip(names, dimensions, strict=False) if over))
     try:
         report = ops.report(layout, MESH)
     except pd.errors.PlanError:
@@ -148,8 +147,8 @@ def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, dimension
 
 
 def test_seconds() -> None:
-    ops = Operators({"x": (8, 6), "w": (6, 4), "y": (8, 4)}, "y[a, c] += x[a, b] * w[b, c]")
-    report = ops.report(Layout("b:m"), Mesh("m:2,n:4"))
+    ops = pd.Operators({"x": (8, 6), "w": (6, 4), "y": (8, 4)}, "y[a, c] += x[a, b] * w[b, c]")
+    report = ops.report(pd.Layout("b:m"), pd.Mesh("m:2,n:4"))
     assert report.moved == {("all-reduce", "m"): 8 * 32}
     assert report.seconds(10, {"m": 4, "n": 1}) == 96 / 10 + 2 * 1 / 2 * 32 / 4
     for rates, message in (({"m": 1}, r"no rate for 'n'"), ({"m": 1, "n": 1, "o": 1}, r"has 'o', which"), (0, r"is 0")):
@@ -171,5 +170,5 @@ def test_layouts_that_are_refused(rules: str, message: str) -> None:
     sizes = {"x": (8, 6), "w": (6, 4), "y": (8, 4), "u": (8,), "v": (8, 8), "t": (8,)}
     text = "y[a, c] += x[a, b] * w[b, c]\nu[h] = x[h + 0*h + 1, :]\nt[k] = v[k, k]"
     with pytest.raises(pd.PipelineError, match=message):
-        Operators(sizes, text).report(Layout(rules), Mesh("m:4"))
-    assert Operators(sizes, text).report(Layout("a:other"), Mesh("m:4")).moved == {}
+        pd.Operators(sizes, text).report(pd.Layout(rules), pd.Mesh("m:4"))
+    assert pd.Operators(sizes, text).report(pd.Layout("a:other"), pd.Mesh("m:4")).moved == {}

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
-from pipedream import Operators, partition
 from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_tensor
 from pipedream.layouts.search.partition import METHODS, complete_partition
 from pipedream.layouts.search.search import Choice, Search, State, list_choices
 from tests.layouts.steps import steps
 
 
-def square_layers(layers: int, batch: int, width: int) -> Operators:
+def square_layers(layers: int, batch: int, width: int) -> pd.Operators:
     """Returns one step of a multilayer perceptron."""
     sizes = {f"d{layers}": (batch, width), "x0": (batch, width)}
     text = []
@@ -25,7 +24,7 @@ def square_layers(layers: int, batch: int, width: int) -> Operators:
     for at in range(layers, 0, -1):
         text.append(f"g{at}[i, o] += x{at - 1}[b, i] * d{at}[b, o]")
         text.append(f"d{at - 1}[b, i] += d{at}[b, o] * w{at}[i, o]")
-    return Operators(sizes, "\n".join(text), tuple((f"w{at}", f"g{at}") for at in range(1, layers + 1)))
+    return pd.Operators(sizes, "\n".join(text), tuple((f"w{at}", f"g{at}") for at in range(1, layers + 1)))
 
 
 @pytest.mark.slow
@@ -39,15 +38,15 @@ def square_layers(layers: int, batch: int, width: int) -> Operators:
 )
 def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight: int, joint: int) -> None:
     ops = square_layers(*sizes)
-    result = partition(ops, 8)
+    result = pd.partition(ops, 8)
     assert (result.cuts[0].elements, result.elements, result.at_least) == (first, eight, joint)
-    assert partition(ops, 8, "joint").elements == joint
+    assert pd.partition(ops, 8, "joint").elements == joint
     weights = sizes[0] * sizes[2] ** 2
     for ranks, least in ((2, first), (4, four)):
-        assert partition(ops, ranks).elements == least
-        assert partition(ops, ranks, "data", batch="b").elements == 2 * (ranks - 1) * weights
+        assert pd.partition(ops, ranks).elements == least
+        assert pd.partition(ops, ranks, "data", batch="b").elements == 2 * (ranks - 1) * weights
         others = METHODS.keys() - {"joint", "recursive", "data"}
-        assert all(partition(ops, ranks, method).elements >= least for method in others)
+        assert all(pd.partition(ops, ranks, method).elements >= least for method in others)
 
 
 def test_equally_cheap_first_cuts_lead_to_different_ends() -> None:
@@ -61,7 +60,7 @@ def test_equally_cheap_first_cuts_lead_to_different_ends() -> None:
         ends.add(first + 2 * second)
         weights.add(tuple(choice.schemes[f"{kind}{at}"] for kind in "xdw" for at in range(1, 4)))
     assert {218_103_808, 226_492_416, 234_881_024} <= ends
-    assert min(ends) == 218_103_808 == partition(ops, 4).elements
+    assert min(ends) == 218_103_808 == pd.partition(ops, 4).elements
 
 
 BOX = (range(8), range(6))
@@ -88,12 +87,12 @@ def test_published_costs(source: Halves, target: Halves, elements: int) -> None:
 
 
 def test_a_halo_is_fetched() -> None:
-    ops = Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
+    ops = pd.Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
     only = Choice({"x": 1, "k": None, "y": 1}, ("h",))
     assert Search(ops).count_elements(State.uncut(ops), only) == 2 * 8  # a column from each side
 
 
-def exhaustive(ops: Operators, state: State) -> float:
+def exhaustive(ops: pd.Operators, state: State) -> float:
     """Returns the least cost of one cut, from all schemes of the tensors; each operator takes its cheapest index."""
 
     def of_step(number: int, schemes: dict[str, Any]) -> float:
@@ -132,20 +131,20 @@ def test_each_cut_equals_exhaustive_search(most: int, data: st.DataObject) -> No
 
 
 def test_samples_in_a_merged_dimension_are_not_cut() -> None:
-    ops = Operators(
+    ops = pd.Operators(
         {"m": (16, 2), "v": (4, 4, 2), "x": (4, 2), "y": (4, 4, 2)},
         """v[a, b, c] = m[4*a + b, c]
            y[a, b, c] = f(v[a, b, c], x[b, c])""",
     )
     for batch in ("x", "b"):
-        (cut,) = partition(ops, 2, "data", batch=batch).cuts
+        (cut,) = pd.partition(ops, 2, "data", batch=batch).cuts
         assert cut.indices == (None, "b"), "halves of b would need more of m in common than of their own"
 
 
 @settings(max_examples=10)
 @given(steps, st.data())
-def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
-    original = partition(ops, 4)
+def test_a_partition_is_completed_around_given_schemes(ops: pd.Operators, data: st.DataObject) -> None:
+    original = pd.partition(ops, 4)
     schemes = {name: tuple(cut.schemes[name] for cut in original.cuts) for name in ops.tensors}
     given_some = {name: schemes[name] for name in data.draw(st.sets(st.sampled_from(sorted(ops.tensors))))}
     again = complete_partition(ops, 4, given_some)
@@ -158,22 +157,22 @@ def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.
 
 @settings(max_examples=8)
 @given(steps)
-def test_no_method_is_better(ops: Operators) -> None:
+def test_no_method_is_better(ops: pd.Operators) -> None:
     """Than the recursion in a single cut, than all cuts at once in several."""
-    best, joint = partition(ops, 2), partition(ops, 4, "joint")
+    best, joint = pd.partition(ops, 2), pd.partition(ops, 4, "joint")
     for method in METHODS.keys() - {"data"}:
-        assert best.elements <= partition(ops, 2, method).elements
-        result = partition(ops, 4, method)
+        assert best.elements <= pd.partition(ops, 2, method).elements
+        result = pd.partition(ops, 4, method)
         assert result.elements >= joint.elements
         assert result.at_least <= result.elements
 
 
 def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
     ops = square_layers(4, 512, 8192)
-    result = partition(ops, 4, replicate=False)
+    result = pd.partition(ops, 4, replicate=False)
     assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
-    assert result.elements >= partition(ops, 4).elements
-    alone = partition(ops, 1)
+    assert result.elements >= pd.partition(ops, 4).elements
+    alone = pd.partition(ops, 1)
     assert (alone.cuts, alone.elements, alone.at_least) == ((), 0, 0)
 
 
@@ -191,4 +190,4 @@ def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
-        partition(square_layers(1, 4, 4), **arguments)
+        pd.partition(square_layers(1, 4, 4), **arguments)

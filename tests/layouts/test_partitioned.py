@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.layouts import Exchanges, GroupRanks, Partition, trace
 from pipedream.layouts.search.partition import Halving
 from pipedream.layouts.search.search import Search, State
@@ -136,7 +135,7 @@ def test_processes_equal_one(count: int) -> None:
     processes.team(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
 
 
-def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
+def _convert_layout(operators: pd.Operators, layout: pd.Layout, mesh: pd.Mesh) -> Partition:
     """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
     shared = operators.with_shared_names()
     over, cuts = shared.named.read_rules(layout, mesh), []
@@ -162,11 +161,11 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
     if name != "uneven":  # the published cost of halves that do not divide is a penalty
         result = pd.partition(operators, 2)
         assert Exchanges(operators, result).elements == result.elements
-    shared, mesh = operators.with_shared_names(), Mesh("m:2")
+    shared, mesh = operators.with_shared_names(), pd.Mesh("m:2")
     layouts = [
-        Layout(f"{name}:m") for name, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)
+        pd.Layout(f"{name}:m") for name, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)
     ]
-    layouts += [lay_out(shared, mesh)]
+    layouts += [pd.lay_out(shared, mesh)]
     for layout in layouts:
         result = _convert_layout(operators, layout, mesh)
         _check_partition(name, SimulatedRanks(2), result)
@@ -177,8 +176,8 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         sent = Exchanges(operators, result).elements
         assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
     if name in ("mlp", "lstm"):
-        mesh = Mesh("m:2,n:4")
-        _check_partition(name, SimulatedRanks(8), _convert_layout(operators, lay_out(shared, mesh), mesh))
+        mesh = pd.Mesh("m:2,n:4")
+        _check_partition(name, SimulatedRanks(8), _convert_layout(operators, pd.lay_out(shared, mesh), mesh))
 
 
 @pytest.mark.parametrize("method", ["spartan", pytest.param("model", marks=pytest.mark.slow)])

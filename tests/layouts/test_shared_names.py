@@ -2,34 +2,34 @@
 
 from hypothesis import given, settings, strategies as st
 
-from pipedream import Layout, Mesh, Operators, partition
+import pipedream as pd
 from pipedream.layouts.description.text import rename_indices
 from tests.layouts.steps import steps
 
 
 @given(steps)
-def test_only_names_change(ops: Operators) -> None:
+def test_only_names_change(ops: pd.Operators) -> None:
     shared = ops.with_shared_names()
     assert (shared.tensors, shared.alike) == (ops.tensors, ops.alike)
     for step, other in zip(ops.steps, shared.steps, strict=True):
         assert list(step.sizes.values()) == list(other.sizes.values())
         names = dict(zip(other.sizes, step.sizes, strict=True))  # as many: no two have become one
         assert rename_indices(other.line, names) == step.line.text
-    mesh = Mesh("m:2")
-    without, before = shared.report(Layout(), mesh), ops.report(Layout(), mesh)
+    mesh = pd.Mesh("m:2")
+    without, before = shared.report(pd.Layout(), mesh), ops.report(pd.Layout(), mesh)
     assert (without.done, without.unique, without.moved) == (before.done, before.unique, before.moved)
     assert without.peak == before.peak
 
 
 @settings(max_examples=10)
 @given(steps)
-def test_partitions_do_not_depend_on_names(ops: Operators) -> None:
-    first, other = partition(ops, 4), partition(ops.with_shared_names(), 4)
+def test_partitions_do_not_depend_on_names(ops: pd.Operators) -> None:
+    first, other = pd.partition(ops, 4), pd.partition(ops.with_shared_names(), 4)
     assert [cut.elements for cut in first.cuts] == [cut.elements for cut in other.cuts]
 
 
 @given(steps)
-def test_names_differ_only_where_they_must(ops: Operators) -> None:
+def test_names_differ_only_where_they_must(ops: pd.Operators) -> None:
     """An index and a dimension that it runs over have two names only if something would have one of them twice."""
     shared = ops.with_shared_names()
     owners = [{*step.sizes} for step in shared.steps]
@@ -61,7 +61,7 @@ def test_only_blocks_of_rows_are_parts_of_a_merged_dimension(
     times[0] = times[0] * wrong
     text = " + ".join(f"{factor}*{name}" for factor, name in zip(times, letters, strict=True)) + f" + {offset}"
     whole = times[0] * sizes[0] + offset + is_short
-    ops = Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])")
+    ops = pd.Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])")
     (step,) = ops.steps
     reads: dict[int, set[int]] = {}
     for at in range(sizes[0]):

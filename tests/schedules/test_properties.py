@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import pipedream as pd
-from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.workflows.methods import select_methods
 
 
@@ -65,7 +64,7 @@ def test_a_user_file_need_not_declare_anything(tmp_path: Path) -> None:
         "METHODS = (Method(late), Method(declared, properties=MethodProperties(splits_backward=True)))\n"
     )
     assert pd.schedules.properties_of(f"{file}:late") == pd.schedules.properties_of("pipedream_vertical_sync")
-    assert pd.schedules.properties_of(f"{file}:declared") == MethodProperties(splits_backward=True)
+    assert pd.schedules.properties_of(f"{file}:declared") == pd.schedules.MethodProperties(splits_backward=True)
     assert list(select_methods([f"{file}:late", "2bw"])) == [f"{file}:late", "pipedream_2bw"]
 
 

@@ -10,7 +10,6 @@ from hypothesis import assume, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
 from pipedream.core.units import format_bytes
@@ -237,7 +236,7 @@ def test_a_program_is_read_again_as_it_was() -> None:
         (((0, 1), (1,)), "all stages have as many turns"),
     ):
         with pytest.raises(ValueError, match=words):
-            Placement(homes_of_two, forwards, homes_of_two)
+            pd.schedules.Placement(homes_of_two, forwards, homes_of_two)
 
 
 # -- plans ----------------------------------------------------------------------------------------------

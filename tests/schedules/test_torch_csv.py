@@ -12,7 +12,6 @@ import zoo
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.schedules.kit.method import looped
 from pipedream.testing import Reads, Training
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
@@ -110,7 +109,7 @@ def flushing(draw: st.DrawFn) -> pd.Schedule:
     """Any registered method that flushes and has no replicas, of any size."""
     name, p = draw(st.sampled_from(WRITABLE)), draw(st.integers(1, 4))
     plan = pd.schedules.uniform(
-        name, p, chunks=draw(st.integers(1, 3)) if pd.schedules.STAGE_ORDERS.get(name) is looped else None
+        name, p, chunks=draw(st.integers(1, 3)) if pd.schedules.STAGE_ORDERS.get(name) is pd.schedules.looped else None
     )
     try:
         return pd.schedules.build(name, plan, draw(st.integers(1, 16)))
