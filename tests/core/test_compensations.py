@@ -26,6 +26,7 @@ from pipedream.core.schedule.compensation import (
 )
 
 numbers = st.floats(0, 1e6)
+words = ("uniform", "by_delay"), ("two_sided", "one_sided"), ("second_moment", "first_moment")
 anything = st.one_of(
     st.builds(Generalised, numbers),
     st.just(Nesterov()),
@@ -34,13 +35,7 @@ anything = st.one_of(
     st.builds(ErrorFeedback, st.none() | numbers),
     st.builds(LearningRateRescheduling, st.integers(1, 10**9)),
     st.builds(GapAware, st.floats(0, 1, exclude_max=True)),
-    st.builds(
-        BasisRotation,
-        st.integers(1, 99),
-        st.sampled_from(["uniform", "by_delay"]),
-        st.sampled_from(["two_sided", "one_sided"]),
-        st.sampled_from(["second_moment", "first_moment"]),
-    ),
+    st.builds(BasisRotation, st.integers(1, 99), *map(st.sampled_from, words)),
 )
 
 

@@ -137,7 +137,6 @@ REFUSED: list[tuple[artifact.Artifact, Callable[[dict[str, Any]], Any], str]] = 
     (PLAN, lambda d: d | {"in_flight": [1, 2]}, "Plan: .*must not grow towards the output"),
     (PROGRAM, lambda d: d | {"weights": {"rule": "newest"}}, "weights.rule should be one of"),
     (PROGRAM, lambda d: d | {"weights": {"rule": "flush"}}, "lacks the field 'per_update'"),
-    (PROGRAM, lambda d: d | {"weights": 3}, "weights should be an object"),
     (PROGRAM, lambda d: d | {"kinds": ["F", "X"]}, r"Program.kinds\[1\] should be one of"),
     (PROGRAM, with_ranks({"warmup": "0F0 0G1", "period": ""}), r"ranks\[0\].warmup: '0G1' is not"),
     (PROGRAM, with_ranks({"warmup": "1F0", "period": ""}), "'1F0' is not an instruction of this rank"),
@@ -169,17 +168,13 @@ def test_what_is_not_the_noun_is_refused_with_the_file_and_the_place(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "plan", "[" * 100_000, b"\xff\xfe\x00", None])
-def test_what_is_no_json(text: str | bytes | None, tmp_path: Path) -> None:
-    path, words = tmp_path / "nowhere.json", "is not JSON"
-    if text is None:
-        words = r"nowhere\.json does not exist; give the file of a Plan"
-    elif isinstance(text, bytes):
-        path.write_bytes(text)
-        words = "cannot read the Plan"
-    else:
-        path.write_text(text)
-    with pytest.raises(pd.errors.ArtifactError, match=words):
+@pytest.mark.parametrize("text", [b"", b"{", b"plan", b"[" * 100_000, b"\xff\xfe\x00"])
+def test_what_is_no_json(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.json"
+    with pytest.raises(pd.errors.ArtifactError, match=r"nowhere\.json does not exist; give the file of a Plan"):
+        pd.Plan.load(path)
+    path.write_bytes(text)
+    with pytest.raises(pd.errors.ArtifactError, match="cannot read the Plan" if b"\xff" in text else "is not JSON"):
         pd.Plan.load(path)
 
 

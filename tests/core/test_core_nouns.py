@@ -1,9 +1,9 @@
 """Units, graphs, plans, clusters: what is well formed and what is not. Seeds, which differ."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,28 +15,25 @@ SIZES = {"16e9": 16 * 10**9, "512MB": 512 * 10**6, "2 GiB": 2 * 2**30, "1k": 100
 RATES = {"1e9": 1e9, "1.25GB/s": 1.25e9, "10 Gbit/s": 1.25e9, "100mbit/s": 12.5e6, "8bit/s": 1.0, "3kBps": 3e3}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        *((units.parse_bytes(text), count) for text, count in SIZES.items()),
-        *((units.parse_rate(text), pytest.approx(rate)) for text, rate in RATES.items()),
-        (units.format_bytes(1_340_000), "1.34 MB"),
-        (units.format_bytes(0), "0 B"),
-        (units.format_bytes(-2000), "-2.00 kB"),
-        (units.format_rate(1.25e9), "1.25 GB/s"),
-        (units.format_excess(0.268), "within 27 %"),
-        (units.format_excess(5.6), "within 6.6 times"),
-        (units.format_seconds(0.00241), "2.41 ms"),
-        (units.format_seconds(3.2e-8), "0.032 us"),
-        (units.format_seconds(float("inf")), "inf"),
-        (units.shorten("transformer.h.0.mlp.dropout"), "transformer.h.0.mlp.dropout"),
-        (units.shorten("model.decoder.layers.10.fc1.weight"), "model...layers.10.fc1.weight"),
-        (units.shorten("model.layers.10.post_attention_layernorm"), "model...post_attention_layernorm"),
-        (units.shorten("a_name_without_any_dots_that_is_long", 16), "a_name...is_long"),
-    ],
-)
-def test_units_are_read_and_written(value: object, expected: object) -> None:
-    assert value == expected
+WRITTEN: dict[Any, dict[Any, str]] = {
+    units.format_bytes: {1_340_000: "1.34 MB", 0: "0 B", -2000: "-2.00 kB"},
+    units.format_rate: {1.25e9: "1.25 GB/s"},
+    units.format_excess: {0.268: "within 27 %", 5.6: "within 6.6 times"},
+    units.format_seconds: {0.00241: "2.41 ms", 3.2e-8: "0.032 us", float("inf"): "inf"},
+    units.shorten: {
+        "transformer.h.0.mlp.dropout": "transformer.h.0.mlp.dropout",
+        "model.decoder.layers.10.fc1.weight": "model...layers.10.fc1.weight",
+        "model.layers.10.post_attention_layernorm": "model...post_attention_layernorm",
+        "a_name_without_any_dots_that_is_very_long": "a_name_without...at_is_very_long",
+    },
+}
+
+
+def test_units_are_read_and_written() -> None:
+    assert {text: units.parse_bytes(text) for text in SIZES} == SIZES
+    assert {text: units.parse_rate(text) for text in RATES} == pytest.approx(RATES)
+    for write, texts in WRITTEN.items():
+        assert {value: write(value) for value in texts} == texts
 
 
 @given(st.floats(1, 1e15))
@@ -98,35 +95,6 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
 def test_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises((ValueError, pd.PipelineError), match=words):
         call()
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple), st.integers(0, 100))
-def test_round_robin(replicas: tuple[int, ...], k: int) -> None:
-    placement = pd.schedules.Placement.replicated(replicas)
-    assert placement.replicas == replicas
-    assert placement.workers == sum(replicas)
-    for stage, count in enumerate(replicas):
-        assert placement.stage_replicas(placement.rank_of(stage, k)) == ((stage, k % count),)
-        assert placement.rank_of(stage, k) == placement.rank_of(stage, k + placement.cycle)
-
-
-def test_prints_what_replicas_share() -> None:
-    """Rates and all-reduces of replicated stages; a straight plan has neither column nor word of them."""
-    rows = (pd.Stage(0, 1, 4, 1.0, 2.0, parameter_bytes=1000), pd.Stage(1, 2, 1, 1.0, 2.0, 0.5, output_bytes=7))
-    plan = pd.Plan(rows, (2, 1), pd.Cluster.flat(5, 100.0))
-    head, names, *stages, words = str(plan).splitlines()
-    assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch when full"
-    rows = [dict(zip(*(re.split(r"\s{2,}", row.strip()) for row in (names, stage)), strict=True)) for stage in stages]
-    shown = [tuple(row[name] for name in ("workers", "all-reduce", "sends", "lr factor")) for row in rows]
-    assert shown == [("4", "15.0 s", "0 B", "1"), ("1", "-", "-", "0.25")]  # 2*3/4 * 1000/100
-    assert words.startswith("in flight: microbatches at depth noam, as in the paper; lr factor: on the learning")
-    late = str(replace(plan, update_delay=(1, 0))).splitlines()
-    assert [line.split()[-3] for line in late[2:4]] == ["1", "0"]
-    assert late[4].endswith("; delay: 1 if the next forward runs before the update")
-    assert not re.search("all-reduce|delay|lr factor", str(pd.Plan.uniform(2)))
-
-
-# -- seeds ------------------------------------------------------------------------------------------------------------
 
 
 def test_runs_layers_and_microbatches_draw_other_numbers() -> None:

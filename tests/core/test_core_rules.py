@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, inf, lcm
+from math import ceil, inf, lcm, nan
 from typing import Any
 
 import pytest
@@ -22,16 +22,16 @@ def delays(draw: Callable[..., int], replicas: tuple[int, ...]) -> tuple[int, ..
     return tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
 
 
-# -- depth ------------------------------------------------------------------------------------------------------------
-
-
 @given(replica_counts)
-def test_noam_of_the_input_stage_is_the_papers(replicas: tuple[int, ...]) -> None:
+def test_noam_is_the_papers_and_full_is_as_deep(replicas: tuple[int, ...]) -> None:
     """NOAM = ceil(workers / replicas of the input stage); the output stage holds one."""
-    counts = depth.noam(replicas)
+    counts, deep = depth.noam(replicas), depth.full(replicas, (0.0,) * (len(replicas) - 1))
     assert counts[0] == ceil(Fraction(sum(replicas), replicas[0]))
     assert counts[-1] == 1
-    depth.check_in_flight(counts, replicas)
+    assert all(d >= n for d, n in zip(deep, counts, strict=True))
+    assert deep == counts or max(replicas) > 1, "without messages and replicas they are one"
+    for accepted in (counts, deep):
+        depth.check_in_flight(accepted, replicas)
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,6 @@ def test_noam_of_the_input_stage_is_the_papers(replicas: tuple[int, ...]) -> Non
 def test_depths_by_hand(depth_of: Callable[..., Any], replicas: Any, more: Any, counts: Any) -> None:
     """With update delays, and with slots that a message takes."""
     assert depth_of(replicas, more) == counts
-
-
-@given(replica_counts)
-def test_full_without_messages_or_replicas_is_noam(replicas: tuple[int, ...]) -> None:
-    straight = (1,) * len(replicas)
-    assert depth.full(straight, (0.0,) * (len(straight) - 1)) == depth.noam(straight)
-    deep = depth.full(replicas, (0.0,) * (len(replicas) - 1))
-    assert all(d >= n for d, n in zip(deep, depth.noam(replicas), strict=True))
-    depth.check_in_flight(deep, replicas)
 
 
 @given(replica_counts, st.data())
@@ -83,9 +74,6 @@ def test_fitted_counts_lie_between_and_add_only_upstream(replicas: tuple[int, ..
     assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, counts, high, most, strict=True))
     depth.check_in_flight(counts, replicas, update_delay)
     assert depth.fit_counts(low, high, high, replicas) == high, "where all fits it is full"
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 64), st.integers(0, 1000), st.integers(0, 9))
@@ -174,9 +162,9 @@ def test_buffers_of_predictions(changes: dict[str, Any], buffers: list[int]) -> 
     assert [replace(LATEST, **changes).buffers(s) for s in (0, 1)] == buffers
 
 
-THREE, STALE = pd.Plan.uniform(3), "has flushes=True, but .* makes gradients stale"
+TWO, THREE, STALE = pd.Plan.uniform(2), pd.Plan.uniform(3), "has flushes=True, but .* makes gradients stale"
 ONE_EACH = "each argument needs one number per stage"
-TWO_BW = build("pipedream_2bw", pd.Plan.uniform(2), 2)
+TWO_BW, BETWEEN = build("pipedream_2bw", TWO, 2), build("timeprest_interpolated", TWO, 2).weights
 
 
 @pytest.mark.parametrize(
@@ -208,6 +196,11 @@ TWO_BW = build("pipedream_2bw", pd.Plan.uniform(2), 2)
             lambda: replace(TWO_BW, updates=UpdateRule((2, 2), mean_of_rounds=True)),
             r"averages rounds.* hold \(2, 2\) microbatches for \(1, 1\) replicas",
         ),
+        (lambda: replace(BETWEEN, warmup=(1,)), ONE_EACH),
+        (lambda: replace(BETWEEN, replicas=(3, 1)), "an update holds a microbatch of each replica, found 2"),
+        (lambda: replace(BETWEEN, warmup=(1, 2)), r"no stage may have more warm-up .*, found \[1, 2\]"),
+        (lambda: replace(BETWEEN, backward_rule="stash"), "a backward rule is recompute, graph, found 'stash'"),
+        *((lambda x=x: replace(BETWEEN, share=x), "old weights must be between 0 and 1") for x in (-0.1, 1.5, nan)),
     ],
 )
 def test_what_does_not_go_together_is_refused(call: Callable[[], object], words: str) -> None:

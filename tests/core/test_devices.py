@@ -99,9 +99,6 @@ def test_devices_and_clusters_that_there_are_not(call: Callable[[], object], wor
         call()
 
 
-# -- the papers' clusters ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_as_many_machines_as_in_the_paper_or_as_wanted(name: str) -> None:
     preset = presets.PRESETS[name]

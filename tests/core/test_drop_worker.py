@@ -8,7 +8,6 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.without import drop_worker
 
 
@@ -24,12 +23,6 @@ def test_the_others_keep_their_places_links_and_kinds(data: st.DataObject) -> No
     for a, first in enumerate(others):
         for b, second in enumerate(others[:a]):
             assert smaller.link(smaller.reach(a, b)) == cluster.link(cluster.reach(first, second))
-
-
-def test_a_machine_without_workers_is_gone() -> None:
-    cluster = pd.Cluster((pd.Level(2, 2.0, sizes=(2, 1)), pd.Level(2, 1.0)), kinds=(Workers(2), Workers(1, "gpu")))
-    assert cluster.without(2) == pd.Cluster((pd.Level(2, 2.0), pd.Level(1, 1.0)), kinds=(Workers(2),))
-    assert cluster.without(0) == pd.Cluster((pd.Level(1, 2.0), pd.Level(2, 1.0)), kinds=(Workers(1), Workers(1, "gpu")))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())

@@ -19,7 +19,6 @@ def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:
 @pytest.mark.parametrize(
     ("variants", "words"),
     [
-        (over(1.25e9, ddp=60, ours=42), "Over 10 Gbit/s DDP is the fastest."),
         (over(None, ddp=None, ours=42), "Over this machine's own links pipedream is the fastest."),
         (over(50e6, ddp=None, ours=None), "Over 400 Mbit/s nothing ran."),
         (
