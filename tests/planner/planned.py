@@ -12,20 +12,17 @@ from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import PlanSearch
 
+Shape = str | tuple[int, ...]
+
 
 def search_plan(
-    profile: pd.Profile,
-    cluster: pd.Cluster,
-    *,
-    shape: str | tuple[int, ...] = "any",
-    in_flight: str | tuple[int, ...] = "noam",
-    **of_search: Any,
+    profile: pd.Profile, cluster: pd.Cluster, *, shape: Shape = "any", in_flight: Shape = "noam", **of_search: Any
 ) -> pd.Plan:
     """Returns the fastest plan; `of_search` are arguments of `PlanSearch.of`."""
     return PlanSearch.of(profile, cluster, **of_search).best(shape, in_flight)
 
 
-def plan_or_words(search: Any, shape: str | tuple[int, ...], link_factor: float = 1.0) -> pd.Plan | str:
+def plan_or_words(search: Any, shape: Shape, link_factor: float = 1.0) -> pd.Plan | str:
     """Returns what a search finds, or why it finds nothing."""
     try:
         return search.best(shape, link_factor=link_factor)

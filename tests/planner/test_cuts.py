@@ -36,25 +36,6 @@ def test_prefixes_are_one_order(graph: pd.LayerGraph, seed: int) -> None:
     assert sorted(steps) == sorted(lattice.groups)
 
 
-@given(graphs(), st.data())
-def test_free_layers_run_as_soon_as_they_can(graph: pd.LayerGraph, data: st.DataObject) -> None:
-    """Each downset has one of those that are left which costs the same, sends no more, and keeps chains chains."""
-    count = len(graph.layers)
-    sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    costs = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    lattice = Lattice.of(graph)
-    free = lattice.free(costs, sizes)
-    assert not any(costs[i] for g in free for i in bit_indices(lattice.groups[g]))
-    everything = sorted(masks(graph))
-    remaining = lattice.downsets(len(everything), free)
-    sends = dict(zip(everything, lattice.crossing_bytes(everything, sizes).tolist(), strict=True))
-    nearest = {downset: min((n for n in remaining if not downset & ~n), key=int.bit_count) for downset in everything}
-    for downset, instead in nearest.items():
-        assert [i for i in bit_indices(instead & ~downset) if costs[i]] == []
-        assert sends[instead] <= sends[downset]
-        assert all(not instead & ~nearest[more] for more in everything if not downset & ~more)
-
-
 @pytest.mark.parametrize("count", [1, 2, 2000])
 def test_chains_are_quick(count: int) -> None:
     graph = pd.LayerGraph.chain(tuple(pd.Layer(f"l{i}", "Layer") for i in range(count)))

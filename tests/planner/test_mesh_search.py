@@ -114,7 +114,6 @@ def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkey
     choices, delay = Choices(recompute=draw.choice(["never", "auto"])), draw.choice([0, 1])
     make = partial(MeshSearch.of, profile, cluster, meshes, choices=choices, update_delay=delay)
     shared = make()
-
     for shape, link_factor in product(("any", "pipeline", (1, 1)), (1.0, 4.0)):
         assert plan_or_words(shared, shape, link_factor) == plan_or_words(make(), shape, link_factor)
 

@@ -27,8 +27,7 @@ def plan_of(
 
 
 NEEDS = [stage.peak_bytes for stage in plan_of(None).stages]
-
-
+LIMIT = NEEDS[0] - 150_000
 FULL, SPLIT = {"schedule": "pipedream"}, {"schedule": "1f1b", "microbatches": 4}
 
 
@@ -48,9 +47,6 @@ def test_a_stage_offloads_only_if_it_does_not_fit(share: float, how: dict[str, A
         assert simulated_bytes <= stage.peak_bytes
 
 
-LIMIT = NEEDS[0] - 150_000
-
-
 def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     """Passes of 1 and 2 s may take 5% longer: a copy 1.15 s."""
     fast = plan_of(LIMIT, 1e9)
@@ -64,17 +60,6 @@ def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     with pytest.raises(pd.errors.ShortageError, match="offloading would make its passes over 5% longer at") as refusal:
         plan_of(LIMIT, 100_000 / 1.151)
     assert "150 kB are missing: with the same cuts --recompute auto saves 296 kB" in str(refusal.value)
-
-
-@given(rate=st.floats(1e4, 1e6), share=st.floats(0.3, 1.0))
-def test_no_stage_offloads_what_its_passes_do_not_hide(rate: float, share: float) -> None:
-    try:
-        plan = plan_of(int(share * NEEDS[0]), rate)
-    except pd.errors.ShortageError:
-        return
-    for stage in plan.stages:
-        assert stage.forward_s == pytest.approx(max(1.0, stage.offload * 100_000 / rate))
-        assert stage.forward_s + stage.backward_s <= 1.05 * 3.0
 
 
 @given(
@@ -106,17 +91,6 @@ def test_a_plan_is_found_where_a_cut_hides_its_copies(
     plan = planned(cluster=cluster)
     assert plan.first_stage_over_memory is None
     assert plan.slowest_stage_s <= 1.05 * min(periods)
-
-
-@pytest.mark.parametrize(("measured", "rate"), [(0.9e5, 0.9e5), (None, 0.8 * 31.5e9)])
-def test_copies_take_time(measured: float | None, rate: float) -> None:
-    """At the rate that was measured, else at that of the datasheet."""
-    cluster = replace(pd.Cluster.flat(4, memory_bytes=LIMIT, device="A100-80GB"), host_bytes_per_s=measured)
-    plan = plan_of(None, profile=replace(CHAIN, device="A100-80GB"), cluster=cluster, strategy="search")
-    assert plan.cluster.host_bytes_per_s == rate
-    (first, *_), copy_s = plan.stages, 100_000 / rate
-    assert first.offload
-    assert (first.forward_s, first.backward_s) == (max(1.0, copy_s), max(2.0, copy_s))
 
 
 def test_a_plan_keeps_the_place_and_not_the_clusters() -> None:

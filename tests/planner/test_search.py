@@ -92,8 +92,6 @@ ALONE = "; one worker is predicted at {} s per minibatch"
         (8, 4, 1e9, "straight", "1-1-1-1", "optimal among straight pipelines of 4 stages" + RIVALS.format("6.00")),
         (8, 4, 100.0, "data-parallel", "4", "data parallelism was asked for" + ALONE.format("24.0")),
         (8, 1, 1e9, "pipeline", "1", ""),
-        (8, 2, 1e9, "pipeline", "1-1", ""),
-        (8, 4, 1e9, "4", "4", ""),
     ],
 )  # fmt: skip
 def test_links_and_shapes_decide_and_rivals_are_named(
