@@ -1,11 +1,9 @@
 """Emulation: a plan, scaled or not, is the same plan; its run looks like its simulation."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import commands
 import processes
 import pytest
 from commands import Refused
@@ -83,10 +81,8 @@ def test_one_worker_needs_no_others(plan: pd.Plan, options: dict[str, Any], tmp_
     check_measured_rate(summary, tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "weights.pt").exists()
-    if plan == plan_of(1) and not options:
-        assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
-        assert summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
-        assert summary["slowness"] >= 1
+    assert plan.schedule or summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
+    assert summary["slowness"] >= 1
 
 
 def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -111,16 +107,6 @@ def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
         assert min(spans_s) >= seconds * 0.999, f"{kind} is shorter than it was planned"
     sent = sum(stage["bytes_sent"] for stage in summary["stages"] if stage["stage"] == 1)
     assert sent == (8 if unit == "minibatch" else 32) * 500_000, "gradients of half of 1 MB each"
-
-
-@pytest.mark.processes
-@pytest.mark.long
-def test_command_starts_its_workers(tmp_path: Path) -> None:
-    plan_of(2, 1).save(tmp_path / "plan.json")
-    arguments = ("emulate", "plan.json", "--minibatches", "8", "--dilation", "2", "--out", "run", "--json")
-    ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
-    assert (ended.status, ended.orphans) == (0, []), ended.err
-    assert json.loads(ended.out)["configuration"]["processes"] == 3
 
 
 def test_other_number_of_workers_is_refused(tmp_path: Path, refused: Refused) -> None:

@@ -23,17 +23,11 @@ from pipedream.training import emulate as emulate_module, loop
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
-def leg(
-    replicas: tuple[int, ...],
-    epochs: int = 6,
-    animal: str = "mlp",
-    schedule: str = "pipedream",
-    optimizer: str = "adamw",
-    **more: Any,
-) -> Case:
+def leg(replicas: tuple[int, ...], epochs: int = 6, *, optimizer: str = "adamw", **more: Any) -> Case:
     """Returns a run, or its part until an epoch of five minibatches; biases have a group of their own."""
-    settings = {"optimizer": f"{optimizer} in groups", "scheduled": "steps", "ema": 0.9, "evaluate_at": ()} | more
-    return Case(animal, schedule, len(replicas), replicas=replicas, epochs=epochs, **settings)
+    settings = {"animal": "mlp", "schedule": "pipedream", "scheduled": "steps", "ema": 0.9, "evaluate_at": ()} | more
+    optimizer = f"{optimizer} in groups"
+    return Case(stages=len(replicas), replicas=replicas, epochs=epochs, optimizer=optimizer, **settings)
 
 
 EVERY = (10, 20, 30)

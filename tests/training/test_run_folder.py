@@ -1,15 +1,13 @@
 """Run folders that cannot be written or read: one message, and no traceback."""
 
 import json
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import reduce
 from hashlib import sha256
 from html import escape
-from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,14 +72,10 @@ def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run
     assert (status == 1) == Path("run/weights.pt").exists(), "the weights are written first"
 
 
-@pytest.mark.parametrize(
-    ("program", "shown"),
-    [
-        ("/venv/bin/pipedream", "pipedream"),
-        ("/site/pipedream/__main__.py", "pipedream"),  # a worker, or under torchrun
-        ("my script.py", "python 'my script.py'"),
-    ],
-)
+COMMANDS = {"/venv/bin/pipedream": "pipedream", "/site/pipedream/__main__.py": "pipedream"}  # a worker, or by torchrun
+
+
+@pytest.mark.parametrize(("program", "shown"), [*COMMANDS.items(), ("my script.py", "python 'my script.py'")])
 def test_a_run_names_its_command(
     program: str, shown: str, recipe: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,24 +118,11 @@ def test_a_summary_that_was_changed(recipe: Path, run_command: Run) -> None:
     """Any number may be a text: the report is written, or refused with the file's name."""
     assert run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")[0] == 0
     text = Path("run/summary.json").read_text()
-    for place in _list_numbers(json.loads(text)):
-        *folders, last = place
-        changed = json.loads(text)
-        reduce(getitem, folders, changed)[last] = "a text"
-        Path("run/summary.json").write_text(json.dumps(changed))
+    for number in re.finditer(r'(?<=": )-?\d[\d.e+-]*', text):
+        Path("run/summary.json").write_text(f'{text[: number.start()]}"a text"{text[number.end() :]}')
         with suppress(pd.errors.ArtifactError):
             write_report(Path("run"))
     for losses in ("[1, 2]", '{"a": 1}', '[[0, "x"]]'):
         Path("run/losses.json").write_text(losses)
         with pytest.raises(pd.PipelineError, match=r"summary\.json or losses\.json in run is not as a run writes it"):
             write_report(Path("run"))
-
-
-def _list_numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the keys that lead to each number, outside of the plan, which is checked when it is read."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield place
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in pairs:
-        if key != "plan":
-            yield from _list_numbers(item, (*place, key))
