@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 import pipedream as pd
 from pipedream.core.cold import count_warm_up
 from pipedream.core.variants import ONE_WORKER, RecipeComparison
-from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
 from pipedream.training.compare import _Comparer, _list_ways, compare_recipe, predict_samples_per_s
 from pipedream.training.compare_options import ComparisonOptions
@@ -151,7 +150,7 @@ def test_an_accumulating_worker_sums_its_gradients_once(monkeypatch: pytest.Monk
             summed.append(self.syncs)
             return self.module(inputs)
 
-    monkeypatch.setattr(torch_baselines, "DistributedDataParallel", OneProcess)
+    monkeypatch.setattr("pipedream.runtime.torch_baselines.DistributedDataParallel", OneProcess)
     rival = DataParallel(task(test=None, target=None), 4)
     rows = [(done.number, done.samples, done.ends_epoch) for done in rival.train(None, until_epoch=1)]
     assert rows == [(3, 32, False), (5, 12, True)]

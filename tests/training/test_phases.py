@@ -17,10 +17,8 @@ from cases import FLUSHING, OPTIMIZERS, Case, Fresh, check, make_pipeline, phase
 from marks import slow, thinned
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import ErrorFeedback, LearningRateRescheduling
 from pipedream.core.schedule.lowering import with_common_channels
 from pipedream.core.schedule.phase import phase_at, phases_text, read_phases
-from pipedream.runtime.results import recorder
 from pipedream.testing import MethodRules, Reads, Trained
 from pipedream.training.job import profile_recipe
 from pipedream.workflows.prepare import check_phases_fit
@@ -199,9 +197,10 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
             compensations(phases, **options)
 
 
-LATER = "pipedream_2bw/3+error_feedback=0.5+t1=500", (ErrorFeedback(0.5), LearningRateRescheduling(500))
 PHASES = {
-    f"{LATER[0]}:2e": pd.Phase("pipedream_2bw", until_epoch=2, microbatches=3, compensation=LATER[1]),
+    "pipedream_2bw/3+error_feedback=0.5+t1=500:2e": pd.Phase(
+        "pipedream_2bw", until_epoch=2, microbatches=3, compensation=["error_feedback:0.5", "t1:500"]
+    ),
     "a/my-own.csv/4:200": pd.Phase("a/my-own.csv", until=200, microbatches=4),
     "../methods.py:two_by_two/2+spike:3e": pd.Phase(
         "../methods.py:two_by_two", until_epoch=3, microbatches=2, compensation=["spike"]
@@ -383,7 +382,9 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_TABLE_ROWS", 40)  # as in a long run: the second phase pushes out the first's
+    monkeypatch.setattr(
+        "pipedream.runtime.results.recorder._TABLE_ROWS", 40
+    )  # as in a long run: the second phase pushes out the first's
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
     summary = pd.run(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
     assert [phase["end"] - phase["begin"] for phase in summary["phases"]] == [20, 10]

@@ -19,7 +19,6 @@ from marks import slow, spread
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.object_store import RemotePath
-from pipedream.training import emulate as emulate_module, loop
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
@@ -240,7 +239,7 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
         if folders.list_checkpoints(run / CHECKPOINTS):
             raise pd.errors.ArtifactError(f"cannot write {path}: No space left on device; free space")
 
-    monkeypatch.setattr(loop, "write_text_at", full)
+    monkeypatch.setattr("pipedream.training.loop.write_text_at", full)
     with pytest.raises(pd.PipelineError, match=r"saving the losses so far: .*No space left") as caught:
         pd.run(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
@@ -285,7 +284,7 @@ def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypat
         for name in ("weights.pt", "summary.json"):
             (tmp_path / name).rename(done / name)
     assert (done / "weights.pt").read_bytes() == weights
-    monkeypatch.setattr(emulate_module, "_join_group", lambda plan: (0, 1))
+    monkeypatch.setattr("pipedream.training.emulate._join_group", lambda plan: (0, 1))
     with pytest.raises(pd.PipelineError, match=r"holds .* of an earlier run"):
         pd.emulate(plan, out=a, minibatches=1, quiet=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a worker was lost while it wrote them
