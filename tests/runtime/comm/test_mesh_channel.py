@@ -1,7 +1,6 @@
 """Channels between different meshes: each rank receives its part of what the ranks of the other worker have."""
 
 from math import prod
-from typing import Any
 
 import torch
 from drawn import MESHES, placements
@@ -23,10 +22,9 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
     pair = mesh_channel.MeshPair(data.draw(MESHES), data.draw(MESHES))
     shapes = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3))
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    draw: Any = data.draw
     cuts = [
         layout.Crossing(
-            tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape))
+            tuple(shape), *(placements(data.draw, mesh, len(shape)) for mesh in (pair.sender, pair.receiver))
         )
         for shape in shapes
     ]
@@ -37,28 +35,21 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
         mesh_channel.MeshReceiver(pair, place, {sender: row[place] for sender, row in enumerate(wires)})
         for place in range(pair.receiver.size)
     ]
+    rows, structure = list(zip(wholes, cuts, absent, strict=True)), layout.with_crossings("", cuts)
     for place, sender in enumerate(senders):
-        tensors = tuple(
-            None if missing else part(whole, pair.sender, cut.sent, place)
-            for whole, cut, missing in zip(wholes, cuts, absent, strict=True)
-        )
-        sender.send(
-            wire.Message(3, tensors=tensors, structure=layout.with_crossings("", cuts), loss_weight=0.5, numbers=(1.0,))
-        )
+        tensors = tuple(None if missing else part(whole, pair.sender, cut.sent, place) for whole, cut, missing in rows)
+        sender.send(wire.Message(3, tensors=tensors, structure=structure, loss_weight=0.5, numbers=(1.0,)))
         sender.send(wire.Message(4, wire.Content.END, flags=2))
     for place, receiver in enumerate(receivers):
         message = receiver.result()
         assert (message.microbatch, message.loss_weight, message.numbers) == (3, 0.5, (1.0,))
-        rows = zip(wholes, cuts, absent, strict=True)
-        expected = [
-            None if missing else part(whole, pair.receiver, cut.received, place) for whole, cut, missing in rows
-        ]
+        expected = [None if missing else part(x, pair.receiver, cut.received, place) for x, cut, missing in rows]
         assert_arrived(message.tensors, expected)
         assert receiver.result().content is wire.Content.END
     channel.drain([*senders, *receivers])
     moved = [
         prod(map(len, piece.box))
-        for cut, missing in zip(cuts, absent, strict=True)
+        for _, cut, missing in rows
         if not missing
         for piece in meshes.pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
     ]

@@ -47,11 +47,11 @@ def save(mover: BlockMover, block: Block, storage: torch.UntypedStorage) -> None
 
 
 def test_a_forward_waits_while_more_than_a_window_is_to_be_copied(mover: BlockMover, gate: SimpleNamespace) -> None:
-    storages = [make_storage(value) for value in range(3)]
     saved: list[int] = []
 
     def run_forward() -> None:
-        for number, storage in enumerate(storages):
+        for number in range(3):
+            storage = make_storage(number)
             save(mover, Block(storage), storage)
             saved.append(number)
 

@@ -81,25 +81,15 @@ def test_a_gradient_of_zeros_does_not_end_the_factors() -> None:
 @pytest.mark.parametrize("replica", [0, 1])
 def test_what_is_not_finite_is_not_hidden_and_leaves_nothing_behind(number: float, replica: int) -> None:
     replicas, clean = make(2, (8, 12), 2), make(2, (8, 12), 2)
-    generator = torch.Generator().manual_seed(1)
-    first, second, third = (torch.randn(2, 8, 12, generator=generator, dtype=torch.float64) for _ in range(3))
+    first, second, third = torch.randn(3, 2, 8, 12).double()
     for group in (replicas, clean):
         sum_up(group, list(first.clone()))
         finish(group)
     second[replica, 3, 4] = number
-    for result in sum_up(replicas, list(second)):
-        assert not result.isfinite().any()
+    assert not any(result.isfinite().any() for result in sum_up(replicas, list(second)))
     finish(replicas, is_made=False)
     for result, expected in zip(sum_up(replicas, list(third.clone())), sum_up(clean, list(third)), strict=True):
         assert torch.equal(result, expected)
-
-
-def test_a_zero_times_infinity_is_not_hidden() -> None:
-    (replica,) = make(1, (8, 12), 2)
-    replica.factors["weight"].zero_()
-    gradient = torch.zeros(8, 12, dtype=torch.float64)
-    gradient[0, 0] = float("inf")
-    assert not sum_up([replica], [gradient])[0].isfinite().all()
 
 
 def test_few_numbers_are_sent_and_small_tensors_are_left_out() -> None:
@@ -116,16 +106,15 @@ def test_few_numbers_are_sent_and_small_tensors_are_left_out() -> None:
     group = Counted()
     low_rank = LowRankSum(handles, SumMethod("powersgd", 3), group, ["tied"])
     assert low_rank.names_by_index == {0: "large"}
-    sums: list[Tensor | None] = [torch.randn(handle.shape) for handle in handles.values()]
-    before = list(sums)
+    before: list[Tensor | None] = [torch.randn(handle.shape) for handle in handles.values()]
+    sums = list(before)
     list(low_rank.sum_up(sums, 1.0))
     assert group.numbers == 3 * (20 + 30)
     assert [after is not tensor for after, tensor in zip(sums, before, strict=True)] == [True] + [False] * 7
-    assert sums[0] is not None
     assert sums[0].shape == (20, 5, 6)
-    sums[0] = None  # no replica has used it
     low_rank.finish(is_made=True)
     error = low_rank.errors["large"].clone()
+    sums[0] = None  # no replica has used it
     list(low_rank.sum_up(sums, 1.0))
     low_rank.finish(is_made=True)
     assert sums[0] is None
