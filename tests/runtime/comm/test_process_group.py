@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import processes
@@ -103,17 +104,15 @@ def _values_in_a_group_for_gpus() -> list[list[list[int]]]:
     for number in range(2):  # a group made for texts is not used after its default group has gone
         dist.barrier()
         dist.destroy_process_group()
-        prefix_store = dist.PrefixStore(f"own/{number}", store)
-        dist.init_process_group(
-            "cuda:gloo", store=prefix_store, rank=rank, world_size=workers, timeout=timedelta(seconds=20)
-        )
+        how: Any = {"rank": rank, "world_size": workers, "timeout": timedelta(seconds=20)}
+        dist.init_process_group("cuda:gloo", store=dist.PrefixStore(f"own/{number}", store), **how)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.broadcast(torch.ones(1), 0)
         assert process_group.join_group("cpu") == (rank, workers)
         values.append(process_group.gather_json((number, rank), process_group.world_group()))
         dist.barrier(process_group.world_group())
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"back/{number}", store), rank=rank, world_size=workers)
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"back/{number}", store), **how)
     return values
 
 
@@ -225,13 +224,11 @@ def _one_ends(how: str) -> str:
     process_group.gather_texts("all are here", process_group.world_group())
     if dist.get_rank() == 1:
         os._exit(3)
-    if how == "gather":
-        process_group.gather_texts("mine", process_group.world_group())
-    return process_group.broadcast_text("mine", process_group.world_group())
+    return getattr(process_group, how)("mine", process_group.world_group())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["gather", slow("broadcast")])
+@pytest.mark.parametrize("how", ["gather_texts", slow("broadcast_text")])
 def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
     """Not gloo's error, which says that the connection was closed."""
     ends = processes.launch(_one_ends, 3, how)

@@ -59,10 +59,9 @@ def test_a_received_tensor_belongs_to_the_receiver(ends: Ends) -> None:
     for value in range(3):
         sender.send(wire.Message(value, tensors=(torch.full((4,), float(value)),)))
     first = receiver.receive().result().tensors[0]
-    assert first is not None
     first += 10.0
     sender.send(wire.Message(3, tensors=(torch.full((4,), 3.0),)))
-    assert [receiver.receive().result().tensors[0].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]  # type: ignore[union-attr]
+    assert [receiver.receive().result().tensors[0].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]
     assert first.tolist() == [10.0] * 4
 
 
@@ -73,7 +72,6 @@ def test_memory_is_used_again(ends: Ends) -> None:
         memory = sender._slots
         check(number, 500, receiver.receive().result())
         assert sender._slots is memory
-    assert memory is not None
     assert memory.slot_bytes == 3 << 12
     assert sum(message_format is not None for message_format, _ in memory._tensors) == 2, "one is given back late"
 

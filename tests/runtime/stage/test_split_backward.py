@@ -138,7 +138,6 @@ def in_loop(self: Any, x: Tensor) -> Tensor:
     state = None
     for step in x.unbind(1):
         state = self.cell(step, state)
-    assert state is not None
     return state[0]
 
 

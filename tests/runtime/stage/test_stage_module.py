@@ -97,16 +97,14 @@ def test_layers_that_are_not_seeded_draw_nothing(kind: type[nn.Module]) -> None:
 
 
 def test_layers_that_may_draw_are_known() -> None:
-    class Noisy(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + torch.rand(())
+    class OfUser(nn.Linear):
+        pass
 
-    hooked = nn.Linear(2, 2)
+    hooked, replaced = nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: torch.rand(()) * 0)
-    replaced = nn.Linear(2, 2)
     replaced.forward = lambda x: x + torch.rand(())
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-    for layer in (Noisy(2, 2), normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
+    for layer in (OfUser(2, 2), normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
         assert not generators.never_draws(layer)
     for layer in (hooked, replaced):
         stage, handles = stage_of(layer, seed=5)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.core.schedule import compensation as kinds
-from pipedream.profiler.sizes import list_matrices
 from pipedream.runtime.update.optimizer import Optimizer
 
 ROWS, COLUMNS = 4, 3
@@ -128,27 +127,6 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
     for gradient, weight in zip(gradients, weights, strict=True):
         turned = step_by(handle, plain, u.T @ gradient @ v)
         assert torch.allclose(u @ turned @ v.T, weight, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("estimate", ["second_moment", "first_moment"])
-@pytest.mark.parametrize("geometry", ["two_sided", "one_sided"])
-def test_bases_keep_the_bytes_that_plans_count(geometry: Any, estimate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds.BasisRotation, "longest", 20)
-    shapes = [(3, 5), (5, 3), (4, 4), (4, 2, 3), (21, 2), (1, 6), (7,)]
-    handles = {str(shape): nn.Parameter(torch.randn(shape)) for shape in shapes}
-    optimizer, rule = (
-        Optimizer(handles, torch.optim.AdamW),
-        kinds.BasisRotation(2, geometry=geometry, estimate=estimate),
-    )
-    optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(rule,)), 0, 1, input_updates=0)
-    for _ in range(5):
-        for handle in handles.values():
-            handle.grad = torch.randn_like(handle)
-        optimizer.step()
-    state_bytes = sum(t.nbytes for state in optimizer.compensator.state.values() for t in state.values())
-    (matrices,) = list_matrices([nn.ParameterList(handles.values())])
-    assert state_bytes == rule.matrix_bytes(matrices)[0] > 0
-    assert all(bool(handle.isfinite().all()) for handle in handles.values())
 
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
