@@ -27,7 +27,7 @@ from training import plan_of
 
 import pipedream as pd
 from pipedream.experimental.roundpipe import homes
-from pipedream.runtime.stage import host_store, stage_module
+from pipedream.runtime.stage import host_store
 from pipedream.runtime.update.overlapped import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -339,8 +339,10 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch)
     planned = replace(planned, stages=tuple(rows))
     make_pipeline = partial(pipeline, 2, DELAYED, model, plan=planned, microbatches=2, optimizer=torch.optim.AdamW)
     frozen = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".base." in name}
+    descriptors = os.listdir("/proc/self/fd")
     with make_pipeline() as run:
         list(run.train(data))
+        assert os.listdir("/proc/self/fd") == descriptors, "the memory needs none"
         for state in stage_states(run):
             layout = state.versions._store_format
             trained = sum(handle.nbytes for handle in state.versions.handles.values())
@@ -360,16 +362,6 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch)
 # -- the parts ------------------------------------------------------------------------------------------
 
 
-def stage_of(layers: list[nn.Module]) -> stage_module.StageModule:
-    named = [(str(i), layer) for i, layer in enumerate(layers)]
-    handles = {f"{i}.{name}": p for i, layer in named for name, p in layer.named_parameters() if p.requires_grad}
-    return stage_module.StageModule(named, handles, CPU, 0)
-
-
-def lay_out(module: stage_module.StageModule) -> host_store.StoreFormat:
-    return host_store.StoreFormat(module, 2, ema=False)
-
-
 @pytest.mark.parametrize(
     ("name", "replacement", "words"),
     [
@@ -386,28 +378,6 @@ def test_what_has_no_memory_in_common_is_refused(name: str, replacement: Any, wo
     group = Mock()  # of which the store holds no reference
     with pytest.raises(pd.PipelineError, match=words):
         host_store.HostStore(group, CPU).exchange()
-
-
-def test_a_version_that_is_still_read_is_left_as_it_was() -> None:
-    """Two sets take turns; another rank sees a version once it is made."""
-    home, descriptors = stage_of([Counted(6), nn.Linear(6, 6)]), os.listdir("/proc/self/fd")
-    stored = host_store.HostStore(None, CPU).open(0, lay_out(home))
-    assert os.listdir("/proc/self/fd") == descriptors, "the memory needs none"
-    versions = host_store.HostVersions(home.handles, stored)
-    versions.publish()
-    expected = {0: home.handles["1.bias"].detach().clone()}
-    for version in range(1, 5):
-        assert not stored.wait(version).ready()
-        versions.choose_storage({version - 1})
-        versions.move_handles()
-        with torch.no_grad():
-            home.handles["1.bias"] += 1.0
-        versions.after_step()
-        expected[version] = expected[version - 1] + 1.0
-        assert stored.wait(version).ready()
-        for readable in (version - 1, version):
-            leaves, _ = stored.copy(readable)
-            assert torch.equal(leaves["1.bias"].detach(), expected[readable])
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

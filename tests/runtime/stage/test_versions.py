@@ -67,22 +67,6 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
     assert all(torch.equal(versions.acquire(0).leaves[name], plain[name]) for name in plain)
 
 
-def test_a_version_that_nobody_will_read_is_not_kept() -> None:
-    """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
-    versions = Versions(make_handles())
-    reading = versions.acquire(0)
-    for newest in range(6):
-        # Forwards to come read 0 and 3 and so on, two updates late.
-        update(versions, {max(0, newest - 2) // 3 * 3, newest // 3 * 3})
-        assert versions.kept_count == [2, 2, 2, 3, 3, 3][newest]
-        assert versions.storages == versions.peak
-    versions.release(reading)
-    update(versions, {3, 6})
-    assert (versions.kept_count, versions.newest) == (3, 7)
-    with pytest.raises(KeyError):
-        versions.acquire(0)
-
-
 def test_an_update_stops_before_it_writes_a_version_that_is_read() -> None:
     versions = Versions(make_handles())
     update(versions)
