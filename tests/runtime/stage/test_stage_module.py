@@ -61,14 +61,6 @@ def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
     torch.testing.assert_close(b, expected)
 
 
-def draw_from_call(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Draws random numbers from its n-th call on."""
-    if self.calls >= self.call:
-        self.drawn.append(torch.rand(3))
-    self.calls += 1
-    return x
-
-
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("Conv", "ConvTranspose"), (4, 4, 2)),
     **dict.fromkeys(("Linear", "Embedding", "EmbeddingBag"), (4, 4)),
@@ -111,23 +103,6 @@ def test_layers_that_may_draw_are_known() -> None:
         before = torch.default_generator.get_state()
         stage.forward(torch.ones(2, 2), handles, 0, is_first=True)
         assert torch.equal(before, torch.default_generator.get_state()), "seeded, and restored"
-
-
-def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
-    drawn = []
-    for layers in (("late",), ("plain", "late", "plain again")):
-        late = Built(draw_from_call, call=2, calls=0, drawn=[])
-        named = [(name, late if name == "late" else nn.Linear(3, 3)) for name in layers]
-        stage = stage_module.StageModule(named, {}, torch.device("cpu"), seed=5)
-        before = torch.default_generator.get_state()
-        for k in range(4):
-            stage.forward(torch.ones(2, 3), {}, k, is_first=True)
-        assert torch.equal(before, torch.default_generator.get_state())
-        drawn.append(late.drawn)
-    for (first, other), k in zip(zip(*drawn, strict=True), (2, 3), strict=True):
-        expected = torch.rand(3, generator=torch.Generator().manual_seed(layer_seed(5, k, "late")))
-        assert torch.equal(first, expected)
-        assert torch.equal(other, expected)
 
 
 def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
