@@ -85,12 +85,6 @@ def in_the_order_of_1f1b(number: int, **options: Any) -> None:
     channel.drain([sender, receiver])
 
 
-def word_to(rank: int) -> None:
-    """Sends a word to a rank, which waits for it."""
-    word, world = [torch.zeros(1)], dist.group.WORLD
-    (world.recv(word, 1 - rank, 2) if dist.get_rank() == rank else world.send(word, rank, 2)).wait()
-
-
 def types_arrive() -> None:
     """Tensors of every type that a message may have, of which NCCL lacks some."""
     out, back = ends(6)
@@ -110,7 +104,8 @@ def device_wide_wait() -> None:
             communicator.recv([torch.empty(2)], 0, 0)
             torch.cuda.synchronize()
     finally:
-        word_to(0)
+        word, world = [torch.zeros(1)], dist.group.WORLD  # for which rank 0 waits
+        (world.send(word, 0, 2) if dist.get_rank() else world.recv(word, 1, 2)).wait()
         if dist.get_rank() == 0:
             communicator.send([torch.ones(2)], 1, 0)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,17 +95,11 @@ def test_loaded_weights_are_trained() -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-class Elsewhere(torch.Tensor):
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
 def test_what_cannot_be_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.zeros(2))
     capturable, holding = torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([weight], lr=0.1)
     capturable.param_groups[0]["capturable"] = True
-    holding.state[weight]["seen"] = Elsewhere()
+    holding.state[weight]["seen"] = Mock(torch.Tensor, device=torch.device("cuda", 0))
     check_movable(torch.optim.AdamW([weight], fused=True))
     for call, words in (
         (partial(check_movable, capturable), "'host' was asked for with SGD, which has capturable=True, .*; leave"),

@@ -127,10 +127,3 @@ def test_weights_that_stages_share_need_sums() -> None:
         list(pipeline.train(animal.batches))
         state = pipeline.state_dict()
     assert torch.equal(state["0.weight"], state["2.weight"])
-
-
-def test_plans_written_before_have_full_sums() -> None:
-    plan = zoo.plan_of(zoo.make("mlp"), 1, (2,))
-    text = plan.to_json()
-    assert pd.Plan.from_json(text.replace(',\n "sums": "full"', "")) == plan.choosing(sums="full") == plan
-    assert pd.Plan.from_json(plan.choosing(sums="diloco:5").to_json()).choices.sums.period == 5
