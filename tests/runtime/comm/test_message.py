@@ -8,7 +8,8 @@ from exchange import assert_arrived
 from hypothesis import example, given, strategies as st
 
 from pipedream.runtime.comm import channel, message as wire
-from pipedream.runtime.comm.message import Message
+
+Message = wire.Message
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -10,16 +10,17 @@ from exchange import assert_arrived, message_of
 from hypothesis import given, strategies as st
 
 from pipedream.runtime.comm import channel, message as wire, shared_memory
-from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryReceiver, SharedMemorySender
 
-Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
+Ends = tuple[shared_memory.SharedMemorySender, shared_memory.SharedMemoryReceiver]
 
 
-def ends_of(max_unread: int) -> tuple[tuple[MemoryPair, MemoryPair], Ends]:
+def ends_of(max_unread: int) -> tuple[tuple[shared_memory.MemoryPair, shared_memory.MemoryPair], Ends]:
     """Returns both ends, of rank 0 that sends and of rank 1."""
-    near_end, far_end = (MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True))
-    sender = SharedMemorySender(near_end.open(), 1, max_unread)
-    return (near_end, far_end), (sender, SharedMemoryReceiver(far_end.open(), 0))
+    near_end, far_end = (
+        shared_memory.MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True)
+    )
+    sender = shared_memory.SharedMemorySender(near_end.open(), 1, max_unread)
+    return (near_end, far_end), (sender, shared_memory.SharedMemoryReceiver(far_end.open(), 0))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_what_no_packet_holds_and_what_is_left_at_a_drain_are_errors(ends: Ends)
 
 
 def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = Listener()
+    listener = shared_memory.Listener()
     first, second = listener.connect(listener.name, "0-1"), listener.connect(listener.name, "0-2")
     for key, other in (("0-2", second), ("0-1", first)):  # in any order
         with listener.accept(key) as connection:
@@ -109,15 +110,15 @@ def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         other.close()
     assert listener.connect("pipedream-on-another-machine", "0-1") is None
     monkeypatch.setattr(shared_memory, "is_supported", lambda: False)
-    assert Listener().name == ""
-    assert Listener().connect(listener.name, "0-1") is None
+    assert shared_memory.Listener().name == ""
+    assert shared_memory.Listener().connect(listener.name, "0-1") is None
     assert listener.connect("", "0-1") is None
     listener.close()
 
 
 def test_strangers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who sends no key, nor a part of one; other users are turned away."""
-    listener = Listener()
+    listener = shared_memory.Listener()
     accepted: list[socket.socket] = []
 
     def begin_to_accept(key: str) -> Thread:

@@ -16,7 +16,6 @@ import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.stage import saved_tensors, stage_module
 from pipedream.runtime.stage.versions import Versions
-from pipedream.testing.passes import reading
 
 Named = dict[str, Tensor]
 
@@ -132,7 +131,7 @@ def differentiate(layer: nn.Module, x: Tensor, old: Named, newer: Named, slope: 
     leaves = {name: w.clone().requires_grad_() for name, w in old.items()}
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     read = ({"": x} if x.requires_grad else {}) | leaves
-    with reading(leaves, newer):
+    with pd.testing.passes.reading(leaves, newer):
         torch.default_generator.manual_seed(layer_seed(0, 0, "layer"))
         with context or nullcontext():
             tensors = {name.removeprefix("layer."): leaf for name, leaf in leaves.items()}

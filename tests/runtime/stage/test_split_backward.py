@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipedream.runtime.stage import stage_module, versions
-from pipedream.runtime.stage.split_backward import split_backward
+from pipedream.runtime.stage import split_backward, stage_module, versions
 
 WIDTH = 4
 CALLS: list[Any] = []
@@ -101,7 +100,7 @@ def both_ways(
             return [], []
         if splits:
             edges = [get_gradient_edge(x) for x in arrived]
-            back, deferred = split_backward(outputs, gradients, edges)
+            back, deferred = split_backward.split_backward(outputs, gradients, edges)
             before = [g is not None for g in back]
             assert all(weight.grad is None for weight in weights), "I leaves the weights alone"
             done = list(deferred.run())
@@ -173,7 +172,7 @@ def test_halves_do_no_more_than_the_whole(name: str) -> None:
     with FlopCounterMode(display=False) as whole:
         expected = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
     with FlopCounterMode(display=False) as first:
-        back, deferred = split_backward(outputs, ones, edges)
+        back, deferred = split_backward.split_backward(outputs, ones, edges)
     with FlopCounterMode(display=False) as second:
         list(deferred.run())
     assert first.get_total_flops() + second.get_total_flops() == whole.get_total_flops()
@@ -187,7 +186,7 @@ def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
     ones = [torch.ones_like(outputs[0])]
     expected = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
     with torch.profiler.profile() as profile:
-        back, deferred = split_backward(outputs, ones, edges)
+        back, deferred = split_backward.split_backward(outputs, ones, edges)
         list(deferred.run())
     kernels = [event.count for event in profile.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
     assert kernels in ([], [2]), "one a layer; none where torch has no such kernel"
@@ -234,7 +233,7 @@ def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
     for layer in net:
         value = layer(value)
         alive.append(weakref.ref(value.untyped_storage()))
-    _, deferred = split_backward([value], [torch.ones_like(value)], [edge])
+    _, deferred = split_backward.split_backward([value], [torch.ones_like(value)], [edge])
     del value, edge
     gc.collect()
     assert [reference() is not None for reference in alive] == [False, True, False, False]
@@ -251,7 +250,7 @@ def test_a_graph_without_its_second_half_is_freed() -> None:
     gc.collect()
     gc.disable()
     try:
-        halves = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
+        halves = split_backward.split_backward(outputs, [torch.ones_like(outputs[0])], edges)
         del outputs, edges, entered, halves
         assert storage() is None
     finally:

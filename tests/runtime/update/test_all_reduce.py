@@ -10,8 +10,7 @@ import pipedream as pd
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
 from pipedream.runtime.stage.emulated import make_emulated_model
-from pipedream.runtime.update.all_reduce import GradientAllReduce, fill_buckets
-from pipedream.runtime.update.tied_weights import TiedGradientSum
+from pipedream.runtime.update import all_reduce, tied_weights
 
 Sizes = list[tuple[int, torch.dtype]]
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -22,13 +21,13 @@ HANDLES = st.lists(st.tuples(st.integers(1, 9), TYPES), min_size=0, max_size=9)
 def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(scale: float) -> None:
     size = round(23_000_000 * scale)
     stage = pd.Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
-    assert len(fill_buckets(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))) == 6
+    assert len(all_reduce.fill_buckets(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))) == 6
 
 
 @given(HANDLES, st.integers(1, 40), st.integers(1, 80))
 def test_buckets_hold_each_handle_once_from_the_end_on(sizes: Sizes, first_bytes: int, bucket_bytes: int) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
-    buckets = fill_buckets(handles, first_bytes, bucket_bytes)
+    buckets = all_reduce.fill_buckets(handles, first_bytes, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(handles)))
     for bucket in buckets:
         assert bucket == sorted(bucket, reverse=True)
@@ -45,7 +44,7 @@ def test_sums_are_those_of_the_members_in_their_order(
 ) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     group, sizes_of_buckets = LocalGroup(members), {"first_bytes": bucket_bytes, "bucket_bytes": bucket_bytes}
-    reductions = [GradientAllReduce(handles, group.member(i), **sizes_of_buckets) for i in range(members)]
+    reductions = [all_reduce.GradientAllReduce(handles, group.member(i), **sizes_of_buckets) for i in range(members)]
     for update in range(2):
         contributions: list[list[torch.Tensor | None]] = []
         for member, reduction in enumerate(reductions):
@@ -55,7 +54,7 @@ def test_sums_are_those_of_the_members_in_their_order(
             for index in early:
                 reduction.put(index, mine[index])
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
-            assert reduction.started == len(fill_buckets(handles, bucket_bytes, bucket_bytes))
+            assert reduction.started == len(all_reduce.fill_buckets(handles, bucket_bytes, bucket_bytes))
         for reduction in reductions:
             sums, loss_weight, count, stop_request = run_alone(reduction.take())
             assert (loss_weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
@@ -75,7 +74,7 @@ def test_sums_are_those_of_the_members_in_their_order(
 def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
     group = Mock(wraps=LocalGroup(1).member(0))
     handles = [torch.zeros(i + 1, dtype=torch.float64) for i in range(6)]
-    reduction = GradientAllReduce(handles, group, first_bytes=1, bucket_bytes=1)  # each handle is a bucket
+    reduction = all_reduce.GradientAllReduce(handles, group, first_bytes=1, bucket_bytes=1)  # each handle is a bucket
     done: set[int] = set()
     for index in order:
         reduction.put(index, torch.ones(index + 1, dtype=torch.float64))
@@ -90,18 +89,20 @@ def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
 def test_the_host_reads_no_number_from_the_device() -> None:
     """On the meta device the host cannot read a number, and sums of CPU tensors take another way."""
     handles = [torch.empty(4, 2, device="meta"), torch.empty(3, device="meta")]
-    reduction = GradientAllReduce(handles, LocalGroup(1).member(0))
+    reduction = all_reduce.GradientAllReduce(handles, LocalGroup(1).member(0))
     reduction.close([torch.empty_like(handles[0]), None], 3.0, 2, 1.0)
     sums, *counts = run_alone(reduction.take())
     assert (sums[0].is_meta, sums[1], *counts) == (True, None, 3.0, 2, 1.0)
-    tied = TiedGradientSum(TiedWeights(("a",), (0, 1), 8), {0: {"a": handles[0]}}, (1, 1), LocalGroup(1).member(0))
+    tied = tied_weights.TiedGradientSum(
+        TiedWeights(("a",), (0, 1), 8), {0: {"a": handles[0]}}, (1, 1), LocalGroup(1).member(0)
+    )
     local_sums = {0: [torch.empty_like(handles[0])]}
     run_alone(tied.all_reduce(local_sums))
     assert local_sums[0][0].is_meta
 
 
 def test_the_first_bucket_is_smaller_and_those_on_gpus_are_larger() -> None:
-    assert fill_buckets([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
+    assert all_reduce.fill_buckets([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
     for device, sizes in (("cpu", [1, *[4] * 14, 3]), ("meta", [1, 25, 25, 9])):
         handles = [torch.empty(1 << 20, dtype=torch.uint8, device=device)] * 60
-        assert [len(bucket) for bucket in fill_buckets(handles)] == sizes
+        assert [len(bucket) for bucket in all_reduce.fill_buckets(handles)] == sizes
