@@ -198,15 +198,6 @@ def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
 
 
-def test_a_profile_keeps_what_it_knows() -> None:
-    costs = (pd.LayerProfile(1.0, 1.0, 8, 4000, 100),) * 2
-    profile = pd.Profile.of_chain(costs, batch=32, update_s=0.5, optimizer_bytes=16_000)
-    plan = classic(profile, pd.Cluster.flat(2, 1e3)).plan
-    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("chain", 32, "1-1", "noam")
-    assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
-    assert all(stage.peak_bytes > 0 for stage in plan.stages)
-
-
 LOADER = GraphNode("n0", "Input")
 IDLE = GraphNode("n1", "Add")
 WORK = GraphNode("n2", "Conv2d", 1.0)

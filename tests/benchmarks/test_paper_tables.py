@@ -70,14 +70,9 @@ def test_cuts_across_branches(convert: Convert, run_command: Run) -> None:
         assert stages[source] <= stages[target]
 
 
-def test_the_converter_takes_the_size_of_a_minibatch(convert: Convert) -> None:
-    profile = pd.Profile.load(convert(text(NODES)))
-    assert (profile.model, profile.batch) == ("net", 1)
-    assert profile == GraphText.parse(text(NODES)).profile("net")
+def test_the_converter(convert: Convert, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pd.Profile.load(convert(text(NODES))) == GraphText.parse(text(NODES)).profile("net")
     assert pd.Profile.load(convert(text(NODES), "--batch", "128")).batch == 128
-
-
-def test_the_converter_refuses(convert: Convert, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = text(NODES).replace("=3.0", "=-3.0")
     for call in ((damaged,), (text(NODES), "--batch", "0")):
         with pytest.raises(SystemExit, match="2"):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.core.units import describe_slowness
 from pipedream.profiler.core_times import CoreTimes
 
 SECONDS = st.floats(0.1, 100.0)
@@ -58,10 +57,3 @@ def test_a_system_that_does_not_say_has_free_cores(tmp_path: Path) -> None:
     (tmp_path / "self" / "task" / "1").mkdir(parents=True)
     (tmp_path / "self" / "task" / "1" / "schedstat").write_text("\n")
     assert replace(CoreTimes.now(tmp_path), run_s=0.0) == CoreTimes()
-
-
-@given(st.floats(1.0, 10.0))
-def test_words_are_for_what_matters(slowness: float) -> None:
-    words = describe_slowness(slowness, "their")
-    assert bool(words) == (slowness > 1.1)
-    assert not words or words == f"other work took {100 - 100 / slowness:.0f}% of their cores"
