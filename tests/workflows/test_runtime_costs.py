@@ -63,15 +63,10 @@ def test_a_profile_has_the_runtimes_costs_unless_nothing_was_run() -> None:
     assert pd.profile(model, sample, device="meta").runtime == RuntimeCosts()
 
 
-class Slow(TensorDataset):
-    """Counts what is read, and draws for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.rand(16, 4), torch.rand(16, 4))
-        self.read = 0
+class Draws(TensorDataset):
+    """Draws for each sample."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        self.read += 1
         image, label = super().__getitem__(index)
         return image + torch.rand(4), label
 
@@ -83,7 +78,7 @@ def recipe_of(last: nn.Module, data: Any) -> pd.Recipe:
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
-    data = Slow()
+    data = Draws(torch.rand(16, 4), torch.rand(16, 4))
     recipe = recipe_of(nn.ReLU(), DataLoader(data, batch_size=8, num_workers=processes))
     torch.manual_seed(3)
     expected = torch.rand(())
@@ -93,7 +88,6 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
     assert (load_s > 0) == (processes == 0), "processes of its own load ahead"
     if processes == 0:
         assert profile_recipe(recipe, runs=1).runtime.load_s > 0
-    assert data.read % 8 == 0
 
 
 def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
