@@ -155,6 +155,7 @@ def test_several_curves_have_their_names_beside_them() -> None:
     points = [tuple(map(float, point.split(","))) for point in steep.attrib["points"].split()]
     assert len(points) == 50
     assert points == sorted(points), "what falls falls in the picture"
+    assert 'class="band"' in curve_svg(enumerate(range(300))), "from the least to the most of what each point averages"
     assert max(x for x, _ in points) == 600 - 250
     assert not lost.attrib["points"]
     words = [text.text for text in tree.iter(f"{SVG}text")]
