@@ -159,8 +159,6 @@ def train_on(case: Case, plan: pd.Plan, batches: Sequence[Any], *, dropout: bool
         losses = [done.loss for done in pipeline.train(batches)]
         evaluated = pipeline.evaluate(batches)["loss"]
         predicted = [tensors_of(output) for output in pipeline.predict(batches)]
-        if case.autocast is not None and predicted:  # at rank 0
-            assert any(tensor.dtype == case.autocast for tensor in predicted[0].values()), "nothing was cast"
         return Trained(losses, pipeline.state_dict(), evaluated, predicted)
 
 
@@ -224,4 +222,7 @@ def train_with(case: Case, profile: pd.Profile, feature: Feature) -> Trained:
     if (autocast := feature.options.get("autocast")) is not None:  # which casts float32 alone
         case = replace(case, dtype=torch.float32, autocast=autocast)
     options = {"schedule": None if "phases" in feature.options else feature.schedule, "seed": 3} | feature.options
-    return train_on(case, feature.plan(profile), batches_of(case), dropout=feature.dropout, **options)
+    trained = train_on(case, feature.plan(profile), batches_of(case), dropout=feature.dropout, **options)
+    if autocast is not None and trained.predicted:  # at rank 0
+        assert any(tensor.dtype == autocast for tensor in trained.predicted[0].values()), "nothing was cast"
+    return trained
