@@ -81,3 +81,27 @@ def test_processes_give_the_bits_of_one() -> None:
     several, alone = training.pipeline(2), training.pipeline()
     testing.assert_equal(several, alone)
     assert set(several.optimizer) == set(alone.optimizer), "also those of the other process"
+
+
+class Outside(torch.nn.Module):
+    """A weight and a buffer that are in no layer's module, but in what the forward does between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+        self.factor = torch.nn.Parameter(torch.full((6,), 2.0))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(len(value))
+        return self.last(torch.tanh(self.first(value)) * self.factor)
+
+
+def test_weights_outside_of_layers_train_too() -> None:
+    data, model = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(6)], Outside()
+    loss = torch.nn.functional.cross_entropy
+    trained = testing.Training(model=model, data=data, loss=loss, optimizer=sgd, schedule="pipedream").check()
+    assert not torch.equal(trained.state["factor"], model.factor)
+    passes = testing.Passes(model, [("first",), ("last",)], lambda output, batch: (loss(output, batch[1]), 1.0))
+    with pytest.raises(AssertionError, match="no stage has the weights factor: give their names"):
+        testing.Loop(passes, data, sgd, {0: testing.MethodRules(testing.Reads(lambda s, k: k))}).run()

@@ -24,7 +24,7 @@ class Passes:
     """Runs a model with weights and buffers that are given for each microbatch.
 
     Attributes:
-        stages: for each the names of its layers.
+        stages: for each the names of its layers, the last one last; weights and buffers outside of them come first.
         total: (output, batch) -> (sum of the losses, their weight).
         inputs: batch -> the model's input, as in a pipeline's options.
         messages: encodings of activations and gradients between stages, which `rounding` rounds.

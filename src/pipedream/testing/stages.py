@@ -102,14 +102,18 @@ class _Rates:
 
 
 class Stage:
-    """Layers, the replicas' copies of their weights and buffers, and what the next update contains so far."""
+    """Layers, the replicas' copies of their weights and buffers, and what the next update contains so far.
+
+    Args:
+        names: of its layers, or of single weights and buffers.
+    """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[str], reducer: Reducer, replicas: int, *of_copies: Any
+        self, model: nn.Module, names: Sequence[str], reducer: Reducer, replicas: int, *of_copies: Any
     ) -> None:
-        mine = tuple(f"{name}." for name in layers)
+        below = tuple(f"{name}." for name in names)
         weights, buffers = (
-            {n: t for n, t in named if n.startswith(mine)}
+            {n: t for n, t in named if n in names or n.startswith(below)}
             for named in (model.named_parameters(), model.named_buffers())
         )
         self.reducer = copy.deepcopy(reducer) if replicas > 1 else Reducer()

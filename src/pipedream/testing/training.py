@@ -239,7 +239,7 @@ class Training:
         loop = Loop(
             Passes(
                 model if model is not None else self.make_model(),
-                [stage.names for stage in plan.stages],
+                name_stages(plan),
                 self.total or total_of(self.loss, self.options.get("targets"), self.options.get("weight")),
                 self.seed,
                 self.options.get("inputs", inputs_of),
@@ -319,6 +319,16 @@ def even_plan(model: nn.Module, inputs: Any, replicas: Sequence[int]) -> Plan:
     profile = Profile("untimed", graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, 1).without_tied_groups()
     cuts = tuple(stage * count // stages for stage in range(1, stages))
     return manual_plan(profile, Cluster.flat(sum(replicas)), cuts, tuple(replicas))
+
+
+def name_stages(plan: Plan) -> list[tuple[str, ...]]:
+    """Returns what each stage of a plan has: weights and buffers, by name, of a graph of layers; then its layers."""
+    layers = () if plan.graph is None else plan.graph.layers
+    stages: list[tuple[str, ...]] = []
+    for stage in plan.stages:
+        named = dict.fromkeys(name for layer in layers[stage.first : stage.last] for name in layer.parameters)
+        stages.append((*(name for name in named if not any(name in earlier for earlier in stages)), *stage.names))
+    return stages
 
 
 def reads_of(schedule: Schedule) -> Reads:
