@@ -386,7 +386,7 @@ def catches(net: Net, x: Tensor) -> Tensor:
     """Has another way for tensors without numbers."""
     x = net.blocks[0](x)
     try:
-        scale = float(x.mean())
+        scale = float(x.detach().mean())
     except Exception:
         scale = 1.0
     return net.ends(net.blocks[2](net.blocks[1](x * scale)))

@@ -70,10 +70,10 @@ def test_pictures() -> None:
         ("", "<4:0 <2:0 2F0 2B0 >3:0 2U1"),
     ]
     alone = program_of("pipedream", pd.Plan.uniform(1, replicas=(2,)))
-    assert format_instructions(alone.ranks[1].period) == "0F1 0B1 =0:1 0U1"
+    assert format_instructions(alone.ranks[1].period) == "0F1 +0:1 0B1 =0:1 0U1"
     assert alone.channels == ()
     late = program_of("pipedream", replace(pd.Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0)))
-    assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
+    assert format_instructions(late.ranks[0].period) == "+0:0 <2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
     evaluating = pd.lower(pd.schedules.evaluation(pd.Plan.uniform(2)))
     assert format_instructions(evaluating.ranks[1].period) == "<2:0 <0:0 1F0"
     assert [str(item) for item in evaluating.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]

@@ -120,11 +120,11 @@ def test_a_stage_recomputes_while_it_waits_for_gradients() -> None:
     assert calls == calls[:4] * 10
 
 
-def test_what_fails_when_recomputed_is_a_backward() -> None:
+def test_what_fails_when_recomputed_is_a_repeated_forward() -> None:
     layers = [noted("first", [], fails_at=4), nn.Tanh(), nn.Identity()]
     with pytest.raises(pd.errors.WorkerError, match="out of luck") as caught:
         trained(True, layers, "naive", check=False)
-    assert "stage 0, 0B1" in str(caught.value)
+    assert "stage 0, repeating the forward of microbatch 1" in str(caught.value)
 
 
 @pytest.fixture

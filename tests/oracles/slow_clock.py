@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pipedream as pd
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move
+from pipedream.core.schedule.program import AT_STAGES, Instruction, Move
 from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs
 
@@ -138,6 +138,8 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
                 busy_s = 2 * host.message_s_per_byte * costs.sum_bytes[instruction.channel]
                 closed = max(closed, max(end for _, end in times) + busy_s)
             wait(rank, instruction.channel, instruction.index, closed)
+        elif instruction.kind in AT_STAGES:
+            pass  # ops wait for shared memory here, and sums begin with the last backward of the order
         elif instruction.kind is Move.SEND:
             now[rank] += end_s(instruction.channel) * slowness
             done.sent[instruction.channel, instruction.index] = now[rank]

@@ -218,7 +218,7 @@ def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() ->
                 yield from late
                 late.clear()
 
-    with pytest.raises(pd.errors.DeadlockError, match=r"rank 1 waits at instruction \d+, ~0:2, for 0B2"):
+    with pytest.raises(pd.errors.DeadlockError, match=r"rank 1 waits at instruction \d+, \^U0:2, for 0B2"):
         pd.verify(pd.lower(replace(schedule, order=order)))
 
 

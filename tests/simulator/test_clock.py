@@ -77,7 +77,7 @@ MORE_THAN_POSTED = ("<0:0", "<0:0 <0:1 <0:2"), ("<2:1 <0:1", "<2:1"), ("<2:2 <0:
         (edited(GPIPE, 1, *MORE_THAN_POSTED), "rank 1 waits at <0:2"),
         (edited(GPIPE, 1, *OUT_OF_TURN), "wants the activation of microbatch 1 .* microbatch 0"),
         (edited(GPIPE, 1, ("<0:3", "")), "the activation of microbatch 3 .* is sent and never received"),
-        (edited(OF_REPLICAS, 0, ("=0:1", "")), "rank 1 waits at =0:1: sum over the replicas"),
+        (edited(OF_REPLICAS, 0, ("+0:0 0B0 =0:1", "0B0")), "rank 1 waits at =0:1: sum over the replicas"),
     ],
 )
 def test_a_run_that_cannot_end_is_refused(program: pd.Program, words: str) -> None:

@@ -128,7 +128,12 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
 def runs(draw: st.DrawFn, of: st.SearchStrategy[pd.Schedule] | None = None) -> tuple[pd.Schedule, Costs, int]:
     """Draws a schedule, by default of any registered method, with costs and a number of microbatches."""
     schedule = draw(schedules() if of is None else of)
-    return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))
+    costs = draw(some_costs(len(schedule.plan.stages), schedule.placement.workers))
+    if schedule.weights.backward_rule == "graph":  # goes through the forward's own activations
+        costs = replace(costs, recompute_s=(0.0,) * len(schedule.plan.stages))
+    pairs = zip(schedule.plan.stages, costs.recompute_s, strict=True)
+    stages = tuple(replace(stage, recompute=stage.recompute or again_s > 0) for stage, again_s in pairs)
+    return replace(schedule, plan=replace(schedule.plan, stages=stages)), costs, draw(st.integers(1, 15))
 
 
 _SIZES = (1, 2, 3)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 
 from pipedream.core.plan.placement import Carries
-from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
+from pipedream.core.schedule.op import Kind, find_gradient_kind
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
@@ -24,15 +23,10 @@ class BackwardRunner:
 
     Args:
         is_stop_requested: called at the last backward before an update of a replicated stage.
-
-    Attributes:
-        update_completed_by: `Program.update_completed_by` of this rank.
-        recomputing: the backward whose forward is being repeated.
     """
 
     def __init__(
         self,
-        rank: int,
         forwards: ForwardRunner,
         mailbox: Mailbox,
         results: Results,
@@ -40,7 +34,6 @@ class BackwardRunner:
         activity: Activity,
         is_stop_requested: Callable[[], bool],
     ) -> None:
-        self._rank = rank
         self._forwards = forwards
         self._saved_forwards = forwards.saved_forwards
         self._mailbox = mailbox
@@ -54,57 +47,20 @@ class BackwardRunner:
         self._placement = program.placement
         self._last_stage = program.placement.stages - 1
         self._gradient_kind = find_gradient_kind(program.kinds)
-        self._channels = program.channels
         self._runs_backward_elsewhere = [
             program.placement.runs_backward_elsewhere(stage) for stage in range(program.placement.stages)
         ]
-        self.update_completed_by = program.update_completed_by(self._rank)
 
     def begin(self, stream: DataStream) -> None:
         self._stream = stream
-        self.recomputing: Op | None = None
+        self._begun_sums: set[tuple[int, int]] = set()  # (stage, microbatch)
 
-    def run(self, stage: int, index: int) -> Waiting[None] | None:
-        """Runs a B: computes the gradients of the weights and of the received tensors.
+    def begin_sum(self, stage: int, index: int) -> None:
+        """Lets the sum of a stage's gradients over its replicas begin within the backward of a microbatch."""
+        self._begun_sums.add((stage, index))
 
-        Returns a generator of what it waits for, or None if it has run.
-        """
-        return self._run_once_ready(self._run, stage, index)
-
-    def recompute_and_receive(
-        self, receive: Callable[[int, int], Waiting[None] | None], number: int, index: int
-    ) -> Waiting[None]:
-        """Repeats a forward whose graph was not kept while the gradients of its outputs are on their way.
-
-        Args:
-            receive: receives them.
-            number: of their channel.
-        """
-        stage = self._channels[number].target
-        self.recomputing = Op(self._gradient_kind, stage, index)
-        yield from self._run_once_ready(self._recompute, stage, index) or ()
-        self.recomputing = None
-        yield from receive(number, index) or ()
-
-    def _run_once_ready(self, run: Callable[[int, int], None], stage: int, index: int) -> Waiting[None] | None:
-        stage_state = self._forwards.find_passes(stage)
-        if isinstance(stage_state, StatelessStage) and self._lacks_forward(stage, index):
-            pending = stage_state.begin_pass(index, 0, changes_buffers=True)
-            if not pending.ready():
-                return self._run_after_wait(run, pending, stage, index)
-            pending.result()
-        run(stage, index)
-        return None
-
-    def _run_after_wait(
-        self, run: Callable[[int, int], None], pending: Pending[None], stage: int, index: int
-    ) -> Waiting[None]:
-        start = self._recorder.mark()
-        yield from wait_for(pending)
-        self._recorder.note("wait", stage, self._stream.offset + index, start)
-        run(stage, index)
-
-    def _recompute(self, stage: int, index: int) -> None:
+    def repeat_forward(self, stage: int, index: int) -> None:
+        """Repeats a forward whose graph was not kept, while the gradients of its outputs are on their way."""
         stage_state, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
         saved = self._saved_forwards[stage, index]
         if saved.weights is not None:
@@ -113,11 +69,12 @@ class BackwardRunner:
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()
 
-    def _run(self, stage: int, index: int) -> None:
+    def run(self, stage: int, index: int) -> None:
+        """Runs a B: computes the gradients of the weights and of the received tensors."""
         stage_state, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
         saved = self._saved_forwards.pop((stage, index))
         message = self._take_gradients(stage, index)
-        hook = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
+        hook = self._choose_ready_hook(stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
@@ -152,7 +109,7 @@ class BackwardRunner:
         """Runs a W: the other half of a backward."""
         stage_state, start = self._begin_backward(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
         saved = self._saved_forwards.pop((stage, index))
-        hook = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
+        hook = self._choose_ready_hook(stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting_collectives("weights' backward"):
@@ -178,13 +135,15 @@ class BackwardRunner:
         return self._runs_backward_elsewhere[stage] and (stage, index) not in self._saved_forwards
 
     def _choose_ready_hook(
-        self, kind: Kind, stage: int, index: int, stage_state: StageState | StatelessStage
+        self, stage: int, index: int, stage_state: StageState | StatelessStage
     ) -> Callable[[int, torch.Tensor], None] | None:
-        """Returns the hook that starts the all-reduce inside the last backward before a replicated stage's update."""
-        if isinstance(stage_state, StatelessStage) or stage_state.optimizer.all_reduce is None:
+        """Returns the hook that takes gradients to a sum over the replicas that has begun."""
+        if (stage, index) not in self._begun_sums:
             return None
-        op = Op(kind, stage, index, self._placement.replica(stage, index))
-        return None if self.update_completed_by(op) is None else stage_state.gradient_ready
+        self._begun_sums.discard((stage, index))
+        assert isinstance(stage_state, StageState)
+        sums_gradients = stage_state.optimizer.all_reduce is not None  # replicas may average weights instead
+        return stage_state.gradient_ready if sums_gradients else None
 
     def _add_gradients(
         self,

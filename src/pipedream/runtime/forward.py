@@ -103,23 +103,36 @@ class ForwardRunner:
         message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
-        if self._stream.trains:
+        if self._stream.trains and stage in self._stage_states:
             version = self._program.weights.forward_version(stage, index)
-            if stage in self._stage_states:
-                self._stage_states[stage].join_update(self._recorder, version)
-            if stage in self._stateless:
-                runs_backward_elsewhere = self._program.placement.runs_backward_elsewhere(stage)
-                pending = self._stateless[stage].begin_pass(index, version, changes_buffers=not runs_backward_elsewhere)
-                if not pending.ready():
-                    return self._run_after_wait(pending, stage, index, message)
-                pending.result()
+            self._stage_states[stage].join_update(self._recorder, version)
         return self._run_forward(stage, index, message)
 
-    def _run_after_wait(self, pending: Pending[None], stage: int, index: int, message: Message) -> Waiting[Any]:
+    def fetch_weights(self, stage: int, index: int) -> Waiting[None] | None:
+        """Waits for the weights that a forward copies, and for the buffers that it changes."""
+        if not self._stream.trains:
+            return None
+        version = self._program.weights.forward_version(stage, index)
+        if stage in self._stage_states:
+            self._stage_states[stage].join_update(self._recorder, version)
+        changes_buffers = not self._program.placement.runs_backward_elsewhere(stage)
+        return self._fetch(stage, index, version, changes_buffers=changes_buffers)
+
+    def fetch_buffers(self, stage: int, index: int) -> Waiting[None] | None:
+        """Waits for the buffers that backwards continue from, on another rank than the turn before."""
+        return self._fetch(stage, index, 0, changes_buffers=True)
+
+    def _fetch(self, stage: int, index: int, version: int, *, changes_buffers: bool) -> Waiting[None] | None:
+        pending = self._stateless[stage].begin_pass(index, version, changes_buffers=changes_buffers)
+        if not pending.ready():
+            return self._await(pending, stage, index)
+        pending.result()
+        return None
+
+    def _await(self, pending: Pending[None], stage: int, index: int) -> Waiting[None]:
         start = self._recorder.mark()
         yield from wait_for(pending)
         self._recorder.note("wait", stage, self._stream.offset + index, start)
-        yield from self._run_forward(stage, index, message) or ()
 
     def _run_forward(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
         stream = self._stream

@@ -357,20 +357,16 @@ class StageState:
             recorder.note("wait", stage, index, start)
 
 
-def leave_rotation(
-    stage_states: Mapping[int, StageState], program: Program, update: int, recorder: Recorder
+def fetch_gradients(
+    stage_state: StageState, program: Program, stage: int, update: int, recorder: Recorder
 ) -> Waiting[None]:
-    """Takes an update's gradients from the ranks of its backwards, through the host store, where it has not yet."""
-    for stage, stage_state in stage_states.items() if program.placement.rotates else ():
-        next_forward = program.updates.members(stage, update).stop
-        if stage_state.next_forward == next_forward:
-            continue
-        stage_state.join_update(recorder)  # which still reads those of the update before
-        start = recorder.mark()
-        assert isinstance(stage_state.versions, HostVersions)
-        yield from stage_state.versions.take_turn(update, stage_state.gradients)
-        recorder.note("wait", stage, update, start)
-        stage_state.next_forward = next_forward
+    """Waits for an update's gradients, which the ranks of its backwards leave in the host store, and takes them."""
+    stage_state.join_update(recorder)  # which still reads those of the update before
+    start = recorder.mark()
+    assert isinstance(stage_state.versions, HostVersions)
+    yield from stage_state.versions.take_turn(update, stage_state.gradients)
+    recorder.note("wait", stage, update, start)
+    stage_state.next_forward = program.updates.members(stage, update).stop
 
 
 def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, activity: Activity) -> None:

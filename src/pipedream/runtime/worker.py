@@ -7,7 +7,6 @@ resolved to a method and its numbers before the run (`_Step`).
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +30,10 @@ from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage_state import (
     StageState,
     check_finite,
+    fetch_gradients,
     find_failed_update,
     find_not_finite,
     finish_updates,
-    leave_rotation,
 )
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update_barrier import UpdateBarrier
@@ -74,8 +73,7 @@ class _Step(NamedTuple):
     instruction: Instruction
 
 
-_RECOMPUTE_AND_RECEIVE = "recompute and receive"
-_Actions = Mapping[Kind | Move | str, Callable[[int, int], Waiting[Any] | None]]
+_Actions = Mapping[Kind | Move, Callable[[int, int], Waiting[Any] | None]]
 
 
 def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list[_Step], list[_Step]]:
@@ -87,13 +85,8 @@ def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list
 
 def _resolve_step(program: Program, instruction: Instruction, actions: _Actions) -> _Step:
     advance = count_indices(instruction, program.cycle, program.updates)
-    action: Kind | Move | str = instruction.kind
-    if isinstance(instruction, Op):
-        return _Step(actions[action], instruction.stage, instruction.index, advance, instruction)
-    channel = program.channels[instruction.channel] if action is Move.RECEIVE else None
-    if channel and channel.carries == Carries.GRADIENT and program.recomputes(channel.target):
-        action = _RECOMPUTE_AND_RECEIVE
-    return _Step(actions[action], instruction.channel, instruction.index, advance, instruction)
+    action, (_, stage_or_channel, index, *_) = actions[instruction.kind], instruction
+    return _Step(action, stage_or_channel, index, advance, instruction)
 
 
 class Worker:
@@ -153,7 +146,7 @@ class Worker:
         )
         self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(
-            rank, forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
+            forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
         )
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
@@ -162,8 +155,12 @@ class Worker:
             Kind.WEIGHT_GRADIENT: backwards.run_weights,
             Kind.UPDATE: self._update,
             Move.RECEIVE: self._receive,
-            _RECOMPUTE_AND_RECEIVE: partial(backwards.recompute_and_receive, self._receive),
             Move.SEND: self._send,
+            Move.FETCH_WEIGHTS: forwards.fetch_weights,
+            Move.FETCH_BUFFERS: forwards.fetch_buffers,
+            Move.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], self.program, s, n, self.recorder),
+            Move.REPEAT: backwards.repeat_forward,
+            Move.BEGIN_SUM: backwards.begin_sum,
             **dict.fromkeys(SUMS, _skip_sum),
         }
         self._steps = {False: _resolve_steps(evaluation, rank, self._actions)}
@@ -239,7 +236,7 @@ class Worker:
     def where(self) -> str:
         if self._running is None:
             return "the start"
-        if failed := find_failed_update(self.stage_states) or self._backwards.recomputing:
+        if failed := find_failed_update(self.stage_states):
             return self._running.describe(failed)
         advance = self._period * self._running.cycle
         return self._running.describe(advance_instruction(self._instruction, advance, self._running.updates))
@@ -310,8 +307,6 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
-        joined = self.stage_states if self.update_barrier.couples_stages else {stage: stage_state}
-        yield from leave_rotation(joined, self.program, index, self.recorder)
         overlaps = self.program.overlaps_updates and stage_state.can_overlap
         prepared = None
         if not overlaps or self.update_barrier.couples_stages:
@@ -429,6 +424,6 @@ def _find_waiting_stages(program: Program) -> set[int]:
 def _skip_sum(number: int, index: int) -> None:
     """Runs an instruction of a sum, for which the update after it waits (`UpdateBarrier.prepare`).
 
-    A sum over replicas was started inside the update's last backward (`BackwardRunner`), before its place here. That is
-    safe: the replicas of a stage have a group of their own, and all start their buckets in the same order.
+    A sum over replicas has begun inside the update's last backward (`BackwardRunner.begin_sum`). That is safe: the
+    replicas of a stage have a group of their own, and all start their buckets in the same order.
     """

@@ -7,14 +7,14 @@
   The update waits for the sum. A coupled update waits until all ranks have reached it, one of tied weights for the sum
   over their holders, which begins when all have reached it.
 - A backward that recomputes begins early: it has repeated its forward by the time its gradient arrives.
-- A forward waits until the weights that it reads have been made on another rank, and copied.
+- A fetch waits until what another rank leaves in shared memory is there, and copied.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens.
 Nothing that a rank does later comes before it, so ports see all events in the order of time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -25,13 +25,13 @@ from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import SUMS, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
     ALL_RANKS,
+    FETCH,
     GIVE,
     OP,
-    READ,
     RECEIVE,
     SEND,
     STOP,
@@ -180,8 +180,8 @@ class _Clock:
                 return what, self.costs.op_s(Kind(letter), what) * slowness
             if code in (SEND, RECEIVE):
                 wire = self.messages.wires[what]
-                if code == RECEIVE:
-                    wire.early_s = self.costs.early_s(wire.channel) * slowness
+                if letter:  # the forward is repeated before the message arrives
+                    wire.early_s = self.costs.early_s(wire.channel.target) * slowness
                 return wire, self.costs.end_s(wire.channel) * slowness
             return what, 0.0
 
@@ -201,9 +201,8 @@ class _Clock:
                 self._advance(rank)
                 free_s = rank.now
             self.messages.advance()
-        waiting = [rank for rank in self.ranks if not rank.ended]
-        if waiting:
-            raise DeadlockError(self._describe_waits(waiting))
+        if not all(rank.ended for rank in self.ranks):
+            raise DeadlockError(_describe_waits(self.program, self.ranks, self.total))
         for message in self.messages.find_unreceived():
             raise ScheduleError(
                 f"program {self.program.name!r}: {describe_message(*message)} is sent and "
@@ -263,7 +262,7 @@ class _Clock:
                 self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
                 stage, what = (what, what) if code == SYNC else what
-                over_s = (self._await_shared if code == READ else self._await_barrier)(rank, stage, index, now)
+                over_s = (self._await_shared if code == FETCH else self._await_barrier)(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -303,24 +302,31 @@ class _Clock:
     def _await_shared(self, rank: _Rank, op: Any, index: int, now: float) -> float | None:
         """Returns when what an op of a (letter, stage) reads from shared memory has arrived; None while unknown.
 
-        A forward reads weights; an update, and the first backward of a turn, the gradients of the turn before.
+        That is weights, the buffers of the turn before, or the gradients of an update's last turn.
         """
         letter, stage = op
         program, placement = self.program, self.program.placement
+        needs: list[tuple[str, int]] = []
         if letter == "F":
-            key = "U", stage, program.weights.forward_version(stage, index) if program.trains else 0
-            source = placement.ranks[stage][0]
-        elif letter == "B" and not index:
-            return now
-        else:
-            last = index - 1 if letter == "B" else min(index * program.updates.per_update[stage], self.total) - 1
-            key, source = ("B", stage, last), placement.rank_of(stage, last)
-        left_s = self.left_s.get(key)
-        if left_s is None:
-            self.readers[key].append(rank)
-            return None
-        is_local = letter != "F" and source == rank.number
-        return left_s if is_local else left_s + self.costs.copy_s(stage, source, rank.number)
+            needs.append(("U", program.weights.forward_version(stage, index) if program.trains else 0))
+        if letter == "U":
+            needs.append(("B", min(index * program.updates.per_update[stage], self.total) - 1))
+        elif (
+            program.trains
+            and placement.begins_turn(index)
+            and (letter == "B" or not placement.runs_backward_elsewhere(stage))
+        ):
+            needs.append(("B", index - 1))
+        there_s = now
+        for made_by, made_index in needs:
+            left_s = self.left_s.get((made_by, stage, made_index))
+            if left_s is None:
+                self.readers[made_by, stage, made_index].append(rank)
+                return None
+            source = placement.ranks[stage][0] if made_by == "U" else placement.rank_of(stage, made_index)
+            is_copied = made_by == "U" or source != rank.number
+            there_s = max(there_s, left_s + self.costs.copy_s(stage, source, rank.number) * is_copied)
+        return there_s
 
     def _post_receives(self, received: list[Wire], now: float) -> None:
         for wire in received:
@@ -340,12 +346,12 @@ class _Clock:
 
     def _end_rank(self, rank: _Rank, missing: int) -> None:
         if missing:
-            self._refuse_missing_ops(rank)
+            _refuse_missing_ops(self.program, rank, self.total)
         rank.ended = True
 
     def _check_progress(self, rank: _Rank, missing: int) -> None:
         if missing == rank.missing_before:
-            self._refuse_missing_ops(rank)  # indices only grow
+            _refuse_missing_ops(self.program, rank, self.total)  # indices only grow
         rank.missing_before = missing
 
     def _join_barrier(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
@@ -409,36 +415,32 @@ class _Clock:
             memory=tuple(trace.memory for trace in traces),
         )
 
-    def _refuse_missing_ops(self, rank: _Rank) -> NoReturn:
-        raise ScheduleError(
-            f"program {self.program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
-            f"{self.total} microbatches need; lower the schedule again"
-        )
 
-    def _describe_waits(self, waiting: list[_Rank]) -> str:
-        rows = []
-        for rank in waiting:
-            instruction = self._find_instruction(rank)
-            text = f"{instruction}"
-            if isinstance(instruction, Transfer) and instruction.kind is Move.RECEIVE:
-                text += f": {describe_message(self.messages.wires[instruction.channel].channel, instruction.index)}"
-            elif isinstance(instruction, Transfer):
-                text += f": {SUMS[instruction.kind]}"
-            else:
-                text += ": what another rank leaves in shared memory"
-            rows.append(f"  rank {rank.number} waits at {text}")
-        return "\n".join(
-            [
-                f"program {self.program.name!r} of {self.total} microbatches: {len(waiting)} of {len(self.ranks)} "
-                "ranks wait for ever; each receive must follow, on all ranks, what its sender needs",
-                *rows,
-            ]
-        )
+def _refuse_missing_ops(program: Program, rank: _Rank, total: int) -> NoReturn:
+    raise ScheduleError(
+        f"program {program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that {total} microbatches "
+        "need; lower the schedule again"
+    )
 
-    def _find_instruction(self, rank: _Rank) -> Instruction:
+
+def _describe_waits(program: Program, ranks: Sequence[_Rank], total: int) -> str:
+    waiting = [rank for rank in ranks if not rank.ended]
+    rows = []
+    for rank in waiting:
         source = rank.text.instructions[rank.position].source
-        assert source is not None
-        return advance_instruction(source, rank.turn * self.program.cycle, self.program.updates)
+        assert isinstance(source, Transfer)
+        instruction = advance_instruction(source, rank.turn * program.cycle, program.updates)
+        words = SUMS.get(source.kind, "what another rank leaves in shared memory")
+        if source.kind is Move.RECEIVE:
+            words = describe_message(program.channels[source.channel], instruction.index)
+        rows.append(f"  rank {rank.number} waits at {instruction}: {words}")
+    return "\n".join(
+        [
+            f"program {program.name!r} of {total} microbatches: {len(waiting)} of {len(ranks)} ranks wait for ever; "
+            "each receive must follow, on all ranks, what its sender needs",
+            *rows,
+        ]
+    )
 
 
 class _UpdateClock(_Clock):

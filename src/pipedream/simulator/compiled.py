@@ -1,8 +1,7 @@
 """A rank's instructions for the clock: flat tuples, made once, with indices that advance by a stride each turn.
 
-They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum. READ
-precedes an op that reads weights, or gradients, which another rank has left in shared memory. The instructions end with
-TURN or STOP.
+They are executed a million times, so nothing is looked up by name. GIVE follows the backward in which a sum begins. The
+instructions end with TURN or STOP.
 """
 
 from collections.abc import Collection
@@ -11,15 +10,14 @@ from typing import Any, NamedTuple
 
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import (
+    FETCHES,
     Instruction,
     Move,
     Program,
-    Transfer,
-    advance_instruction,
     find_per_update,
 )
 
-OP, RECEIVE, SEND, SYNC, GIVE, NORM, TIED, READ, TURN, STOP = range(10)
+OP, RECEIVE, SEND, SYNC, GIVE, NORM, TIED, FETCH, TURN, STOP = range(10)
 
 
 class CompiledInstruction(NamedTuple):
@@ -27,9 +25,11 @@ class CompiledInstruction(NamedTuple):
 
     Attributes:
         what: stage of an op or a sum; a channel's number; for TIED and NORM, the barrier (`Costs.sum_s` or
-            `ALL_RANKS`) and the stage; for GIVE, (stage, first update, its stride).
+            `ALL_RANKS`) and the stage; for FETCH, the (letter, stage) of the op that reads, and the stage; for GIVE,
+            (stage, first update, its stride).
         first, stride: its index is first + t x stride.
         limit: it exists if its index is below this.
+        letter: of an op; "*" for a receive before which a forward is repeated.
     """
 
     code: int
@@ -45,6 +45,7 @@ ALL_RANKS = -1
 """The barrier of a global norm, beside those of stages and of tied weights."""
 
 _CODES = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC, Move.TIED: TIED, Move.NORM: NORM}
+_CODES |= dict.fromkeys(FETCHES, FETCH)
 _TURN = CompiledInstruction(TURN, 0, 0, 0, 0, "", None)
 _STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
@@ -85,50 +86,50 @@ def compile_rank(program: Program, rank: int, total: int, *, early_sums: Collect
     """Compiles a rank; the sums of the stages in `early_sums` begin in the backward."""
     lowered = program.ranks[rank]
     text = (*lowered.warmup, *lowered.period)
-    next_turn = [
-        advance_instruction(item, program.cycle, program.updates) for item in lowered.period if item.kind is Move.SYNC
-    ]
-    sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
-    find_update = program.update_completed_by(rank) if sums else None
     common_sums: list[CompiledInstruction] = []  # of several stages, before the next update
-    placement, stage_replicas = program.placement, program.placement.stage_replicas(rank)
-    reading = {("F", stage) for stage, _ in placement.passes_on_copies(rank, forward=True)}
     instructions: list[CompiledInstruction] = []
     period_start = 0
+    begins_sum = repeats = False
     for position, instruction in enumerate(text):
         if position == len(lowered.warmup):
             period_start = len(instructions)
+        if instruction.kind is Move.BEGIN_SUM:
+            begins_sum = instruction.channel in early_sums
+            continue
+        if instruction.kind is Move.REPEAT:
+            repeats = True
+            continue
         compiled = _compile_instruction(program, instruction, total)
+        if compiled.code == RECEIVE and repeats:
+            compiled, repeats = compiled._replace(letter="*"), False
         if compiled.code in (TIED, NORM):
             if not (compiled.code == NORM and program.norm_delay):  # a delayed norm is known in time
                 common_sums.append(compiled)
             continue
-        takes_turn = compiled.letter == "U" or (compiled.letter == "B" and compiled.first % placement.turn == 0)
-        if (compiled.letter, compiled.what) in reading or (takes_turn and placement.rotates):
-            sums_tied = any(common.code == TIED for common in common_sums)
-            read = [stage for stage, _ in stage_replicas] if sums_tied else [compiled.what]
-            instructions += [compiled._replace(code=READ, what=((compiled.letter, stage), stage)) for stage in read]
         if compiled.letter == "U":
             for common in common_sums:
-                number = placement.stages + common.what if common.code == TIED else ALL_RANKS
+                number = program.placement.stages + common.what if common.code == TIED else ALL_RANKS
                 instructions.append(common._replace(what=(number, compiled.what)))
             common_sums.clear()
         instructions.append(compiled)
-        if find_update and isinstance(instruction, Op) and instruction.stage in early_sums:
-            update = find_update(instruction)
-            if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
-                stride = program.cycle // program.updates.per_update[update.stage]
-                instructions.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
+        if begins_sum and compiled.code == OP:
+            update = program.updates.update_of(compiled.what, compiled.first)
+            stride = program.cycle // program.updates.per_update[compiled.what]
+            instructions.append(compiled._replace(code=GIVE, what=(compiled.what, update, stride)))
+            begins_sum = False
     if lowered.period:
         return CompiledRank((*instructions, _TURN), period_start, program.op_count(rank, total))
     return CompiledRank((*instructions, _STOP), 0, program.op_count(rank, total))
 
 
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
+    what: Any
     if isinstance(instruction, Op):
         code, what, letter = OP, instruction.stage, instruction.kind.value
     else:
         code, what, letter = _CODES[instruction.kind], instruction.channel, ""
+        if code == FETCH:
+            what = (FETCHES[instruction.kind].value, what), what
     stride, limit = program.cycle, total
     if per_update := find_per_update(instruction, program.updates):
         stride, limit = stride // per_update, -(-total // per_update) + 1

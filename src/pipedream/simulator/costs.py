@@ -208,9 +208,9 @@ class Costs:
         # A gradient has as many bytes as its activation.
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
-    def early_s(self, channel: Channel) -> float:
-        """Returns how long before a message's arrival the op that receives it may begin."""
-        return self.recompute_s[channel.target] if self.recompute_s and channel.carries == Carries.GRADIENT else 0.0
+    def early_s(self, stage: int) -> float:
+        """Returns how long before its gradient's arrival the op of a stage may begin that repeats its forward."""
+        return self.recompute_s[stage] if self.recompute_s else 0.0
 
     def copy_s(self, stage: int, source: int, target: int) -> float:
         """Returns the seconds of copying a stage's weights to another rank: from the memory of the machine."""

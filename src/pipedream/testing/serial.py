@@ -60,8 +60,8 @@ class Loop:
         rows = zip(names, self.replicas or (1,) * len(names), strict=True)
         of_copies = self.optimizer, self.scheduler
         self._stages = [Stage(model, layers, self.reducer or Reducer(), count, *of_copies) for layers, count in rows]
-        held = {name for stage in self._stages for name in stage.copies[0].weights}
-        lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in held]
+        weights = {name for stage in self._stages for name in stage.copies[0].weights}
+        lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in weights]
         assert not lost, f"no stage has the weights {', '.join(lost)}: give their names with those of its layers"
         self._trained, self._clock, self._base, self._method = Trained(), 0, 0, self.rules[0]
         self.passes.repeats_forwards = any(each.reads.rule == "recompute" for each in self.rules.values())

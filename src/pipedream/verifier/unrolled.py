@@ -18,7 +18,7 @@ from functools import cached_property
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
-from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, Transfer, list_sums
+from pipedream.core.schedule.program import AT_STAGES, FETCHES, SUMS, Instruction, Move, Program, Transfer, list_waits
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -34,6 +34,7 @@ class Unrolled:
     Attributes:
         sent, received: position of each message at its two ends.
         sums: (rank, sum) -> position at which the rank joins it.
+        steps: (rank, what it does at a stage beside ops and sums) -> position.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class Unrolled:
     received: dict[Message, int] = field(default_factory=dict)
     sequences: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[tuple[int, Transfer], int] = field(default_factory=dict)
+    steps: dict[tuple[int, Transfer], int] = field(default_factory=dict)
 
     @cached_property
     def routes(self) -> dict[tuple[int, int, Carries, int, int], int]:
@@ -84,6 +86,7 @@ def unroll(program: Program, total: int) -> Unrolled:
         _index_stream(run, rank)
         _check_complete(program, rank, total, run.ops)
     _check_messages(run)
+    _check_steps(run)
     last = program.placement.stages - 1
     # The targets must reach the last stage, whether or not the program has a channel for them.
     inputs = {(c.source, c.target) for c in program.channels if c.carries == Carries.INPUT} | (
@@ -123,7 +126,7 @@ def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas = set(placement.stage_replicas(rank))
     updates = [Op(Kind.UPDATE, stage, 1, replica) for stage, replica in stage_replicas]
-    summed = {item[:2] for update in updates for item in list_sums(run.program, rank, update, is_first=True)}
+    summed = {item[:2] for update in updates for item in list_waits(run.program, rank, update)}
     passes = {is_forward: set(placement.passes(rank, forward=is_forward)) for is_forward in (True, False)}
     for position, instruction in enumerate(run.streams[rank]):
         if isinstance(instruction, Op):
@@ -142,6 +145,10 @@ def _index_stream(run: Unrolled, rank: int) -> None:
             continue
         assert isinstance(instruction, Transfer)
         move, number, index = instruction
+        if move in AT_STAGES:
+            if run.steps.setdefault((rank, instruction), position) != position:
+                raise run.error(rank, position, "done before")
+            continue
         if move in SUMS:
             if (move, number) not in summed:
                 raise run.error(rank, position, f"a {SUMS[move]} ({number}) that this rank is not part of")
@@ -170,6 +177,7 @@ def _check_messages(run: Unrolled) -> None:
         place = run.ops.get(run.consumer(message))
         if place is None or place[0] != rank or place[1] < position:
             raise run.error(rank, position, f"{run.consumer(message)}, which reads it, does not follow on this rank")
+        _check_repeat(run, message, position)
     for message, position in run.sent.items():
         rank = run.program.channels[message[0]].sender
         if message not in run.received:
@@ -190,17 +198,51 @@ def _check_messages(run: Unrolled) -> None:
                 )
 
 
+def _check_repeat(run: Unrolled, message: Message, position: int) -> None:
+    """Checks that a forward is repeated after its input is received, and before the gradient of its output."""
+    number, k = message
+    channel = run.program.channels[number]
+    if not run.program.recomputes(channel.target):
+        return
+    repeat = Transfer(Move.REPEAT, channel.target, k)
+    repeat_position = run.steps.get((channel.receiver, repeat))
+    if channel.carries == Carries.GRADIENT and (repeat_position is None or repeat_position > position):
+        raise run.error(channel.receiver, position, f"no {repeat}, which repeats its forward, comes before it")
+    if channel.carries == Carries.STAGE_INPUT and repeat_position is not None and repeat_position < position:
+        raise run.error(channel.receiver, position, f"{repeat}, which reads it, comes before it")
+
+
+def _check_steps(run: Unrolled) -> None:
+    """Checks that what a rank does for an op beside messages and sums is of use to one that follows."""
+    program, placement = run.program, run.program.placement
+    kinds = FETCHES | {Move.REPEAT: find_gradient_kind(program.kinds), Move.BEGIN_SUM: find_last_kind(program.kinds)}
+    for (rank, step), position in run.steps.items():
+        kind, stage, index = kinds[step.kind], step.channel, step.index
+        if not 0 <= stage < placement.stages:
+            raise run.error(rank, position, f"there are {placement.stages} stages")
+        op = Op(kind, stage, index, 0 if kind is Kind.UPDATE else placement.replica(stage, index))
+        place = run.ops.get(op)
+        if place is None or place[0] != rank or place[1] < position:
+            raise run.error(rank, position, f"{op}, for which it is, does not follow on this rank")
+        is_useful = step in list_waits(program, rank, op)
+        if step.kind not in FETCHES:
+            is_useful = program.recomputes(stage) if step.kind is Move.REPEAT else placement.replicas[stage] > 1
+        if not is_useful:
+            raise run.error(rank, position, f"{op} does not need it")
+
+
 def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
     program = run.program
     last_allowed = position
-    for item in list_sums(program, rank, op, is_first=True) if op.kind is Kind.UPDATE else ():
-        sum_position = run.sums.get((rank, item))
-        if sum_position is None or sum_position > position:
-            raise run.error(rank, position, f"no {SUMS[item.kind]}, {item}, comes before it")
+    for item in list_waits(program, rank, op):
+        wait_position = (run.sums if item.kind in SUMS else run.steps).get((rank, item))
+        if wait_position is None or wait_position > position:
+            words = SUMS.get(item.kind, "wait for shared memory")
+            raise run.error(rank, position, f"no {words}, {item}, comes before it")
         if item.kind is Move.SYNC:
-            last_allowed = sum_position  # the rank's own gradients; those of others are checked at their updates
-        else:
-            _check_rank_gradients(run, op, rank, sum_position)
+            last_allowed = wait_position  # the rank's own gradients; those of others are checked at their updates
+        elif item.kind in SUMS:
+            _check_rank_gradients(run, op, rank, wait_position)
     for required in program.requires(op, run.total):
         place = run.ops.get(required)
         if place is None:
@@ -264,8 +306,11 @@ def _check_order(run: Unrolled, rank: int) -> None:
     last_kind = find_last_kind(program.kinds)
     last_forward: dict[int, int] = {}
     gradients: dict[int, list[int]] = {}
+    summing: dict[int, int] = {}  # stage -> the microbatch in whose backward the sum began
     for position, op in enumerate(run.streams[rank]):
         if not isinstance(op, Op):
+            if op.kind is Move.BEGIN_SUM:
+                summing[op.channel] = op.index
             continue
         kind, stage, index, _ = op
         if kind is Kind.FORWARD:
@@ -279,6 +324,15 @@ def _check_order(run: Unrolled, rank: int) -> None:
             gradients.setdefault(stage, []).append(index)
         elif kind is Kind.UPDATE:
             members = program.updates.members(stage, index, run.total)
+            begun, last = summing.pop(stage, None), gradients.get(stage, [None])[-1]
+            is_complete = len(members) == program.updates.per_update[stage]
+            if program.placement.replicas[stage] > 1 and begun != last and (is_complete or begun is not None):
+                began = "nowhere" if begun is None else f"in {stage}{last_kind.value}{begun}"
+                raise run.error(
+                    rank,
+                    position,
+                    f"the sum of stage {stage} begins {began}, not in the last backward before it, +{stage}:{last}",
+                )
             foreign = [k for k in gradients.pop(stage, []) if k not in members]
             if foreign:
                 raise run.error(

@@ -8,15 +8,15 @@ advanced as far as possible, once: if not all finish, following who waits for wh
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
 - a sum waits for all ranks that join it; one of norms for that of the update `norm_delay` before;
-- a forward waits for the update of its weights on another rank.
+- a fetch waits for what another rank leaves in memory that they share.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from pipedream.core.errors import DeadlockError
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import SUMS, Channel, Instruction, Move, Transfer
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.program import AT_STAGES, FETCHES, SUMS, Channel, Instruction, Move, Transfer
 from pipedream.verifier.unrolled import Message, Unrolled, is_in_shared_memory
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
@@ -68,24 +68,20 @@ class _Waits:
                 self.consumers[run.consumer((number, k))].append((number, k))
                 if i >= depth:
                     self.previous_in_place[number, k] = (number, order[i - depth])
-        # (rank, instruction) -> ops on other ranks whose results it waits for in shared memory
-        self.needs: dict[tuple[int, Instruction], list[Op]] = {}
-        self.done: set[Op] = set()
-        self.readers: dict[Op, list[int]] = defaultdict(list)
         self.members: dict[Transfer, set[int]] = defaultdict(set)
         for rank, item in run.sums:
             self.members[item].add(rank)
-        placement = run.program.placement
-        reading: list[tuple[int, Instruction, list[Op]]] = []
-        if placement.shares_weights:
-            reading += [(rank, op, [op]) for op, (rank, _) in run.ops.items()]
-            for rank, item in run.sums:  # of several stages: it needs the gradients of all of them
-                updates = [Op(Kind.UPDATE, stage, item.index, n) for stage, n in placement.stage_replicas(rank)]
-                reading.append((rank, item, updates))
-        for rank, instruction, ops in reading:
-            pairs = [(op, need) for op in ops for need in run.program.requires(op, run.total)]
-            self.needs[rank, instruction] = [
-                need for op, need in pairs if is_in_shared_memory(op, need) and run.ops[need][0] != rank
+        self.needs: dict[tuple[int, Instruction], list[Op]] = {}  # a rank's fetch -> ops on other ranks
+        self.done: set[Op] = set()
+        self.readers: dict[Op, list[int]] = defaultdict(list)
+        for rank, fetch in run.steps:
+            if fetch.kind not in FETCHES:
+                continue
+            op = Op(FETCHES[fetch.kind], fetch.channel, fetch.index)  # a stage with shared weights has one replica
+            self.needs[rank, fetch] = [
+                need
+                for need in run.program.requires(op, run.total)
+                if is_in_shared_memory(op, need) and run.ops[need][0] != rank
             ]
         self.needed = {need for needs in self.needs.values() for need in needs}
 
@@ -104,6 +100,8 @@ class _Waits:
             self.readers[missing].append(rank)
             return False
         if isinstance(instruction, Transfer):
+            if instruction.kind in AT_STAGES:
+                return True
             if instruction.kind in SUMS:
                 return self._arrive(rank, instruction)
             message = instruction.channel, instruction.index

@@ -1,7 +1,8 @@
 """Lowering: turns a Schedule, the order of ops, into a Program, which also has the messages.
 
-1. Each op gets its messages, each update the sums that it waits for. Targets go directly from the input stage to the
-   output stage.
+1. Each op gets its messages, and what it waits for besides: sums, and what other ranks leave in shared memory. Targets
+   go directly from the input stage to the output stage. A forward is repeated before the gradient of its output is
+   received. A sum begins within the last backward before its update.
 2. Each direction across a boundary between two ranks has its own channel: sharing one would deadlock two stages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
@@ -19,7 +20,7 @@ from operator import mul
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.coupling import with_tied_weights
-from pipedream.core.schedule.op import Kind, Op, find_gradient_kind
+from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
 from pipedream.core.schedule.program import (
     MAX_AHEAD,
     Channel,
@@ -31,7 +32,7 @@ from pipedream.core.schedule.program import (
     Transfer,
     advance_instruction,
     count_indices,
-    list_sums,
+    list_waits,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -130,13 +131,22 @@ def _make_channels(
     return tuple(channels), numbers
 
 
-def _expand(op: Op, sums: Sequence[Transfer], find_numbers: _FindNumbers) -> list[Instruction]:
-    """Returns an op with its transfers; those of the same op one cycle later are shifted by that cycle."""
+def _expand(op: Op, waits: Sequence[Transfer], find_numbers: _FindNumbers, repeats: bool) -> list[Instruction]:
+    """Returns an op with its transfers; those of the same op one cycle later are shifted by that cycle.
+
+    Args:
+        repeats: the last message that the op receives is a gradient, and the forward is repeated first.
+    """
     kind, stage, k, _ = op
     received, sent = find_numbers(kind, stage)
+    numbers = [row[k % len(row)] for row in received]
+    receives = [Transfer(Move.RECEIVE, number, k) for number in numbers if number is not None]
+    if repeats and numbers[-1] is not None:
+        receives.insert(-1, Transfer(Move.REPEAT, stage, k))
+    # A forward copies weights when all else is there; a repeated one needs them before its gradient arrives.
+    waits_and_receives = [*receives, *waits] if kind is Kind.FORWARD else [*waits, *receives]
     return [
-        *sums,
-        *[Transfer(Move.RECEIVE, number, k) for row in received if (number := row[k % len(row)]) is not None],
+        *waits_and_receives,
         op,
         *[Transfer(Move.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
     ]
@@ -206,16 +216,35 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    summed: set[int] = set()  # updates
+    updated: set[int] = set()
     instructions: list[list[Instruction]] = []
-    for op in window[: start + length]:
-        sums = []
+    begin_sums = _find_last_gradients(schedule, window)
+    gradient_kind, last = find_gradient_kind(schedule.kinds), placement.stages - 1
+    for number, op in enumerate(window[: start + length]):
+        waits = list_waits(schedule, rank, op, is_first=op.index not in updated)
         if op.kind is Kind.UPDATE:
-            sums = list_sums(schedule, rank, op, is_first=op.index not in summed)
-            summed.add(op.index)
-        instructions.append(_expand(op, sums, find_numbers))
+            updated.add(op.index)
+        if number in begin_sums:
+            waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
+        repeats_forward = op.kind is gradient_kind and op.stage < last and schedule.recomputes(op.stage)
+        instructions.append(_expand(op, waits, find_numbers, repeats_forward))
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
     # The last transfers of the warm-up may repeat although their op does not.
     while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):
         period = [warmup.pop(), *period[:-1]]
     return RankProgram(tuple(warmup), tuple(period))
+
+
+def _find_last_gradients(schedule: Schedule, window: Sequence[Op]) -> set[int]:
+    """Returns the positions of the ops that complete a replicated stage's gradients for an update."""
+    last_kind = find_last_kind(schedule.kinds)
+    positions: set[int] = set()
+    waiting: set[int] = set()  # stages whose next update needs a sum
+    for position in reversed(range(len(window))):
+        kind, stage, _, _ = window[position]
+        if kind is Kind.UPDATE and schedule.placement.replicas[stage] > 1:
+            waiting.add(stage)
+        elif kind is last_kind and stage in waiting:
+            waiting.discard(stage)
+            positions.add(position)
+    return positions

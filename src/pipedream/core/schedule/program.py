@@ -5,7 +5,9 @@ stream without the instructions of microbatches beyond the run.
 
 Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it. Sums before update 2: ``=0:2``
 of the gradients over the replicas of stage 0; ``~1:2`` of those of the tied weights number 1 over their holders;
-``|0:2`` of squared norms over all ranks.
+``|0:2`` of squared norms over all ranks. In memory that ranks share, ``^F0:5`` waits for the weights that 0F5 reads,
+``^B0:5`` for the buffers that 0B5 continues from, ``^U0:2`` for the gradients of 0U2. ``*0:5`` repeats 0F5 while the
+gradient of its output is on its way; ``+0:5`` begins the sum of stage 0's gradients within 0B5.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ class Move(StrEnum):
     SYNC = "="
     TIED = "~"
     NORM = "|"
+    FETCH_WEIGHTS = "^F"
+    FETCH_BUFFERS = "^B"
+    FETCH_GRADIENTS = "^U"
+    REPEAT = "*"
+    BEGIN_SUM = "+"
 
 
 SUMS = {
@@ -42,14 +49,30 @@ SUMS = {
 }
 """What ranks wait for together before an update, in words."""
 
+FETCHES = {
+    Move.FETCH_WEIGHTS: Kind.FORWARD,
+    Move.FETCH_BUFFERS: Kind.BACKWARD,
+    Move.FETCH_GRADIENTS: Kind.UPDATE,
+}
+"""A wait for what another rank leaves in the machine's memory -> the kind of op that reads it."""
+
+AT_STAGES = {
+    Move.FETCH_WEIGHTS: "waiting for the weights of microbatch",
+    Move.FETCH_BUFFERS: "waiting for the buffers before microbatch",
+    Move.FETCH_GRADIENTS: "waiting for the gradients of update",
+    Move.REPEAT: "repeating the forward of microbatch",
+    Move.BEGIN_SUM: "beginning the sum in the backward of microbatch",
+}
+"""What a rank does for one of its stages beside ops and sums, in words."""
+
 
 class Transfer(NamedTuple):
-    """A message sent or received, or a sum over ranks.
+    """What a rank does beside ops: messages, sums over ranks, waits for memory that ranks share, repeated forwards.
 
     Attributes:
-        channel: the channel's number; for a sum over replicas the stage, over holders of tied weights their number in
-            `Plan.tied_weights`, of norms 0.
-        index: the microbatch; for a sum, the update.
+        channel: the channel of a message; of a sum over holders of tied weights their number in `Plan.tied_weights`, of
+            one of norms 0; otherwise the stage.
+        index: the microbatch; before an update, the update.
     """
 
     kind: Move
@@ -197,35 +220,6 @@ class Program(Tabular, Rules, Artifact):
 
         return is_in_run
 
-    def update_completed_by(self, rank: int) -> Callable[[Op], Op | None]:
-        """Returns the function from a rank's backward to the update that follows it directly at its stage, or None."""
-        rank_program = self.ranks[rank]
-        next_turn = (self._advance(instruction, 1) for instruction in rank_program.period)
-        open_backwards: dict[int, Op] = {}
-        update_after: dict[Op, Op] = {}
-        for op in (*rank_program.warmup, *rank_program.period, *next_turn):
-            if isinstance(op, Op) and op.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                open_backwards[op.stage] = op
-            elif isinstance(op, Op) and op.kind is Kind.UPDATE and op.stage in open_backwards:
-                update_after[open_backwards.pop(op.stage)] = op
-        period_indices: dict[tuple[Kind, int, int], int] = {
-            (op.kind, op.stage, op.index % self.cycle): op.index
-            for op in rank_program.period
-            if isinstance(op, Op) and op.kind is not Kind.UPDATE
-        }
-
-        def find_update(op: Op) -> Op | None:
-            first_index = period_indices.get((op.kind, op.stage, op.index % self.cycle), op.index)
-            laps = max(0, (op.index - first_index) // self.cycle)
-            update = update_after.get(op._replace(index=op.index - laps * self.cycle))
-            return None if update is None else Op(*self._advance(update, laps))
-
-        return find_update
-
-    def recomputes(self, stage: int) -> bool:
-        """Returns whether a stage's backwards repeat its forwards."""
-        return self.plan.stages[stage].recompute or self.placement.runs_backward_elsewhere(stage)
-
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):
@@ -233,6 +227,8 @@ class Program(Tabular, Rules, Artifact):
         if instruction.kind in SUMS:
             stage = f"stage {instruction.channel}, " if instruction.kind is Move.SYNC else ""
             return f"{stage}{SUMS[instruction.kind]} for update {instruction.index}"
+        if instruction.kind in AT_STAGES:
+            return f"stage {instruction.channel}, {AT_STAGES[instruction.kind]} {instruction.index}"
         channel = self.channels[instruction.channel]
         if instruction.kind is Move.RECEIVE:
             return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
@@ -291,7 +287,7 @@ class Program(Tabular, Rules, Artifact):
         return rows
 
     def _find_stage(self, instruction: Instruction) -> int | None:
-        if isinstance(instruction, Op) or instruction.kind is Move.SYNC:
+        if isinstance(instruction, Op) or instruction.kind is Move.SYNC or instruction.kind in AT_STAGES:
             return instruction[1]
         if instruction.kind in SUMS:
             return None
@@ -332,23 +328,35 @@ def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRu
 def find_per_update(instruction: Instruction, updates: UpdateRule) -> int | None:
     """Returns the microbatches of an update, or of that after a sum; None for an instruction of one microbatch."""
     kind, stage = instruction[:2]
-    if kind is Kind.UPDATE or kind is Move.SYNC:
+    if kind in (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS):
         return updates.per_update[stage]
     # The updates of stages that wait for each other have the same microbatches.
     return updates.per_update[0] if kind in SUMS else None
 
 
-def list_sums(rules: Rules, rank: int, update: Op, *, is_first: bool) -> list[Transfer]:
-    """Returns the sums that a rank joins before an update. Sums over several stages come once, before the `is_first` of
-    the rank's updates with this index.
+def list_waits(rules: Rules, rank: int, op: Op, *, is_first: bool = True) -> list[Transfer]:
+    """Returns what a rank waits for directly before an op, besides messages.
+
+    Before an update of which no other stage on the rank has the same index (`is_first`), that is all that its updates
+    with this index wait for together: sums over several stages, for which the gradients of all stages must be there.
     """
-    placement, index = rules.placement, update.index
-    sums = [Transfer(Move.SYNC, update.stage, index)] if placement.replicas[update.stage] > 1 else []
-    if is_first:
-        tied = enumerate(rules.plan.tied_weights)
-        sums += [Transfer(Move.TIED, number, index) for number, weights in tied if rank in weights.ranks(placement)]
-        sums += [Transfer(Move.NORM, 0, index)] if rules.couples_updates else []
-    return sums
+    placement, (kind, stage, index, _) = rules.placement, op
+    if kind is Kind.FORWARD:
+        reads_copy = any(stage == copied for copied, _ in placement.passes_on_copies(rank, forward=True))
+        return [Transfer(Move.FETCH_WEIGHTS, stage, index)] if reads_copy else []
+    if kind is not Kind.UPDATE:
+        # The last stage's forward has already waited for the buffers, which it changes.
+        begins_turn = placement.rotates and index % placement.turn == 0 and placement.runs_backward_elsewhere(stage)
+        return [Transfer(Move.FETCH_BUFFERS, stage, index)] if begins_turn else []
+    syncs = [Transfer(Move.SYNC, stage, index)] if placement.replicas[stage] > 1 else []
+    tied = enumerate(rules.plan.tied_weights)
+    joint = [Transfer(Move.TIED, number, index) for number, weights in tied if rank in weights.ranks(placement)]
+    joint += [Transfer(Move.NORM, 0, index)] if rules.couples_updates else []
+    if joint and not is_first:
+        return syncs
+    stages = [joined for joined, _ in placement.stage_replicas(rank)] if joint else [stage]
+    fetches = [Transfer(Move.FETCH_GRADIENTS, joined, index) for joined in stages if placement.rotates]
+    return [*fetches, *syncs, *joint]
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
@@ -362,7 +370,7 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
-        transfer = re.fullmatch(r"([<>=~|])(\d+):(\d+)", token)
+        transfer = re.fullmatch(r"([<>=~|*+]|\^[FBU])(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
         elif transfer:

@@ -127,6 +127,10 @@ class Rules:
         """The fewest microbatches that are whole rounds of replicas, minibatches and updates."""
         return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
 
+    def recomputes(self, stage: int) -> bool:
+        """Returns whether a stage's backwards repeat its forwards."""
+        return self.plan.stages[stage].recompute or self.placement.runs_backward_elsewhere(stage)
+
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
         """Returns the ops of a rank, in no particular order."""
         ranges = [
