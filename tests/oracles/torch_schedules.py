@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
-from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 
 STAGES_A_RANK = {
     "GPipe": 1,
@@ -66,3 +68,25 @@ def load(file: Path, stages: int, ranks: int, microbatches: int) -> Any:
     rows = {rank: [a for a in row if a.computation_type.value not in apart] for rank, row in rows.items()}
     theirs._simulate_comms_compute(rows, lambda stage: runtime.stage_index_to_group_rank[stage], stages)
     return runtime
+
+
+def model_and_batch() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Returns a model of four alike pairs of layers, and a batch of twelve."""
+    torch.manual_seed(7)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(5, 5), nn.Tanh())]
+    return nn.Sequential(*layers).double(), torch.randn(12, 5).double(), torch.randn(12, 5).double()
+
+
+def run(file: str, stages: int, microbatches: int) -> dict[str, Tensor]:
+    """Does one minibatch by a file with PyTorch's own runtime, as one rank of a process group.
+
+    Returns the gradients of this rank's stages, under the whole model's names; of the mean over the minibatch.
+    """
+    model, x, y = model_and_batch()
+    per, rank, ranks = len(model) // stages, dist.get_rank(), dist.get_world_size()
+    parts = {s: model[s * per : (s + 1) * per] for s in range(rank, stages, ranks)}
+    mine = [PipelineStage(part, s, stages, torch.device("cpu")) for s, part in parts.items()]
+    runtime = theirs._PipelineScheduleRuntime(mine, microbatches, loss_fn=nn.functional.mse_loss)
+    runtime._load_csv(file)
+    runtime.step(*([x] if rank == 0 else []), target=y if rank == (stages - 1) % ranks else None)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

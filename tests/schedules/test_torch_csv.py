@@ -5,6 +5,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch_schedules
@@ -12,7 +13,7 @@ import zoo
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.testing import Reads, Training
+from pipedream.testing import Reads, Training, assert_near
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
@@ -317,3 +318,26 @@ def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
         pd.schedules.build(str(file), pd.Plan.uniform(3))
     with pytest.raises(pd.errors.ScheduleError, match=r"nowhere.csv cannot be read"):
         pd.schedules.build(str(tmp_path / "nowhere.csv"), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chunks: int) -> None:
+    """Over two processes PyTorch's runtime does what we have written; ours does it in one, from the same file."""
+    file = tmp_path / "ours.csv"
+    ours = pd.schedules.build(name, pd.schedules.uniform(name, 2, chunks=chunks), 4)
+    file.write_text(pd.schedules.to_torch_csv(ours))
+    summed: dict[str, torch.Tensor] = {}
+    for gradients in processes.team(2).results(torch_schedules.run, str(file), ours.placement.stages, 4):
+        summed |= gradients
+    model, x, y = torch_schedules.model_and_batch()
+    per = len(model) // ours.placement.stages
+    rows = [replace(row, first=i * per, last=(i + 1) * per) for i, row in enumerate(ours.plan.stages)]
+    step, loss = partial(torch.optim.SGD, lr=1.0), torch.nn.functional.mse_loss
+    plan = replace(ours.plan, stages=tuple(rows), schedule="")
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    with pd.Pipeline(model, plan, schedule=str(file), loss=loss, optimizer=step, sample=x) as pipeline:
+        assert len(list(pipeline.train([(x, y)]))) == 1
+        after = pipeline.state_dict()
+    assert_near({key: before[key] - after[key] for key in before}, summed, 1e-12)
