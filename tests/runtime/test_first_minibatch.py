@@ -309,3 +309,14 @@ def test_a_comparison_without_memory_ends_and_training_does_not() -> None:
             assert actual == alone[rank][0]
             assert len(warnings) == 1
             assert warnings[0].startswith(f"the first microbatch of stage {rank} is not compared")
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_without_memory_for_the_model_beside_the_stages_training_continues(
+    fails_in: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(Hungry(4, 4), nn.Dropout(0.3), Hungry(4, 4)).double()
+    with pipeline(model, schedule="1f1b", microbatches=2) as trained:
+        monkeypatch.setattr(Hungry, "fails_in", fails_in)
+        assert len(list(trained.train(DATA))) == len(DATA)
+    assert "not compared with the model's own: the memory does not suffice" in caplog.text

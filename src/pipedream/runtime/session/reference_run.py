@@ -66,6 +66,8 @@ class ReferenceRun:
             self._try_single(first.single)
         except PipelineError as error:
             raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
+        except torch.OutOfMemoryError:
+            reference = Reference(incomparable="the memory does not suffice for running it beside the stages")
         except Exception as error:  # let the pipeline raise it, at the stage that it concerns
             self._check_split(first, error)
             reference = Reference(incomparable=f"the model raised {with_place(error)}")
