@@ -1,5 +1,6 @@
 """The command `pipedream show`, and what it shares with `simulate`: what m is, and how long a run is."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,19 @@ def test_the_proof_has_m_and_both_delays(run_command: Run) -> None:
     assert "mean" not in run_command("show", "pipedream", "--verify")[1]
     assert run_command("show", "1f1b", "--microbatches", 4)[1].splitlines()[-1].startswith("rank 3"), "what was asked"
     assert "a run of 1 minibatch of m = 8 microbatches" in run_command("show", "1f1b")[1]
+
+
+def test_the_program_has_all_that_ranks_wait_for(run_command: Run) -> None:
+    shown = run_command("show", "roundpipe[delay=1]", "--stages", 3, "--microbatches", 2, "--program")[1]
+    for words in (
+        "*2:0   stage 2, repeating the forward of microbatch 0",
+        "^F2:0  stage 2, waiting for the weights of microbatch 0",
+        "^B2:0  stage 2, waiting for the buffers before microbatch 0",
+        "^U5:1  stage 5, waiting for the gradients of update 1",
+    ):
+        assert words in shown
+    told = json.loads(run_command("show", "1f1b", "--stages", 2, "--microbatches", 2, "--program", "--json")[1])
+    assert told["program"]["ranks"][1]["period"] == "<2:0 <0:0 1F0 1B0 >1:0 <2:1 <0:1 1F1 1B1 >1:1 1U1"
 
 
 def test_the_length_of_a_run() -> None:

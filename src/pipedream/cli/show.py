@@ -1,5 +1,6 @@
 """`pipedream show`."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.program import Move, Program
 from pipedream.core.schedule.timeline import WORK
 from pipedream.report.svg import save_picture, timeline_svg
 from pipedream.report.text import grid, schedule_table
@@ -60,6 +62,9 @@ def show(
         "simulation. Exit status 1 if one does not hold.",
         "--verify",
     ),
+    program: bool = option(
+        False, "Print the program too: each rank's warm-up and period, with messages and all that it waits for."
+    ),
     svg: Path | None = common.SVG,
     csv: Path | None = option(
         None, "Also write the schedule in PyTorch's notation, if the method flushes.", metavar="FILE"
@@ -75,6 +80,7 @@ def show(
       pipedream show
       pipedream show 1f1b --stages 4 --microbatches 8
       pipedream show pipedream --stages 3 --minibatches 6 --verify
+      pipedream show roundpipe --stages 4 --program
       pipedream show digits.plan.json --schedule 1f1b --microbatches 4 --svg digits.pdf
     """
     if name is None:
@@ -96,7 +102,8 @@ def show(
         equal = replace(equal, stages=tuple(replace(stage, backward_s=seconds) for stage in equal.stages))
         run = replace(run, schedule=schedules.build(name, equal, run.schedule.microbatches))
     built = run.schedule
-    proof = verify(lower(built))
+    lowered = lower(built)
+    proof = verify(lowered)
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
     checked = check_claims(built.name, built.plan.workers, built.microbatches, chunks) if verify_it else None
     if csv is not None:
@@ -108,10 +115,14 @@ def show(
         rows = [row for row in timeline.rows() if row["kind"] in WORK]
         ops = [row | {"microbatch": None if row["kind"] == "U" else row["index"]} for row in rows]
         report = {"grid": grid(timeline).splitlines(), "ops": ops, "proof": encode(proof)}
+        report |= {"program": json.loads(lowered.to_json())} if program else {}
         common.print_json(report if checked is None else report | {"claims": encode(checked)})
     else:
         print_grid(timeline)
         print_length(run, microbatches, minibatches)
+        if program:
+            print(f"\n{lowered}\n")
+            _explain_instructions(lowered)
         if checked is not None:
             print(f"\n{proof}\n\n{checked}")
     if checked is not None and checked.differences:
@@ -137,3 +148,12 @@ def _build_listed_run(name: str) -> schedules.Run:
     if schedules.build(name, plan).updates.mean_of_rounds:
         return schedules.run_of(name, plan, minibatches=_LISTED_MICROBATCHES)
     return schedules.run_of(name, plan, _LISTED_MICROBATCHES)
+
+
+def _explain_instructions(program: Program) -> None:
+    """Prints the first instruction of each kind beside ops, in words."""
+    instructions = [item for rank in program.ranks for item in (*rank.warmup, *rank.period)]
+    for move in Move:
+        first = next((item for item in instructions if item.kind is move), None)
+        if first is not None:
+            print(f"{first!s:6} {program.describe(first)}")
