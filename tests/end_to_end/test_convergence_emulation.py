@@ -1,30 +1,22 @@
 """The serial emulation of benchmarks/convergence trains as the running pipeline does."""
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import load_benchmark
 from marks import thinned
 from torch import Tensor, nn
 from training import plan_of, train
 
 import pipedream as pd
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "convergence"))
-
-import arms
-import report
-import run
-import seconds
-import serial
-import steppers
-import tasks
-from arms import Arm, Method
+arms, report, run, seconds, serial, steppers, tasks = load_benchmark(
+    "convergence", "arms", "report", "run", "seconds", "serial", "steppers", "tasks"
+)
 
 BOUND = 1e-9
 ROTATED_BOUND = 1e-7  # eigenvectors of nearly equal eigenvalues amplify rounding
@@ -52,12 +44,12 @@ def _factor(update: int) -> float:
     return 0.2 + 0.8 * math.cos(update / UPDATES)
 
 
-def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
+def _emulated(task: str, arm: Any, stages: int) -> tuple[list[float], Tensor]:
     units, batches, loss = _small(task, stages)
     optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
     losses: list[float] = []
 
-    def watch(updates: int, loss_value: float, compute_output: serial.Output) -> bool:
+    def watch(updates: int, loss_value: float, compute_output: Any) -> bool:
         losses.append(loss_value)
         return True
 
@@ -70,16 +62,16 @@ def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
     return plan_of(nn.Sequential(*units), sample, [names.index(str(s)) for s in range(1, stages)])
 
 
-def _schedule(method: Method, plan: pd.Plan) -> pd.Schedule:
+def _schedule(method: Any, plan: pd.Plan) -> pd.Schedule:
     p = len(plan.stages)
     recomputes = method.paper(p, method.parts(p)).rule == "recompute"
     options: dict[str, Any] = {"backward_rule": "recompute"} if recomputes else {}
     built = pd.schedules.SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
     compensation = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
-    return built.with_compensation(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
+    return built.with_compensation(compensation) if compensation else built
 
 
-def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
+def _run(task: str, arm: Any, stages: int) -> tuple[list[float], Tensor]:
     units, batches, loss = _small(task, stages)
     model = nn.Sequential(*units)
     plan = _plan(units, batches[0][0], stages)
@@ -87,7 +79,7 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     options: dict[str, Any] = {"schedule": built[0]}
     if len(built) > 1:
         ends = [round(turn.until * UPDATES) for turn in arm.turns[:-1]]
-        options = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}  # type: ignore[attr-defined]
+        options = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}
     how = {"loss": lambda output, batch: loss(output, batch[1]), "weight": lambda batch: float(len(batch[1]))}
     how |= {"optimizer": partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]), "check": False}
     scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor)
@@ -109,7 +101,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("task", "arm"), thinned(_cases()))
-def test_the_emulation_equals_the_running_pipeline(task: str, arm: Arm) -> None:
+def test_the_emulation_equals_the_running_pipeline(task: str, arm: Any) -> None:
     losses, state = _emulated(task, arm, 3)
     expected, weights = _run(task, arm, 3)
     assert len(expected) == UPDATES
@@ -137,13 +129,13 @@ def test_muon_is_torchs() -> None:
 # -- tuning and judging ----------------------------------------------------------------------------
 
 
-def _curve(score: float) -> run.Curve:
+def _curve(score: float) -> Any:
     return run.Curve(1.0, 1.0, tuple(run.Point(n, score, 1 - score) for n in range(run.LOOKS)))
 
 
 @pytest.mark.parametrize("best", [-6, -1, 0, 1, 4, 40])
 def test_tuning_goes_on_until_the_best_has_both_neighbours(best: int) -> None:
-    curves: run.Curves = {}
+    curves: dict[Any, Any] = {}
     while chosen := run.due(curves, "digits", "pb", 4, 5):
         assert not set(chosen) & set(curves)
         curves |= {run_key: _curve(abs(run_key.step - best) / 100) for run_key in chosen}

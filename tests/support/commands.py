@@ -3,6 +3,7 @@
 Scripts can be imported, too.
 """
 
+import importlib
 import importlib.util
 import os
 import re
@@ -177,3 +178,21 @@ def load_script(file: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def load_benchmark(name: str, *modules: str) -> list[Any]:
+    """Imports files of a benchmark, which are then known as ``benchmarks.NAME.FILE``.
+
+    They import each other by bare names, which other benchmarks have, too: only during the import do these names, and
+    the path, lead to this one.
+    """
+    folder = Path(__file__).parents[2] / "benchmarks" / name
+    names, path = {file.stem for file in folder.glob("*.py")}, [*sys.path]
+    others = {file: sys.modules.pop(file) for file in names & sys.modules.keys()}
+    sys.path.insert(0, str(folder))
+    try:
+        return [importlib.import_module(module) for module in modules]
+    finally:
+        sys.path[:] = path
+        sys.modules |= {f"benchmarks.{name}.{file}": sys.modules.pop(file) for file in names & sys.modules.keys()}
+        sys.modules |= others

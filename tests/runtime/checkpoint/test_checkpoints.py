@@ -1,6 +1,5 @@
 """Checkpoints on disk and at URLs: whole or not there, read without running anything, and clear about damage."""
 
-import importlib
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import pickle
 import random
 import resource
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +18,14 @@ import processes
 import pytest
 import torch
 import zoo
+from commands import load_benchmark
 from marks import slow
 
 import pipedream as pd
 from pipedream.runtime.checkpoint import folders, object_store, pieces, writer
 from tests.runtime.checkpoint.saving import load, names, pipeline, read, run, save
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "failures"))
-damage = importlib.import_module("damage")
-sys.path.pop()
+(damage,) = load_benchmark("failures", "damage")
 
 AnyPath = object_store.AnyPath
 
