@@ -15,10 +15,7 @@ from marks import spread
 from torch import nn
 
 import pipedream as pd
-from pipedream import schedules
 from pipedream.runtime.stage.versions import Versions
-from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
-from pipedream.schedules.asynchronous.spectrain import spectrain_v2
 
 BOUND = 1e-9
 NF1B = ("timeprest", "v_timeprest", "timeprest_interpolated")
@@ -81,7 +78,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
         if case.options == _options(backward_rule="stash"):
             versions = -(-(p - 1 - stage) // m) + 1
         if case.replicas and (case.schedule in NF1B or case.options):  # each depth is rounded up to its replicas
-            versions = schedules.build(
+            versions = pd.schedules.build(
                 case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m
             ).weights.versions(stage)
         assert (
@@ -104,7 +101,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
 )
 def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
     with pytest.raises(pd.errors.ScheduleError, match="both make up for the same staleness"):
-        schedules.build(name, pd.Plan.uniform(3)).with_compensation(compensation)
+        pd.schedules.build(name, pd.Plan.uniform(3)).with_compensation(compensation)
 
 
 IN_PROCESSES = {
@@ -166,8 +163,8 @@ def test_activations_that_are_not_kept_are_refused() -> None:
     plan = pd.Plan.uniform(2)
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     with pytest.raises(pd.errors.ScheduleError, match="stage 0 of the plan recomputes and does not keep them"):
-        schedules.build("paci", again)
-    exact = schedules.build("paci[backward_rule=recompute]", again)
+        pd.schedules.build("paci", again)
+    exact = pd.schedules.build("paci[backward_rule=recompute]", again)
     with pytest.raises(pd.errors.ScheduleError, match="stage 0 of its plan does not recompute"):
         replace(exact, plan=plan)
 
@@ -209,17 +206,16 @@ def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> 
 # -- any optimizer, by differences -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "kind"), [(pb_lwp, torch.optim.Muon), (spectrain_v2, torch.optim.RMSprop)])
-def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
-    case = Case("matrices", schedule.__name__, 3, epochs=4, evaluate_at=())
+@pytest.mark.parametrize(("schedule", "kind"), [("pb_lwp", torch.optim.Muon), ("spectrain_v2", torch.optim.RMSprop)])
+def test_any_optimizer_is_predicted_by_its_last_difference(schedule: str, kind: Any) -> None:
+    case = Case("matrices", schedule, 3, epochs=4, evaluate_at=(), options=_options(by="difference"))
 
     def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = kind([p for _, p in named], lr=0.02)  # Muon takes no names
         return optimizer
 
-    schedule = schedule(case.plan(), by="difference")
-    reads = replace(delayed.PAPERS[case.schedule](3, 1), by="difference")
-    trained = replace(case.training(), schedule=schedule, optimizer=make_optimizer).check(BOUND, reads=reads)
+    reads = replace(delayed.PAPERS[schedule](3, 1), by="difference")
+    trained = replace(case.training(), optimizer=make_optimizer).check(BOUND, reads=reads)
     assert len(trained.losses) == 20
 
 
@@ -227,6 +223,5 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
 
 
 def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
-    case = _case("mlp", "pb_lwp", evaluate_at=())
-    schedule, optimizer = pb_lwp(case.plan(), by="difference"), partial(torch.optim.RMSprop, lr=0.01)
-    replace(case.training(), schedule=schedule, optimizer=optimizer).resumed(tmp_path, (8,))
+    case = _case("mlp", "pb_lwp", evaluate_at=(), options=_options(by="difference"))
+    replace(case.training(), optimizer=partial(torch.optim.RMSprop, lr=0.01)).resumed(tmp_path, (8,))

@@ -20,8 +20,7 @@ from marks import slow
 from torch import nn
 
 import pipedream as pd
-from pipedream import recipe as recipes
-from pipedream.cli import main
+from pipedream import cli, recipe as recipes
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.runtime.checkpoint import folders
@@ -140,7 +139,7 @@ def test_the_command_on_a_spoiled_file(
     text = data.draw(spoiled(NOUNS[name]))
     file.write_text(text, encoding="utf-8", errors="replace")
     out.write_text("mine")
-    status, err = main(COMMANDS[name](str(file), str(out))), capsys.readouterr().err
+    status, err = cli.main(COMMANDS[name](str(file), str(out))), capsys.readouterr().err
     assert status in (0, 2)
     if status:
         assert err.startswith("pipedream: ")

@@ -17,8 +17,7 @@ import pytest
 
 import pipedream
 import pipedream as pd
-from pipedream import cli
-from pipedream.recipe import load_recipe
+from pipedream import cli, recipe as recipes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -146,7 +145,7 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.py"
     file.write_text(blocks(DOCS / "quickstart.md", "python")[2], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe(str(file))
+    recipe = recipes.load_recipe(str(file))
     assert recipe.name == "recipe"
     summary = pipedream.run(lambda seed: recipe, out=str(tmp_path / "run"), quiet=True)
     assert summary["epochs"] == recipe.epochs

@@ -11,7 +11,7 @@ import processes
 import pytest
 from cases import Case, check, check_same, per_worker, run
 
-from pipedream import schedules
+import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
 PLANS = ((2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (2, 1, 1), (2, 2, 1), (4, 2, 1))
@@ -81,7 +81,7 @@ def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
         # Some stage ends, in the middle or at the end, with a round that is not full.
         parts = [part % count for part in (middle, total - middle) for count in plan.replicas]
         assert any(parts), f"drains {outcome.drains}"
-    weights = schedules.build(case.schedule, plan, case.microbatches).weights
+    weights = pd.schedules.build(case.schedule, plan, case.microbatches).weights
     for stage in range(case.stages):
         assert max(outcome.staleness[stage]) == weights.staleness(stage)
         assert outcome.watched[-1][stage].peak == weights.versions(stage)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import pipedream as pd
 from pipedream.core.plan.cost import SumLink
-from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import AT_STAGES, Instruction, Move
 from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs
 
+Kind, Op = pd.schedules.Kind, pd.schedules.Op
 FIRST_BYTES, NEXT_BYTES = 1 << 20, 4 << 20
 
 Message = tuple[int, int]

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import pipedream as pd
-from pipedream.runtime.comm.channel import LocalChannel, LocalGroup, Pending
-from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm import channel as links, message as wire
 from pipedream.runtime.session.streams import run_in_process
 
 
-def waited(pending: Pending[Any]) -> Generator[Any, None, Any]:
+def waited(pending: links.Pending[Any]) -> Generator[Any, None, Any]:
     if not pending.ready():
         yield pending
     return pending.result()
@@ -20,8 +19,8 @@ def waited(pending: Pending[Any]) -> Generator[Any, None, Any]:
 
 def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
     admitted = {0: -1, 1: -1}
-    group = LocalGroup(2)
-    there, further, nearer, back = (LocalChannel() for _ in range(4))
+    group = links.LocalGroup(2)
+    there, further, nearer, back = (links.LocalChannel() for _ in range(4))
 
     def worker(rank: int) -> Generator[Any, None, None]:
         member = group.member(rank)
@@ -29,11 +28,11 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
             admitted[rank] = number
             yield from waited(member.all_reduce(torch.zeros(1)))
             if rank == 0:  # the lead has to wait for several turns, the other one has not
-                there.send(Message(number))
+                there.send(wire.Message(number))
                 yield from waited(back.receive())
             yield number
 
-    def relay(source: LocalChannel, target: LocalChannel) -> Generator[Any, None, None]:
+    def relay(source: links.LocalChannel, target: links.LocalChannel) -> Generator[Any, None, None]:
         for _ in range(5):
             target.send((yield from waited(source.receive())))
 
@@ -45,7 +44,7 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
 
 def test_workers_that_wait_for_each_other_are_named() -> None:
     def waits() -> Generator[Any, None, None]:
-        yield LocalChannel().receive()
+        yield links.LocalChannel().receive()
 
     with pytest.raises(pd.PipelineError, match=r"workers \[0, 1\] wait for each other"):
         list(run_in_process([waits(), waits()], [0]))

@@ -7,8 +7,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import pipedream as pd
-from pipedream.runtime.stage import emulated
-from pipedream.runtime.stage.split_backward import split_backward
+from pipedream.runtime.stage import emulated, split_backward as split
 
 MIB = 1 << 20
 
@@ -63,7 +62,7 @@ def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
         edges = [get_gradient_edge(arrived)] if wants else []
         output = layer(arrived)
         start_s = clock.now_s
-        back, deferred = split_backward([output], [torch.zeros_like(output)], edges)
+        back, deferred = split.split_backward([output], [torch.zeros_like(output)], edges)
         middle_s = clock.now_s
         assert all(weights.grad is None for weights in layer.parameters())
         assert not wants or (back[0] is not None and back[0].shape == (1, 7))

@@ -9,11 +9,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import schedules as methods
 from pipedream.core.hardware.cluster import Workers
-from pipedream.core.model.collective import Collective
-from pipedream.core.model.profile import RankProfile
-from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.model import collective, profile, runtime_costs as additions
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.simulator import Costs
 
@@ -28,27 +25,27 @@ NO_UPDATE_DELAY = (
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
-STRAIGHT = sorted({*methods.SCHEDULES, ACCUMULATED} - set(methods.STAGE_ORDERS))
+STRAIGHT = sorted({*pd.schedules.SCHEDULES, ACCUMULATED} - set(pd.schedules.STAGE_ORDERS))
 """The methods of one stage a worker."""
 
 
 @st.composite
 def laid_out(draw: st.DrawFn, most: int = 4) -> pd.Schedule:
     """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
-    name = draw(st.sampled_from(sorted(methods.STAGE_ORDERS)))
-    step = 2 if methods.STAGE_ORDERS[name].replicas > 1 else 1
+    name = draw(st.sampled_from(sorted(pd.schedules.STAGE_ORDERS)))
+    step = 2 if pd.schedules.STAGE_ORDERS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    chunks = draw(st.integers(1, 3)) if methods.STAGE_ORDERS[name] in (methods.looped, dispatched) else None
+    chunks = draw(st.integers(1, 3)) if pd.schedules.STAGE_ORDERS[name] in (pd.schedules.looped, dispatched) else None
     if name == "roundpipe":  # of any number of stages
         plan = pd.Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
-    plan = methods.uniform(name, workers, chunks=chunks)
+    plan = pd.schedules.uniform(name, workers, chunks=chunks)
     unit = workers * (2 if name in ("chimera_doubled", "dualpipev") else 1)
     m = draw(st.integers(1, 3 * unit))
     try:
-        return methods.build(name, plan, m)
+        return pd.schedules.build(name, plan, m)
     except pd.errors.ScheduleError:  # it takes them in such units, or needs one at least
-        return methods.build(name, plan, max(m - m % unit, unit))
+        return pd.schedules.build(name, plan, max(m - m % unit, unit))
 
 
 def schedules() -> st.SearchStrategy[pd.Schedule]:
@@ -64,16 +61,16 @@ def straight(draw: st.DrawFn) -> pd.Schedule:
     name = draw(st.sampled_from(STRAIGHT))
     if name in NO_UPDATE_DELAY:
         update_delay = (0,) * len(replicas)  # it does not update delay
-    in_flight = methods.raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
+    in_flight = pd.schedules.raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
     rows = tuple(pd.Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = pd.Plan(rows, in_flight, pd.Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
         least = max(max(number - 1, 1) * count for number, count in zip(in_flight, replicas, strict=True))
-        return methods.build(name, plan, least + draw(st.integers(0, 3)))
+        return pd.schedules.build(name, plan, least + draw(st.integers(0, 3)))
     try:
-        return methods.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
+        return pd.schedules.build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
     except pd.errors.ScheduleError:  # it needs more microbatches for these replicas
-        return methods.build(name, plan)
+        return pd.schedules.build(name, plan)
 
 
 @st.composite
@@ -98,12 +95,12 @@ def clusters(draw: st.DrawFn, workers: int) -> pd.Cluster:
     return pd.Cluster(tuple(levels), kinds=kinds, all_reduce=draw(st.sampled_from(["ring", "tree"])))
 
 
-def runtime_costs(most: float = 5.0) -> st.SearchStrategy[RuntimeCosts]:
+def runtime_costs(most: float = 5.0) -> st.SearchStrategy[additions.RuntimeCosts]:
     """Draws what the runtime adds, on a CPU or a GPU: often nothing, otherwise of the order of `most` seconds."""
     some = st.sampled_from([0.0, 0.02 * most, 0.1 * most, most])
     return st.one_of(
-        st.just(RuntimeCosts()),
-        st.builds(RuntimeCosts, some, some, some.map(lambda s: s / 10), some, some, st.booleans()),
+        st.just(additions.RuntimeCosts()),
+        st.builds(additions.RuntimeCosts, some, some, some.map(lambda s: s / 10), some, some, st.booleans()),
     )
 
 
@@ -160,11 +157,12 @@ def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
         output_bytes = choose([0, 4, 8, 16]) // choose([1, 2])
         return pd.LayerProfile(*seconds, output_bytes, *sizes, temporary_bytes=choose([0, 2, 8]))
 
-    def some(mesh: pd.Mesh) -> tuple[Collective, ...]:
+    def some(mesh: pd.Mesh) -> tuple[collective.Collective, ...]:
         over = [name for name in mesh.dimensions if draw.random() < 0.5]
         kinds, sizes = ["all-reduce", "all-gather"], [1, 4, 16]
         return tuple(
-            Collective(choose(kinds), name, choose([1, 2]), choose(sizes), choose([True, False])) for name in over
+            collective.Collective(choose(kinds), name, choose([1, 2]), choose(sizes), choose([True, False]))
+            for name in over
         )
 
     def update(**columns: list[float]) -> dict[str, float]:
@@ -172,20 +170,24 @@ def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
 
     whole = tuple(layer(1.0) for _ in range(count))
 
-    def rank(text: str) -> RankProfile:
+    def rank(text: str) -> profile.RankProfile:
         mesh = pd.Mesh(text)
         layers = tuple(layer(choose([1.0, 1.5]) / mesh.size) for _ in range(count))
         if draw.random() < 0.2:  # cuts nothing, so that a single rank beats it
-            return RankProfile(text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1)
+            return profile.RankProfile(
+                text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1
+            )
         forwards, backwards = (tuple(some(mesh) for _ in layers) for _ in range(2))
         more = update(update_s=[0.0, 1.0], optimizer_bytes=[0, 7], copy_s=[0.0, 1.0], loss_s=[0.0, 1.0])
-        return RankProfile(text, "batch:data,d_ff:model", layers, forwards, backwards, some(mesh), **more)
+        return profile.RankProfile(text, "batch:data,d_ff:model", layers, forwards, backwards, some(mesh), **more)
 
     return pd.Profile.of_chain(
         whole,
         batch=4,
         input_shapes=((choose([0, 1, 4]),),),
-        runtime=RuntimeCosts(0.1, 0.2, choose([0.0, 0.1]), 0.1) if draw.random() < 0.3 else RuntimeCosts(),
+        runtime=additions.RuntimeCosts(0.1, 0.2, choose([0.0, 0.1]), 0.1)
+        if draw.random() < 0.3
+        else additions.RuntimeCosts(),
         ranks=tuple(rank(text) for text in draw.sample(_MESHES, draw.randint(1, 3))),
         **update(update_s=[0.0, 1.0, 2.5], copy_s=[0.0, 1.0], optimizer_bytes=[0, 7, 20], loss_s=[0.0, 1.0]),
     )

@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.comm import shared_memory
-from pipedream.runtime.comm.channel import DistributedGroup, drain
-from pipedream.runtime.comm.connections import connect_groups
-from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.comm.transport import PeerConnection
+from pipedream.runtime.comm import channel, connections as links, message as wire, shared_memory, transport
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
 SIZES = {
@@ -24,15 +20,15 @@ SIZES = {
 }
 
 
-def message_of(number: int, size: int) -> Message:
+def message_of(number: int, size: int) -> wire.Message:
     """Returns message `number`: half of them carry several tensors, of which one is missing."""
     numbers = torch.arange(size, dtype=torch.float64) + number
     tensors: tuple[Tensor | None, ...] = (numbers,)
     if number % 2:
         tensors = (numbers.to(torch.int32), None, numbers.reshape(-1, 1).expand(-1, 2), torch.tensor(number > 3))
-    content = Content.DATA if size else Content.EMPTY
+    content = wire.Content.DATA if size else wire.Content.EMPTY
     structure = '{"v":1}' if number % 3 == 2 else f'"{"long" * 10_000}"' if number == 4 else ""
-    return Message(number, content, tensors if size else (None,) * (number % 3), structure, loss_weight=number / 7)
+    return wire.Message(number, content, tensors if size else (None,) * (number % 3), structure, loss_weight=number / 7)
 
 
 def assert_arrived(tensors: Iterable[Tensor | None], sent: Iterable[Tensor | None]) -> None:
@@ -60,7 +56,7 @@ def exchange(
     group = dist.group.WORLD
     ways = (0, 1), (1, 0)
     with mock.patch.object(shared_memory, "is_supported", return_value=shares_memory):
-        connections = connect_groups(ways, [[0], [1]], [], *[torch.device("cpu")] * 2)
+        connections = links.connect_groups(ways, [[0], [1]], [], *[torch.device("cpu")] * 2)
     assert set(connections.memory) == (set(ways) if shares_memory else set())
     assert (connections.upward is connections.everyone) == shares_memory
     arrived = {}
@@ -71,7 +67,7 @@ def exchange(
             rank, cpu = dist.get_rank(), torch.device("cpu")
             ends: dict[int, Any] = {}
             for i in ways[0]:  # in one order at both
-                connection = PeerConnection(connections, cpu, 1 - rank, first + i, depth, len(sizes))
+                connection = transport.PeerConnection(connections, cpu, 1 - rank, first + i, depth, len(sizes))
                 ends[i] = connection.open_sender() if i == rank else connection.open_receiver()
             sender, receiver = ends[rank], ends[1 - rank]
             for stream in range(2):  # the second begins with what both ends know from the first
@@ -81,10 +77,10 @@ def exchange(
                 arrived[f"{name}, depth {depth}, stream {stream}"] = [
                     (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in messages
                 ]
-                drain([sender, receiver])
+                channel.drain([sender, receiver])
             assert sender.sent_bytes > 0 or not any(sizes)
     ones = [torch.full((2, 3), float(dist.get_rank() + 1)), torch.tensor(dist.get_rank() + 1), torch.ones(4).double()]
-    adding = all_reduce_many(DistributedGroup(group), ones)
+    adding = all_reduce_many(channel.DistributedGroup(group), ones)
     try:
         while True:
             next(adding)

@@ -19,13 +19,11 @@ from programs import uniform_program
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.comm.message import Content, StopReason
+from pipedream.runtime.comm import channel as links, message as wire
 from pipedream.runtime.data import rng, sharded_reader, splitter
 from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
-from pipedream.verifier.unrolled import Unrolled, unroll
-from pipedream.verifier.waits import _Waits
+from pipedream.verifier import unrolled, waits as proof
 
 Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
@@ -44,14 +42,14 @@ def reader_of(count: int) -> LoaderReader:
     return reader
 
 
-def reading(count: int, senders: Mapping[int, LocalChannel] | None = None) -> ReadingSource:
+def reading(count: int, senders: Mapping[int, links.LocalChannel] | None = None) -> ReadingSource:
     return ReadingSource(reader_of(count), splitter.Splitter(), senders, replicas=1 + len(senders or {}))
 
 
-def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[LocalChannel]]:
+def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[links.LocalChannel]]:
     """Returns the sources of replicas, for each of which `readers` says which one reads, and their channels."""
     replicas = range(len(readers))
-    channels = {(a, b): LocalChannel() for b in replicas for a in range(b)}
+    channels = {(a, b): links.LocalChannel() for b in replicas for a in range(b)}
     sources: list[Source] = []
     for replica in replicas:
         if readers[replica] != replica:
@@ -69,7 +67,7 @@ def hand_over(count: int, readers: Sequence[int]) -> tuple[list[Source], list[Lo
 def take(source: Source, microbatch: int) -> tuple[Any, ...]:
     """Returns all that is known of a microbatch, in a form that compares."""
     messages = source.take(microbatch)
-    if isinstance(messages, StopReason):
+    if isinstance(messages, wire.StopReason):
         return messages, source.ended_at
     return tuple(
         (message.without_tensors(), message.structure, [None if t is None else t.tolist() for t in message.tensors])
@@ -80,10 +78,10 @@ def take(source: Source, microbatch: int) -> tuple[Any, ...]:
 @given(
     count=st.integers(1, 9), machines=st.lists(st.integers(0, 2), min_size=2, max_size=4), more=st.integers(0, 3),
     whole=st.booleans(), stops=st.lists(st.tuples(
-        st.sampled_from([StopReason.DRAIN, StopReason.INTERRUPT]), st.integers(0, 4)), max_size=2),
+        st.sampled_from([wire.StopReason.DRAIN, wire.StopReason.INTERRUPT]), st.integers(0, 4)), max_size=2),
 )  # fmt: skip
 def test_what_is_handed_over_is_what_each_would_have_read_itself(
-    count: int, machines: list[int], more: int, whole: bool, stops: list[tuple[StopReason, int]]
+    count: int, machines: list[int], more: int, whole: bool, stops: list[tuple[wire.StopReason, int]]
 ) -> None:
     """Over drains; on several machines the first replica of each reads for those of its machine."""
     replicas = len(machines)
@@ -107,7 +105,7 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
                 if replica not in ended:
                     messages = take(handed[replica], microbatch)
                     assert messages == take(read[replica], microbatch)
-                    if isinstance(messages[0], StopReason):
+                    if isinstance(messages[0], wire.StopReason):
                         ended.add(replica)
         assert ended == set(range(replicas))
         assert not any(channel.receive().ready() for channel in channels), "each stream has one end"
@@ -118,12 +116,12 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
 
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_an_end_that_all_know_before_they_come_to_it_leaves_no_message(count: int) -> None:
-    channels = {1: LocalChannel(), 2: LocalChannel()}
+    channels = {1: links.LocalChannel(), 2: links.LocalChannel()}
     sources = [reading(count, channels), *(ReceivingSource(end, takes_turns=True) for end in channels.values())]
     for replica, source in enumerate(sources):
         source.begin(1, replica, 0)
     for k in range(count):
-        assert not isinstance(sources[k % 3].take(k), StopReason)
+        assert not isinstance(sources[k % 3].take(k), wire.StopReason)
     for source in sources:
         source.end()
     assert not any(end.receive().ready() for end in channels.values())
@@ -132,7 +130,7 @@ def test_an_end_that_all_know_before_they_come_to_it_leaves_no_message(count: in
 def test_a_replica_that_reads_other_samples_is_stopped() -> None:
     """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
 
-    def source_of(order: list[list[int]], replica: int, channel: LocalChannel) -> ReadingSource:
+    def source_of(order: list[list[int]], replica: int, channel: links.LocalChannel) -> ReadingSource:
         sharded = sharded_reader.ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
         sharded.alike = True
         reader: Any = sharded_reader.ShardedReader(sharded, rng.DataOrder(), EpochRange(), None)
@@ -143,7 +141,7 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
         return source
 
     for order in ([[0, 1], [2, 4]], [[0, 1]], [[0, 1], [2, 3], [4, 5]]):
-        channel = LocalChannel()
+        channel = links.LocalChannel()
         first, other = source_of([[0, 1], [2, 3]], 0, channel), source_of(order, 1, channel)
         for k in (0, 2):
             first.take(k)
@@ -187,7 +185,7 @@ class Replicas:
         ranks = range(len(self.machines))
         placement = SimpleNamespace(readers=tuple(ranks), rotates=False)
         programs: Any = [SimpleNamespace(placement=placement, microbatches=m) for m in self.microbatches]
-        channels = {(a, b): LocalChannel() for b in ranks for a in range(b)}
+        channels = {(a, b): links.LocalChannel() for b in ranks for a in range(b)}
         rows: list[list[str]] = []  # of each exchange, by rank
 
         class LacksText(BaseException):
@@ -237,9 +235,9 @@ def take_all(sources: Sequence[Source], parts: int) -> list[list[int]]:
         first = len(minibatches) * parts
         for k in sorted(range(first, first + parts), key=lambda k: (k % len(sources), k)):
             messages = sources[k % len(sources)].take(k)
-            if isinstance(messages, StopReason):
+            if isinstance(messages, wire.StopReason):
                 return minibatches
-            samples[k - first] = listed(messages[0].value()) if messages[0].content is Content.DATA else []
+            samples[k - first] = listed(messages[0].value()) if messages[0].content is wire.Content.DATA else []
         minibatches.append([sample for part in samples for sample in part])
 
 
@@ -279,10 +277,10 @@ def test_the_first_minibatch_is_compared_as_the_model_gets_it(draws: bool, monke
     assert sorted(map(len, take_all(sources, 3))) == OF_SIX
 
 
-class Handing(_Waits):
+class Handing(proof._Waits):
     """The graph of waits in which replicas wait for replica 0, and for their reader, to admit their forward's round."""
 
-    def __init__(self, run: Unrolled, readers: Sequence[int], early: int = 0) -> None:
+    def __init__(self, run: unrolled.Unrolled, readers: Sequence[int], early: int = 0) -> None:
         super().__init__(run, None)
         self.readers_of_data = readers
         self.early = early
@@ -302,7 +300,7 @@ class Handing(_Waits):
 
 def gets_through(program: pd.Program, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
     pd.verify(program)
-    run = unroll(program, 4 * program.cycle)
+    run = unrolled.unroll(program, 4 * program.cycle)
     waits = Handing(run, [0 if program.microbatches == 1 else machines.index(machine) for machine in machines], early)
     before: list[int] = []
     while waits.position != before:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedream.runtime.results.left_out import find_left_out
-from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.results import left_out, losses
 
 
 def nll(output: Tensor, labels: Tensor) -> Tensor:
@@ -42,14 +41,14 @@ CASES: list[tuple[Callable[..., Tensor], Any, set[tuple[int, int]]]] = [
 @pytest.mark.parametrize(("loss", "targets", "expected"), CASES)
 def test_what_a_loss_leaves_out(loss: Callable[..., Tensor], targets: Any, expected: set[tuple[int, int]]) -> None:
     output = torch.randn(2, 6, 14)
-    left_out = find_left_out(loss, output, targets, 2)
-    assert {(leaf.leaf, leaf.value) for leaf in left_out} == expected
-    assert {leaf.share for leaf in left_out} <= {0.0}
+    leaves = left_out.find_left_out(loss, output, targets, 2)
+    assert {(leaf.leaf, leaf.value) for leaf in leaves} == expected
+    assert {leaf.share for leaf in leaves} <= {0.0}
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_part_with_another_share_of_it_is_refused(samples: int) -> None:
-    loss, output, labels = Loss(padded), torch.randn(samples, 6, 14), LABELS[:samples]
+    loss, output, labels = losses.Loss(padded), torch.randn(samples, 6, 14), LABELS[:samples]
     for minibatch in range(2):
         value, weight, is_sum = loss(output, labels, samples, 0.5, minibatch)
         assert (weight, is_sum) == (samples, False)
@@ -81,7 +80,7 @@ def draw(kind: str, length: int = 6) -> dict[str, Tensor]:
 def test_a_part_that_counts_otherwise_is_refused_when_it_comes(loss: Any, kind: str, first: int) -> None:
     """Also one of another length, which is compared with the other part of its minibatch."""
     torch.manual_seed(0)
-    part_loss = Loss(loss)
+    part_loss = losses.Loss(loss)
     for minibatch in range(first):
         for _ in range(2):
             targets = draw(f"equal {kind}", 6 - minibatch % 3)
@@ -102,7 +101,7 @@ def test_a_mean_over_samples_is_never_refused(dtype: torch.dtype) -> None:
         return (nll(output, batch["y"]) - nll(output, batch["y"].flip(-1))).mean() + step.mean()
 
     torch.manual_seed(0)
-    part_loss = Loss(centred)
+    part_loss = losses.Loss(centred)
     for minibatch in range(40):
         for samples in (4, 3):
             targets = {"y": torch.randint(14, (samples, 6)), "step": torch.full((samples,), minibatch)}
@@ -115,7 +114,7 @@ def test_parts_are_compared_more_and_more_rarely() -> None:
         calls[-1] += 1
         return exact(output, labels)
 
-    loss, calls = Loss(counted), list[int]()
+    loss, calls = losses.Loss(counted), list[int]()
     for minibatch in range(100):
         calls.append(0)
         loss(torch.randn(2, 6, 14), LABELS, 2, 0.5, minibatch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_equal, batches, loop, piped
 
-from pipedream import add_auxiliary_loss, auxiliary_loss_scale
+import pipedream as pd
 
 DATA = batches()
 PARTS = {"gpipe": 3, "zb_h2": 5, "pipedream_2bw": 3, "paci": 2, "pipemare": 2, "xpipe": 2, "chimera_doubled": 8}
@@ -58,13 +58,15 @@ def linear() -> nn.Module:
 
 def penalised() -> nn.Module:
     torch.manual_seed(0)
-    layers = [Built(penalise, linear=linear(), adds=add_auxiliary_loss) if i % 2 == 0 else linear() for i in range(4)]
+    layers = [
+        Built(penalise, linear=linear(), adds=pd.add_auxiliary_loss) if i % 2 == 0 else linear() for i in range(4)
+    ]
     return nn.Sequential(*layers).double()
 
 
 def residual() -> nn.Module:
     torch.manual_seed(0)
-    return Built(add_between, a=linear(), b=linear(), c=linear(), adds=add_auxiliary_loss).double()
+    return Built(add_between, a=linear(), b=linear(), c=linear(), adds=pd.add_auxiliary_loss).double()
 
 
 def mse(output: Tensor, batch: Any) -> Tensor:
@@ -104,7 +106,7 @@ def test_a_plain_loop_that_accumulates_scales_them() -> None:
     x, y = DATA[0]
     mse(whole(x), (x, y)).backward()
     for xs, ys, share in ((x[:2], y[:2], 0.25), (x[2:], y[2:], 0.75)):
-        with auxiliary_loss_scale(share):
+        with pd.auxiliary_loss_scale(share):
             (mse(other(xs), (xs, ys)) * share).backward()
     for a, b in zip(whole.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -112,18 +114,18 @@ def test_a_plain_loop_that_accumulates_scales_them() -> None:
 
 def test_the_scale_is_that_of_the_backward_and_is_restored() -> None:
     w = torch.ones(2, requires_grad=True)
-    value = add_auxiliary_loss(w * 2, w.sum())
+    value = pd.add_auxiliary_loss(w * 2, w.sum())
 
     def differentiate() -> list[float]:
         return torch.autograd.grad(value.sum(), w, retain_graph=True)[0].tolist()
 
     for scale in (0.5, 0.0, 1.0):
-        with auxiliary_loss_scale(3.0), auxiliary_loss_scale(scale):
+        with pd.auxiliary_loss_scale(3.0), pd.auxiliary_loss_scale(scale):
             assert differentiate() == [2.0 + scale] * 2
-    with pytest.raises(ZeroDivisionError), auxiliary_loss_scale(2.0):
+    with pytest.raises(ZeroDivisionError), pd.auxiliary_loss_scale(2.0):
         1 / 0  # noqa: B018
     assert differentiate() == [3.0] * 2
-    with ThreadPoolExecutor(1) as threads, auxiliary_loss_scale(0.5):  # as autograd's for the backwards of a GPU
+    with ThreadPoolExecutor(1) as threads, pd.auxiliary_loss_scale(0.5):  # as autograd's for the backwards of a GPU
         assert threads.submit(differentiate).result() == [2.5] * 2
 
 
@@ -141,24 +143,24 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 def test_the_value_is_unchanged_and_may_be_written_in_place() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     product = x * w
-    value = add_auxiliary_loss(product, w.square().sum())
+    value = pd.add_auxiliary_loss(product, w.square().sum())
     assert torch.equal(value, product)
     value.add_(1).relu_().sum().backward()
     (expected,) = torch.autograd.grad((x * w + 1).relu().sum() + w.square().sum(), w)
     torch.testing.assert_close(w.grad, expected)
     saved = (x * w).tanh()
-    add_auxiliary_loss(saved, w.sum()).mul_(2)
+    pd.add_auxiliary_loss(saved, w.sum()).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
 
 def test_what_is_not_read_does_not_count_and_a_loss_alone_may_require_a_gradient() -> None:
     w = torch.ones(2, requires_grad=True)
-    add_auxiliary_loss(w * 2, w.sum())
+    pd.add_auxiliary_loss(w * 2, w.sum())
     assert torch.autograd.grad((w * 3).sum(), w)[0].tolist() == [3.0, 3.0]
     with torch.no_grad():
-        assert not add_auxiliary_loss(w * 2, w.sum()).requires_grad
-    value = add_auxiliary_loss(torch.zeros(2), w.double().sum() * 4)
+        assert not pd.add_auxiliary_loss(w * 2, w.sum()).requires_grad
+    value = pd.add_auxiliary_loss(torch.zeros(2), w.double().sum() * 4)
     value.sum().backward()
     assert w.grad.tolist() == [4.0, 4.0]
 
@@ -174,7 +176,7 @@ def test_what_is_not_read_does_not_count_and_a_loss_alone_may_require_a_gradient
 )
 def test_other_arguments_are_refused(value: Any, loss: Any, what: str) -> None:
     with pytest.raises(TypeError, match=what):
-        add_auxiliary_loss(value, loss)
+        pd.add_auxiliary_loss(value, loss)
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.stage import saved_tensors, stage_module
-from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.stage import saved_tensors, stage_module, versions as kept
 
 Named = dict[str, Tensor]
 
@@ -104,7 +103,8 @@ def run_graph_rule(
     """
     named = [("layer", layer)]
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
-    stage, versions = stage_module.StageModule(named, handles, x.device, 0, autocast), Versions(handles, single=not led)
+    stage = stage_module.StageModule(named, handles, x.device, 0, autocast)
+    versions = kept.Versions(handles, single=not led)
     weights, saved = versions.peek(), saved_tensors.SavedTensorHooks(autocast is not None)
     saved.switch_to(led)
     wants = x.is_floating_point()

@@ -11,8 +11,7 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.stage import generators, stage_module
-from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.stage import generators, stage_module, versions as kept
 from pipedream.runtime.update.optimizer import Gradients
 
 
@@ -33,7 +32,7 @@ def twice() -> nn.Module:
 def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
     layer = twice()
     stage, handles = stage_of(layer)
-    versions, gradients = Versions(handles), Gradients(2)
+    versions, gradients = kept.Versions(handles), Gradients(2)
     expected, sums = torch.zeros(3), []
     for k in range(3):
         arrived, scale = torch.randn(2, 2, 3)
@@ -159,4 +158,4 @@ def test_a_forward_that_moves_a_weight_is_refused() -> None:
 
     stage, handles = stage_of(Moving(2, 2))
     with pytest.raises(pd.PipelineError, match=r"moves the weight 'weight' to other memory"):
-        stage.forward(torch.ones(1, 2), Versions(handles).acquire(0).leaves, 0, is_first=True)
+        stage.forward(torch.ones(1, 2), kept.Versions(handles).acquire(0).leaves, 0, is_first=True)
