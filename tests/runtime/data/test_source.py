@@ -1,6 +1,6 @@
 """Microbatches that one replica of the input stage reads for others, or for the others of its machine alone.
 
-What arrives, who reads, and no deadlock.
+What arrives, and who reads.
 """
 
 import json
@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import schedules
 from hypothesis import given, strategies as st
 from loaders import Numbers, Plain, listed, seed_all
-from programs import uniform_program
 from torch.utils.data import DataLoader
 
 import pipedream as pd
@@ -23,9 +21,6 @@ from pipedream.runtime.comm import channel as links, message as wire
 from pipedream.runtime.data import rng, sharded_reader, splitter
 from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
-from pipedream.verifier import unrolled, waits as proof
-
-Kind, Op = pd.schedules.Kind, pd.schedules.Op
 
 
 def batches(count: int) -> list[Any]:
@@ -275,46 +270,3 @@ def test_the_first_minibatch_is_compared_as_the_model_gets_it(draws: bool, monke
     first_of_b = ReceivingSource if draws else ReadingSource
     assert [type(source) for source in sources] == [ReadingSource, first_of_b, ReceivingSource]
     assert sorted(map(len, take_all(sources, 3))) == OF_SIX
-
-
-class Handing(proof._Waits):
-    """The graph of waits in which replicas wait for replica 0, and for their reader, to admit their forward's round."""
-
-    def __init__(self, run: unrolled.Unrolled, readers: Sequence[int], early: int = 0) -> None:
-        super().__init__(run, None)
-        self.readers_of_data = readers
-        self.early = early
-
-    def _step(self, rank: int, instruction: Any) -> bool:
-        row, m = self.run.program.placement.readers, self.run.program.microbatches
-        if isinstance(instruction, Op) and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0):
-            k, count = instruction.index, len(row)
-            first = k - k % (count if m == 1 else m)
-            for replica in {0, self.readers_of_data[row.index(rank)]} - {row.index(rank)}:
-                opens = first + (replica - first) % count + self.early * count
-                place = self.run.ops.get(Op(Kind.FORWARD, 0, opens, replica))
-                if place is not None and self.position[row[replica]] < place[1]:
-                    return False
-        return super()._step(rank, instruction)
-
-
-def gets_through(program: pd.Program, machines: Sequence[int] = (0,) * 8, early: int = 0) -> bool:
-    pd.verify(program)
-    run = unrolled.unroll(program, 4 * program.cycle)
-    waits = Handing(run, [0 if program.microbatches == 1 else machines.index(machine) for machine in machines], early)
-    before: list[int] = []
-    while waits.position != before:
-        before = list(waits.position)
-        waits.ready.extend(range(len(run.streams)))
-        waits.advance()
-    return all(at == len(stream) for at, stream in zip(waits.position, run.streams, strict=True))
-
-
-@given(schedule=schedules(), machines=st.lists(st.integers(0, 2), min_size=8, max_size=8))
-def test_nobody_waits_in_a_circle_for_what_is_handed_over(schedule: pd.Schedule, machines: list[int]) -> None:
-    assert gets_through(pd.lower(schedule), machines)
-
-
-def test_a_circle_would_be_found() -> None:
-    """A forward that waited for a later round would stand still."""
-    assert not gets_through(uniform_program("pipedream", 2, 1), early=1)
