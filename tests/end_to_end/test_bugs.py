@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from training import SGD, loop, plan_of, train
 
 import pipedream as pd
-from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 
@@ -24,24 +23,6 @@ BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 def two_stages() -> tuple[nn.Module, pd.Plan]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     return model, plan_of(model, BATCHES[0][0], (2,))
-
-
-def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
-    """Leaves were made by detach(), which shares autograd's version counter with the parameter: the first update
-    between a forward and its backward made every backward raise "modified by an inplace operation", although
-    the weights had been moved out of the way."""
-    handle = nn.Parameter(torch.ones(3))
-    versions = Versions({"w": handle})
-    handles = versions.acquire(0)
-    loss = (handles.leaves["w"] ** 2).sum()
-    versions.choose_storage(())
-    versions.move_handles()
-    with torch.no_grad():
-        handle.add_(1.0)
-    versions.after_step()
-    (gradient,) = torch.autograd.grad(loss, [handles.leaves["w"]])
-    assert gradient.tolist() == [2.0, 2.0, 2.0]
-    assert handle.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_an_interrupt_is_told_once() -> None:

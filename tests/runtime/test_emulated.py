@@ -69,15 +69,3 @@ def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
         done = [weights.numel() for weights in deferred.run()]
         assert done == [weights.numel() for weights in reversed(layer.weights)]
         assert (middle_s - start_s, clock.now_s - middle_s) == pytest.approx(halves)
-
-
-def test_update_waits_and_changes_nothing(clock: Clock) -> None:
-    model = emulated.make_emulated_model([stage(), stage()], 1)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("stage1")]
-    optimizer = emulated.make_emulated_optimizer([stage(), stage()])(named)
-    assert isinstance(optimizer, emulated.EmulatedOptimizer)
-    model(emulated.make_emulated_batch(1)[0]).sum().backward()
-    start_s = clock.now_s
-    optimizer.step()
-    assert clock.now_s - start_s == pytest.approx(0.03)
-    assert all(not parameter.any() for parameter in model.parameters())

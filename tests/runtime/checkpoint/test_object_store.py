@@ -135,18 +135,6 @@ def test_urls_that_cannot_be_used_are_refused(folder: str | Path, words: str, mo
         object_store.any_path(folder)
 
 
-def test_paths() -> None:
-    path = object_store.RemotePath("memory://a/b/")
-    names = [str(path), path.name, str(path.parent), str(path.parent.parent)]
-    assert names == ["memory://a/b", "b", "memory://a", "memory://"]
-    assert {path: 1}[object_store.RemotePath("memory://a") / "b"] == 1
-    assert object_store.any_path("C:/of/windows") == Path("C:/of/windows")
-    (path / "c").write_text("text")
-    assert (path.is_dir(), path.is_file(), (path / "c").is_file()) == (True, False, True)
-    with pytest.raises(FileNotFoundError):
-        (path / "d").stat()
-
-
 def train(folder: str, epochs: int, resume: bool) -> dict[str, Any]:
     return saving.run(folder, (1, 1), epochs, 2, folder if resume else None)
 

@@ -46,9 +46,7 @@ def norm_of(tensors: list[Tensor]) -> float:
 
 def by_norm(factor: Callable[[dict[str, Any], float], float]) -> Any:
     """Multiplies all gradients by what the group and their norm give."""
-    return partial(
-        Own, rule=lambda _, group, weights, gradients: [factor(group, norm_of(gradients)) * g for g in gradients]
-    )
+    return partial(Own, rule=lambda _, group, weights, slopes: [factor(group, norm_of(slopes)) * g for g in slopes])
 
 
 def now_and_then(group: dict[str, Any], norm: float) -> float:
