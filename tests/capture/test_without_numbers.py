@@ -31,7 +31,7 @@ def case_of(name: str) -> Any:
 
 
 SLOW = ["tied_gpt", "hf_mamba"]
-LONG = ["unet", "lora", "hf_llama", "hf_gpt2", "hf_t5"]
+LONG = ["unet", "hf_llama", "hf_gpt2", "hf_t5"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Models of all kinds, as their users write them, train in a pipeline as they train in a plain loop."""
 
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import processes
 import pytest
-from marks import spread
+from marks import needs_hf, spread
 from random_models import random_case
 from split_training import (
     Feature,
@@ -50,13 +49,8 @@ ALIKE = {
 """Models built as others are."""
 LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer", "hf_dinov2"}
 LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_clip_vision", "hf_albert", "hf_convnext", "hf_gpt_neox"}
-LONG |= {"hf_bart", "hf_xlnet", "hf_deberta_v2", "hf_wav2vec2", "lora", "checkpointed_reentrant"}
+LONG |= {"hf_bart", "hf_xlnet", "hf_deberta_v2", "hf_wav2vec2", "checkpointed_reentrant"}
 """Continuous integration leaves these out."""
-
-needs_hf = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed; pip install torch-pipedream[hf]",
-)
 
 
 def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DEFAULT) -> list[Any]:

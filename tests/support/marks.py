@@ -1,5 +1,6 @@
 """Which cases the default run and continuous integration have, and which this machine has."""
 
+import importlib.util
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case of the slow run alone; `long` is left to `make test-all`."""
 long = partial(pytest.param, marks=pytest.mark.long)
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed; pip install torch-pipedream[hf]",
+)
 
 
 def thinned(cases: Iterable[Any]) -> list[Any]:

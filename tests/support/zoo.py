@@ -674,27 +674,6 @@ class GPT(nn.Module):
         return LanguageOutput(logits, loss)
 
 
-class LoraLinear(nn.Module):
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / rank)
-        self.lora_b = nn.Parameter(torch.randn(base.out_features, rank) / 8)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.dropout(x) @ self.lora_a.T @ self.lora_b.T
-
-
-@_with(labelled_tokens, None, labels_counted)
-def lora() -> nn.Module:
-    """A frozen GPT with adapters in its attention."""
-    model = GPT().requires_grad_(False)
-    for block in model.transformer["h"]:
-        block.attn.qkv, block.attn.proj = LoraLinear(block.attn.qkv), LoraLinear(block.attn.proj)
-    return model
-
-
 @_with(points)
 def value_branch() -> nn.Module:
     """Looks at numbers: another formula where the mean is positive."""
@@ -906,10 +885,8 @@ def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
 
 
 def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
-    return {
-        "input_features": draw(seed, samples, MELS, FRAMES),
-        "labels": causal(seed + 1, samples, length + 1)["labels"],
-    }
+    labels = causal(seed + 1, samples, length + 1)["labels"]
+    return {"input_features": draw(seed, samples, MELS, FRAMES), "labels": labels}
 
 
 def waves(seed: int, samples: int, length: int) -> dict[str, Tensor]:
