@@ -15,13 +15,7 @@ from cases import OPTIMIZERS, Case, check, make_pipeline, run
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import (
-    ErrorFeedback,
-    GapAware,
-    LearningRateRescheduling,
-    Nesterov,
-    SpikeCompensation,
-)
+from pipedream.core.schedule import compensation as kinds
 from pipedream.testing import CompensationRule as Rule, Training
 
 BOUND = 1e-9
@@ -53,7 +47,7 @@ def _plain(name: str) -> Any:
 def _difference(name: str, strength: float | None = None) -> Published:
     """Returns error feedback, and the prediction in the difference form that it is."""
     return Published(
-        ErrorFeedback(strength),
+        kinds.ErrorFeedback(strength),
         lambda late: compensated.DifferencePrediction(
             DECAY[name], lambda s: late[s] if strength is None else strength, decoupled=name != "sgd"
         ),
@@ -87,15 +81,17 @@ PUBLISHED = {
         _plain("sgd"),
     ),
     ("sc", "sgd"): Published(
-        SpikeCompensation(), lambda late: compensated.Spike(DECAY["sgd"], 0.9, lambda s: late[s]), _plain("sgd")
+        kinds.SpikeCompensation(), lambda late: compensated.Spike(DECAY["sgd"], 0.9, lambda s: late[s]), _plain("sgd")
     ),
-    ("nesterov", "sgd"): Published(Nesterov(), lambda late: compensated.Nesterov(DECAY["sgd"], 0.9), _plain("sgd")),
+    ("nesterov", "sgd"): Published(
+        kinds.Nesterov(), lambda late: compensated.Nesterov(DECAY["sgd"], 0.9), _plain("sgd")
+    ),
     ("feedback", "sgd"): _difference("sgd"),
     ("feedback", "adamw"): _difference("adamw", 1.0),
     ("feedback", "muon"): _difference("muon"),
     ("t1", "sgd"): Published(f"t1:{K}", lambda late: compensated.Rescheduled(late, K), SGD),
-    ("t1", "adamw"): Published(LearningRateRescheduling(K), lambda late: compensated.Rescheduled(late, K), ADAMW),
-    ("gap", "sgd"): Published(GapAware(0.9), lambda late: compensated.GapAware(DECAY["sgd"], 0.9), _plain("sgd")),
+    ("t1", "adamw"): Published(kinds.LearningRateRescheduling(K), lambda late: compensated.Rescheduled(late, K), ADAMW),
+    ("gap", "sgd"): Published(kinds.GapAware(0.9), lambda late: compensated.GapAware(DECAY["sgd"], 0.9), _plain("sgd")),
 }
 
 
@@ -302,7 +298,7 @@ def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
 
 def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:
     with make_pipeline("mlp", (1, 1, 1), schedule="pipedream", compensation=["t1:4", "error_feedback"]) as pipeline:
-        assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
+        assert pipeline.schedule.updates.compensation == (kinds.LearningRateRescheduling(4), kinds.ErrorFeedback())
         assert pipeline.program.updates == pipeline.schedule.updates
         # Stages have staleness 2, 1 and 0; T1 begins at 1 / 2 of the rate of the first.
         assert pipeline.learning_rates() == pytest.approx((0.025, 0.05, 0.05))
@@ -311,7 +307,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
     for options, strength in (({}, 1.0), ({"compensation": "error_feedback:0.5"}, 0.5)):  # in place of the method's own
         with make_pipeline("mlp", schedule="one_step_ef", microbatches=3, **options) as pipeline:
-            assert pipeline.schedule.updates.compensation == (ErrorFeedback(strength),)
+            assert pipeline.schedule.updates.compensation == (kinds.ErrorFeedback(strength),)
 
 
 def test_a_recipe_a_call_and_a_checkpoint_say_it(tmp_path: Path) -> None:

@@ -78,12 +78,10 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
         if case.options == _options(backward_rule="stash"):
             versions = -(-(p - 1 - stage) // m) + 1
         if case.replicas and (case.schedule in NF1B or case.options):  # each depth is rounded up to its replicas
-            versions = pd.schedules.build(
-                case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m
-            ).weights.versions(stage)
-        assert (
-            outcome.watched[-1][stage].storages <= outcome.watched[-1][stage].peak == versions
-        )  # a stage may have no weights
+            method = case.schedule + "[backward_rule=stash]" * bool(case.options)
+            versions = pd.schedules.build(method, case.plan(), m).weights.versions(stage)
+        storages, peak, _ = outcome.watched[-1][stage]
+        assert storages <= peak == versions  # a stage may have no weights
         if not case.replicas:
             late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))
             assert max(outcome.staleness[stage]) == -(-late // m)

@@ -65,9 +65,7 @@ def check_interrupted(ended: Ended, folder: Path) -> dict[str, Any]:
             ("rank 1, stage 1, 1F5", "KeyboardInterrupt: the ice is thinthe", "(149000 characters left out)"),
         ),
         long({"loader": "raises=KeyboardInterrupt()"}, ("rank 0, stage 0, 0F", "KeyboardInterrupt")),
-        long(
-            {"samples": "MemoryError()"}, ("0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:")
-        ),
+        long({"samples": "MemoryError()"}, ("0, stage 0, 0F", "MemoryError (in DataLoader worker", "small.py:")),
         long({"loader": "raises=True"}, ("rank 0, stage 0, 0F", "OSError: the disk is gone")),
         long({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader")),
         long({"second": "partial(Forward, leave)"}, ("rank 1 ended with exit status 3",)),

@@ -27,9 +27,8 @@ from pipedream.runtime.checkpoint import folders
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
-STAGE = SavedStage(
-    (ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]}),), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4
-)
+GROUP = ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]})
+STAGE = SavedStage((GROUP,), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4)
 TENSORS = {
     "model/0.weight": Stored("float32", (6, 16), (StoredPiece((0, 0), (6, 16), "__0_0.distcp", 0, 900),)),
     "model/0.bias": Stored(

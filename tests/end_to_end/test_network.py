@@ -57,12 +57,9 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
     assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.15)
     assert plan.cluster.is_limited
     torch.set_num_threads(1)  # as many as each of the workers has
-    pipedream.run(
-        lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, minibatches=45, out=tmp_path / "here", quiet=True
-    )
-    losses = [
-        json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "machine0/run", tmp_path / "here")
-    ]
+    recipe = lambda seed: load_recipe(DIGITS, seed=seed)  # noqa: E731
+    pipedream.run(recipe, plan=plan, minibatches=45, out=tmp_path / "here", quiet=True)
+    losses = [json.loads((tmp_path / folder / "losses.json").read_text()) for folder in ("machine0/run", "here")]
     assert len(losses[0]) == 46, "the 45 asked for, and the one that was in flight"
     assert losses[0] == losses[1]
     summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))

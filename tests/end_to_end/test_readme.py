@@ -21,13 +21,8 @@ from pipedream import cli, recipe as recipes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    *(
-        DOCS / f"{name}.md"
-        for name in ("quickstart", "methods", "planning", "checkpoints", "command_line", "partition")
-    ),
-]
+NAMES = ("quickstart", "methods", "planning", "checkpoints", "command_line", "partition")
+PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in NAMES)]
 LINKED = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("benchmarks/*/README.md"))]
 # `checkpoint` needs the folder that the `train` before them leaves.
 STARTS_PROCESSES = ("train", "compare", "checkpoint")
@@ -39,9 +34,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def shown() -> list[tuple[str, str]]:
     """Returns the commands whose output is shown below them, with that output."""
-    parts = [
-        part for page in PAGES for block in blocks(page, "console") for part in re.split(r"^\$ ", block, flags=re.M)
-    ]
+    consoles = [block for page in PAGES for block in blocks(page, "console")]
+    parts = [part for block in consoles for part in re.split(r"^\$ ", block, flags=re.M)]
     return [(part.split("\n", 1)[0], part.split("\n", 1)[1]) for part in parts if part]
 
 

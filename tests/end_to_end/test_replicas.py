@@ -42,14 +42,8 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
     if schedule == "pipedream_2bw":
         split = None  # as many as are in flight
     animal = "cnn" if schedule == "pipedream" and replicas in ((2, 1), (2, 3)) else "mlp"
-    return Case(
-        animal,
-        schedule,
-        len(replicas),
-        replicas=replicas,
-        microbatches=split,
-        **({"epochs": EPOCHS, "evaluate_at": (8,)} | others),
-    )
+    how = {"epochs": EPOCHS, "evaluate_at": (8,)} | others
+    return Case(animal, schedule, len(replicas), replicas=replicas, microbatches=split, **how)
 
 
 def _matrix() -> list[object]:

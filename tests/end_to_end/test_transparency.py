@@ -226,14 +226,11 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, list_in_processes(workers))
 
 
+ON_TWO_SHARED = [c for c in IN_PROCESSES[2] if c.schedule in pd.schedules.STAGE_ORDERS and c.animal == "mlp"]
 LINKED = {
     2: [
         *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
-        *(
-            replace(case, epochs=1)
-            for case in IN_PROCESSES[2]
-            if case.schedule in pd.schedules.STAGE_ORDERS and case.animal == "mlp"
-        ),
+        *(replace(case, epochs=1) for case in ON_TWO_SHARED),
     ],
     3: [_case("lstm", "1f1b", 3), Case("cnn", "pipedream", 2, replicas=(2, 1)), *IN_PROCESSES[3][5:7]],
     4: [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],

@@ -32,9 +32,8 @@ def pipemare(p: int, m: int) -> Reads:
 
 def spectrain(p: int, m: int) -> Reads:
     """Chen et al., section 4: s_fwd = floor(k/2) + N - k - 1, s_bwd = floor(k/2) at GPU k of N."""
-    return Reads(
-        lambda s, k: max(0, k - (p - 1 - s)), lambda s, k: k, ahead=lambda s: s // 2 + p - s - 1, back=lambda s: s // 2
-    )
+    how = {"ahead": lambda s: s // 2 + p - s - 1, "back": lambda s: s // 2}
+    return Reads(lambda s, k: max(0, k - (p - 1 - s)), lambda s, k: k, **how)
 
 
 def spectrain_v2(p: int, m: int) -> Reads:

@@ -84,10 +84,7 @@ def _fits(space: SearchSpace, plan: pd.Plan, need: Callable[..., int]) -> bool:
 
 def _needs(space: SearchSpace, plan: pd.Plan, need: Callable[..., int]) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.update_delay, strict=True)
-    return [
-        need(*ends, in_flight, update_delay, stage.recompute, stage.replicas)
-        for ends, stage, in_flight, update_delay in rows
-    ]
+    return [need(*ends, in_flight, delay, stage.recompute, stage.replicas) for ends, stage, in_flight, delay in rows]
 
 
 def _need(space: SearchSpace, *how: Any) -> int:

@@ -94,31 +94,22 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
         instruction, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
         host = costs.runtime  # what keeps a GPU's host busy is in the seconds of its ops
         if isinstance(instruction, Op):
-            if instruction.kind is Kind.FORWARD and program.placement.runs_backward_elsewhere(instruction.stage):
-                stage, index = instruction.stage, instruction.index
+            kind, stage, index = instruction.kind, instruction.stage, instruction.index
+            if kind is Kind.FORWARD and program.placement.runs_backward_elsewhere(stage):
                 version = program.weights.forward_version(stage, index) if program.trains else 0
                 if version and (stage, version) not in update_ends:
                     return False
                 copied = costs.copy_s(stage, program.placement.rank_of(stage, index), rank)
                 wait(rank, stage, index, update_ends.get((stage, version), 0.0) + copied)
-            if (
-                instruction.kind is Kind.FORWARD
-                and instruction.stage == 0
-                and instruction.index % program.microbatches == 0
-            ):
+            if kind is Kind.FORWARD and stage == 0 and index % program.microbatches == 0:
                 now[rank] += 0.0 if host.overlap_device else host.load_s * slowness
-            end = now[rank] + costs.op_s(instruction.kind, instruction.stage) * slowness
-            done.spans[rank].append(
-                Span(rank, instruction.kind.value, instruction.stage, instruction.index, now[rank], end)
-            )
-            if instruction.kind is Kind.UPDATE:
-                update_ends[instruction.stage, instruction.index] = end
-            backward = instruction.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-            if overlap and backward and instruction in last[rank] and program.placement.replicas[instruction.stage] > 1:
-                brought[instruction.stage, program.updates.update_of(instruction.stage, instruction.index)][rank] = (
-                    now[rank],
-                    end,
-                )
+            end = now[rank] + costs.op_s(kind, stage) * slowness
+            done.spans[rank].append(Span(rank, kind.value, stage, index, now[rank], end))
+            if kind is Kind.UPDATE:
+                update_ends[stage, index] = end
+            backward = kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+            if overlap and backward and instruction in last[rank] and program.placement.replicas[stage] > 1:
+                brought[stage, program.updates.update_of(stage, index)][rank] = now[rank], end
             now[rank] = end
             for number, k in received[rank]:
                 later = receives[number].index(k) + program.channels[number].depth
@@ -147,11 +138,8 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
             message = instruction.channel, instruction.index
             if message not in done.sent or message not in done.posted:
                 return False
-            first_guess = max(done.sent[message], done.posted[message])
-            channel, (_, until) = (
-                program.channels[instruction.channel],
-                arrivals.get(("message", *message), (0.0, first_guess)),
-            )
+            channel, first_guess = program.channels[instruction.channel], max(done.sent[message], done.posted[message])
+            _, until = arrivals.get(("message", *message), (0.0, first_guess))
             if costs.recompute_s and channel.carries == "gradient":
                 # Its wait and what it recomputes meanwhile; drawn as if the wait came first.
                 until = max(now[rank], until - costs.recompute_s[channel.target] * slowness)
@@ -198,9 +186,8 @@ def through_ports(program: pd.Program, costs: Costs, done: Pass) -> Table:
     table: Table = {}
     for number, channel in enumerate(program.channels):
         size, ends = costs.channel_bytes(channel), (costs.worker(channel.sender), costs.worker(channel.receiver))
-        theirs = sorted(
-            (max(done.sent[m], done.posted[m]), m[1]) for m in done.sent if m[0] == number if m in done.posted
-        )
+        both = [m for m in done.sent if m[0] == number and m in done.posted]
+        theirs = sorted((max(done.sent[m], done.posted[m]), m[1]) for m in both)
         if not size or ends[0] == ends[1]:
             table |= {("message", number, k): (at, at + costs.latency_s(channel)) for at, k in theirs}
             continue
@@ -249,9 +236,8 @@ def flowing(
     while True:
         speeds = fair(going, ways)
         ends = {row: now + rest_bytes / speeds[row] for row, (_, rest_bytes) in going.items()}
-        starts = {
-            row: max(rows[row][at[row]][0], free[row]) for row in rows if row not in going and at[row] < len(rows[row])
-        }
+        waiting = [row for row in rows if row not in going and at[row] < len(rows[row])]
+        starts = {row: max(rows[row][at[row]][0], free[row]) for row in waiting}
         following = min([*ends.values(), *starts.values()], default=None)
         if following is None:
             return

@@ -271,9 +271,7 @@ class StrictCommunicator(_Communicator):
         self._meet(what)
         if run == self._receive and not tensor.is_meta:
             tensor.view(torch.uint8).fill_(255)  # floats are nan
-        return self.issue(
-            f"{what} between ranks {self._ranks[0]} and {self._ranks[1]}", tensors, partial(run, tensor, peer)
-        )
+        return self.issue("{} between ranks {} and {}".format(what, *self._ranks), tensors, partial(run, tensor, peer))
 
     def _meet(self, what: str) -> None:
         """Waits until both hosts are here."""
@@ -281,10 +279,8 @@ class StrictCommunicator(_Communicator):
             return
         self._connected = True
         peer, word = self._ranks[1 - self._ranks.index(self._rank)], torch.zeros(1)
-        both = [
-            dist.group.WORLD.send([torch.zeros(1)], peer, self._tag),
-            dist.group.WORLD.recv([word], peer, self._tag),
-        ]
+        world = dist.group.WORLD
+        both = [world.send([torch.zeros(1)], peer, self._tag), world.recv([word], peer, self._tag)]
 
         def wait() -> None:
             for work in both:

@@ -96,10 +96,8 @@ def check(
     model: nn.Module, *, stages: int = 2, parts: int = 1, dtype: torch.dtype = torch.bfloat16, **planning: Any
 ) -> None:
     """Trains the model in a pipeline, and a copy of it in a plain loop; compares losses, weights and outputs."""
-    draw = torch.Generator().manual_seed(3)
-    batches = [
-        (size * torch.randn(8, 8, generator=draw), torch.randint(8, (8,), generator=draw)) for size in (1, 32, 1)
-    ]
+    how = {"generator": torch.Generator().manual_seed(3)}
+    batches = [(size * torch.randn(8, 8, **how), torch.randint(8, (8,), **how)) for size in (1, 32, 1)]
     plain = deepcopy(model)
     losses = loop(plain, batches, optimizer=SGD, parts=parts, forward_context=partial(autocast, dtype)).losses
     profile = pd.profile(model, batches[0][0], autocast=dtype, warmup=0, runs=1)

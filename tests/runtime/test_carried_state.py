@@ -105,10 +105,7 @@ ACCEPTED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "counter": (int, lambda module, x: (setattr(module, "carried", module.carried + 1), module.dropout(x))[1]),
     "batch norm": (lambda: None, lambda module, x: module.norm(x)),
     "spectral norm": (lambda: spectral_norm(nn.Linear(6, 6)), lambda module, x: module.inner(x)),
-    "generator": (
-        lambda: torch.Generator().manual_seed(1),
-        lambda module, x: x * torch.rand(1, generator=module.carried, dtype=x.dtype),
-    ),
+    "generator": (torch.Generator, lambda module, x: x * torch.rand(1, generator=module.carried, dtype=x.dtype)),
 }
 
 

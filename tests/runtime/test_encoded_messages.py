@@ -52,9 +52,8 @@ def test_the_first_minibatch_is_compared_with_the_encoded_model(case: Case, capl
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoding.encode_message
-    monkeypatch.setattr(
-        encoding, "encode_message", lambda message, **how: encode(message, **how | {"encoding": "int4"})
-    )
+    coarsely = lambda message, **how: encode(message, **how | {"encoding": "int4"})  # noqa: E731
+    monkeypatch.setattr(encoding, "encode_message", coarsely)
     with pytest.raises(pd.PipelineError, match="first minibatch"):
         run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))
 

@@ -53,9 +53,8 @@ def unchanged(*modules: nn.Module, also: tuple[Tensor, ...] = (), is_restored: b
         ]
 
     def list_tensors() -> dict[Any, Tensor]:
-        by_name = {
-            (at, name): tensor for at, m in enumerate(modules) for name, tensor in m.state_dict(keep_vars=True).items()
-        }
+        states = [m.state_dict(keep_vars=True) for m in modules]
+        by_name = {(at, name): tensor for at, state in enumerate(states) for name, tensor in state.items()}
         return by_name | dict(enumerate(also))
 
     every = [module for root in modules for module in root.modules()]

@@ -318,9 +318,8 @@ def per_worker(case: Case) -> Case:
     """Returns a case for a comparison of processes: shorter, as one process is checked against plain PyTorch."""
     if case.phases:
         return case
-    return replace(
-        case, epochs=2, evaluate_at=tuple(min(4, n) for n in case.evaluate_at), leave_at=min(5, case.leave_at)
-    )
+    evaluate_at = tuple(min(4, n) for n in case.evaluate_at)
+    return replace(case, epochs=2, evaluate_at=evaluate_at, leave_at=min(5, case.leave_at))
 
 
 def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Callable[..., Trained] = run) -> Trained:
@@ -355,10 +354,8 @@ def _read_versions(schedule: str, plan: pd.Plan, m: int) -> Reads:
         return Reads(lambda s, k: max(0, k - (p - 1 - s)))
     if schedule == "pipedream_vertical_sync" and straight:
         return Reads(lambda s, k: max(0, k - (p - 1)))
-    replicas, late = (
-        plan.replicas,
-        [n - 1 + update_delay for n, update_delay in zip(plan.in_flight, plan.update_delay, strict=True)],
-    )
+    replicas = plan.replicas
+    late = [n - 1 + delay for n, delay in zip(plan.in_flight, plan.update_delay, strict=True)]
     if schedule == "pipedream_vertical_sync":
         # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for: of
         # the rounds of the input stage, the newest that no stage is later than.

@@ -52,10 +52,8 @@ class Ended:
 
 def without_progress(text: str) -> str:
     """Returns what a program wrote without the lines about what takes long, which a slow machine has more of."""
-    lines = text.splitlines(keepends=True)
-    return "".join(
-        line for line in lines if not re.fullmatch(r"\w.*( \.\.\.|: \d+( of \d+)?(, about .* left)?)\n", line)
-    )
+    progress = re.compile(r"\w.*( \.\.\.|: \d+( of \d+)?(, about .* left)?)\n")
+    return "".join(line for line in text.splitlines(keepends=True) if not progress.fullmatch(line))
 
 
 class Started:

@@ -174,9 +174,8 @@ def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
         mesh = pd.Mesh(text)
         layers = tuple(layer(choose([1.0, 1.5]) / mesh.size) for _ in range(count))
         if draw.random() < 0.2:  # cuts nothing, so that a single rank beats it
-            return profile.RankProfile(
-                text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1
-            )
+            none = ((),) * count
+            return profile.RankProfile(text, "", whole, none, none, update_s=2.5, optimizer_bytes=20, loss_s=1)
         forwards, backwards = (tuple(some(mesh) for _ in layers) for _ in range(2))
         more = update(update_s=[0.0, 1.0], optimizer_bytes=[0, 7], copy_s=[0.0, 1.0], loss_s=[0.0, 1.0])
         return profile.RankProfile(text, "batch:data,d_ff:model", layers, forwards, backwards, some(mesh), **more)

@@ -165,9 +165,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own sampler": lambda: DataLoader(Numbers(), 4, sampler=Drawn(23)),
     "set_epoch": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
     "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
-    "a generator, loaded ahead": lambda: DataLoader(
-        Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=generator()
-    ),
+    "a generator, loaded ahead": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=2, generator=generator()),
     "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
     "a subclass": lambda: Subclass("four"),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),

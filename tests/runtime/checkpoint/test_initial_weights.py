@@ -135,10 +135,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (
-            lambda: Built(None, scale=nn.Parameter(torch.ones(2))),
-            "parameter '0.scale' .* by reset_parameters.. of Built",
-        ),
+        (lambda: Built(None, scale=nn.Parameter(torch.ones(2))), "parameter '0.scale' .* by reset_param.* of Built"),
         (lambda: Built(None, angles=nn.Buffer(torch.ones(3), persistent=False)), "the buffer '0.angles' .* weights"),
         (lambda: Built(None, inner=nn.Linear(2, 2), mask=torch.ones(2)), "0.mask of Built is a tensor on the meta dev"),
         (Partly, "the parameter '0.rows' is on the meta device and .* of Partly"),
@@ -287,10 +284,7 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda state: {name: state[name] for name in state if name[0] != "3"},
-            r"lack '3.weight', .* such as '0.bias'",
-        ),
+        (lambda state: {n: t for n, t in state.items() if n[0] != "3"}, r"lack '3.weight', .* such as '0.bias'"),
         (lambda state: state | {"0.weight": torch.zeros(2, 2)}, r"'0.weight' has shape \(2, 2\) in .*, \(6, 4\) in"),
     ],
 )
@@ -308,10 +302,7 @@ INDEX, GIVE_AN_INDEX = "model.safetensors.index.json", "give an index of safeten
         ("README.md", "", r"neither model\.safetensors nor"),
         ("model.safetensors", "no", r"cannot read weights from .*model\.safetensors"),
         *((INDEX, index, GIVE_AN_INDEX) for index in ("{}", "[]", '{"weight_map": []}', "[" * 100_000)),
-        *(
-            (INDEX, json.dumps({"weight_map": {"a": file}}), GIVE_AN_INDEX)
-            for file in (3, "../../x", "/etc/passwd", "..")
-        ),
+        *((INDEX, json.dumps({"weight_map": {"a": file}}), GIVE_AN_INDEX) for file in (3, "../../x", "/x", "..")),
     ],
 )
 def test_folders_without_weights_are_refused(file: str, text: str, words: str, tmp_path: Path) -> None:

@@ -47,10 +47,7 @@ GENERATORS: dict[str, tuple[Any, Any]] = {
     "python": (random.Random, random.Random.random),
     "numpy": (np.random.default_rng, np.random.Generator.random),
     "numpy's older": (np.random.RandomState, np.random.RandomState.random),
-    "torch": (
-        lambda seed: torch.Generator().manual_seed(seed),
-        lambda generator: float(torch.rand((), generator=generator)),
-    ),
+    "torch": (torch.Generator().manual_seed, lambda generator: float(torch.rand((), generator=generator))),
 }
 """Makers of a generator of a seed, and what draws from it."""
 

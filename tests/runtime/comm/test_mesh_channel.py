@@ -22,12 +22,9 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
     pair = mesh_channel.MeshPair(data.draw(MESHES), data.draw(MESHES))
     shapes = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3))
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    cuts = [
-        layout.Crossing(
-            tuple(shape), *(placements(data.draw, mesh, len(shape)) for mesh in (pair.sender, pair.receiver))
-        )
-        for shape in shapes
-    ]
+    both = pair.sender, pair.receiver
+    placed = [[placements(data.draw, mesh, len(shape)) for mesh in both] for shape in shapes]
+    cuts = [layout.Crossing(tuple(shape), *ends) for shape, ends in zip(shapes, placed, strict=True)]
     absent = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))  # gradients
     wires = [[channel.LocalChannel() for _ in range(pair.receiver.size)] for _ in range(pair.sender.size)]
     senders = [mesh_channel.MeshSender(pair, place, dict(enumerate(row))) for place, row in enumerate(wires)]

@@ -98,9 +98,7 @@ def test_data() -> None:
 
 @pytest.mark.slow
 def test_texts_are_equal_in_another_process() -> None:
-    program = (
-        "import test_same_settings as t; print([t.describe_value(value) for pair in t.DIFFERENT for value in pair])"
-    )
+    program = "import test_same_settings as t; print([t.describe_value(each) for pair in t.DIFFERENT for each in pair])"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     command, texts = [sys.executable, "-c", program], set()
     for seed in ("1", "2"):

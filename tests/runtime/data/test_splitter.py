@@ -37,10 +37,8 @@ def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tup
 @given(count=st.integers(1, 9), parts=st.integers(1, 6))
 def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, parts: int) -> None:
     """Only tensors of the batch are split, and a batch keeps its type."""
-    x, shared = (
-        torch.arange(2.0 * count).reshape(count, 2),
-        {"c": torch.ones(()), "table": torch.ones(count + 2), "n": 3},
-    )
+    x = torch.arange(2.0 * count).reshape(count, 2)
+    shared = {"c": torch.ones(()), "table": torch.ones(count + 2), "n": 3}
     pieces = split_batch(UserDict({"x": x, "y": [x[:, 0]], **shared}), count, parts)
     sizes = [len(piece["x"]) for piece in pieces]
     assert len(pieces) == parts
@@ -277,16 +275,8 @@ SHARED = {"x": torch.ones(8, 6), "context": torch.ones(5, 5)}
 @pytest.mark.parametrize(
     ("later", "batch_dim", "reason"),
     [
-        (
-            {"context": torch.ones(8, 5)},
-            {},
-            r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the number",
-        ),
-        (
-            {"x": torch.ones(8, 6, requires_grad=True) * 2},
-            {},
-            "the tensor 'x' of the inputs is part of an autograd graph",
-        ),
+        ({"context": torch.ones(8, 5)}, {}, r"'context' of the inputs, of shape \(8, 5\) for 8 samples, has the nu"),
+        ({"x": torch.ones(8, 6, requires_grad=True) * 2}, {}, "the tensor 'x' of the inputs is part of an autograd g"),
         ({"x": torch.ones(4, 6), "context": torch.ones(4, 5)}, {}, "has the number of samples"),
         ({"x": torch.ones(7, 6)}, {}, ""),
         *(({"context": torch.ones(size, 5)}, {"context": None}, "") for size in (8, 4)),

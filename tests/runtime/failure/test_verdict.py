@@ -34,10 +34,9 @@ class Bench:
         """Lets some ranks beat, and exchanges."""
         for rank in ranks:
             self.counts[rank] += 1
-        self.detector.receive(
-            self.now_s,
-            {r: RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in self.counts.items()},
-        )
+        counts = self.counts.items()
+        statuses = {r: RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in counts}
+        self.detector.receive(self.now_s, statuses)
 
     def run(
         self, seconds: float, *, beating: tuple[int, ...] = (1, 2), answers: bool = True

@@ -37,10 +37,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, Tensor]]]] = 
     "padding of a module": (nn.CrossEntropyLoss(ignore_index=2), lambda: (_scores(5), _picks(5, skip=2))),
     "default padding": (F.cross_entropy, lambda: (_scores(), _picks(skip=-100))),
     "class weights": (nn.CrossEntropyLoss(CLASSES), lambda: (_scores(), _picks(skip=-100))),
-    "smoothed": (
-        nn.CrossEntropyLoss(CLASSES, ignore_index=1, label_smoothing=0.2),
-        lambda: (_scores(3), _picks(3, skip=1)),
-    ),
+    "smoothed": (nn.CrossEntropyLoss(CLASSES, None, 1, label_smoothing=0.2), lambda: (_scores(3), _picks(3, skip=1))),
     "probabilities": (partial(F.cross_entropy, weight=CLASSES), lambda: (_scores(3), _scores(3).softmax(1))),
     "nll": (nn.NLLLoss(CLASSES, ignore_index=3), lambda: (_scores().log_softmax(1), _picks(skip=3))),
     "mse": (F.mse_loss, lambda: (_scores(2), _scores(2))),

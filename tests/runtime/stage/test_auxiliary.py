@@ -58,10 +58,8 @@ def linear() -> nn.Module:
 
 def penalised() -> nn.Module:
     torch.manual_seed(0)
-    layers = [
-        Built(penalise, linear=linear(), adds=pd.add_auxiliary_loss) if i % 2 == 0 else linear() for i in range(4)
-    ]
-    return nn.Sequential(*layers).double()
+    penalises = lambda: Built(penalise, linear=linear(), adds=pd.add_auxiliary_loss)  # noqa: E731
+    return nn.Sequential(penalises(), linear(), penalises(), linear()).double()
 
 
 def residual() -> nn.Module:

@@ -147,11 +147,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (3, 2, 7, 7),
     ),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 5, 8)),
-    "recurrent": (
-        lambda: Built(lambda self, x: self.net(x)[0], net=nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)),
-        (2, 5, WIDTH),
-    ),
-    "cells": (lambda: Built(in_loop, cell=nn.LSTMCell(WIDTH, WIDTH)), (2, 5, WIDTH)),
+    "recurrent": (lambda: Built(lambda self, x: self.net(x)[0], net=nn.LSTM(4, 4, 2, batch_first=True)), (2, 5, 4)),
+    "cells": (lambda: Built(in_loop, cell=nn.LSTMCell(4, 4)), (2, 5, 4)),
     "no weights": (lambda: nn.Sequential(nn.Tanh(), nn.Softmax(1)), (2, 5)),
 }
 
