@@ -16,7 +16,7 @@ from marks import slow, spread
 
 import pipedream as pd
 from pipedream.core.schedule import compensation as kinds
-from pipedream.testing import CompensationRule as Rule, Training
+from pipedream.testing import CompensationRule as Rule
 
 BOUND = 1e-9
 SGD, ADAMW, MUON = (OPTIMIZERS[name] for name in ("sgd", "adamw", "muon"))
@@ -192,20 +192,12 @@ def test_compensations_of_one_update_go_together() -> None:
 @pytest.mark.parametrize("compensation", [None, "gap_aware:0.9"])
 def test_to_climb_the_negative_is_to_go_down(compensation: str | None) -> None:
     """The optimizer adds the decay of the weights to the gradient's negative then."""
-
-    animal, states = zoo.make("mlp"), []
+    plain, states = zoo.make("mlp").loss, []
+    training = Case("mlp", "pipedream", 3, epochs=3, compensation=compensation).training()
     for sign in (1.0, -1.0):
-        training = Training(
-            model=zoo.make("mlp").model,
-            data=animal.batches,
-            loss=lambda output, batch, sign=sign: sign * animal.loss(output, batch[1]),
-            optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0),
-            plan=zoo.plan_of(animal, 3),
-            schedule="pipedream",
-            epochs=3,
-            compensation=compensation,
-        )
-        states.append(training.pipeline().state)
+        loss = lambda output, batch, sign=sign: sign * plain(output, batch[1])  # noqa: E731
+        optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0)
+        states.append(replace(training, loss=loss, optimizer=optimizer).pipeline().state)
     cases.assert_near(*states, 1e-12)
 
 

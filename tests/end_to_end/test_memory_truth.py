@@ -161,3 +161,12 @@ def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> N
         # Before the first minibatch there are the weights, and what error feedback or a host has for each of them.
         copies = (run.schedule == "one_step_ef") + (run.optimizer_state == "host")
         assert row.memory.weight_bytes + copies * row.trained_bytes == pytest.approx(start_bytes, rel=0.03)
+
+
+def test_a_garbage_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        pd.profile(nn.Linear(4, 4), torch.zeros(2, 4), warmup=0, runs=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -55,24 +55,17 @@ def test_heap_rises_with_tensors_and_not_with_what_stays_or_an_evaluation() -> N
     assert rise_after(False, 0) < MB, "an evaluation after a drain does not count"
 
 
-class SlowHeap:
-    """A heap whose size takes long to read; time passes in nothing else."""
-
-    now_s, reads, size_bytes = 0.0, 0, 100
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, read_s: float) -> None:
-        self.read_s = read_s
-        monkeypatch.setattr(memory, "_read_heap_bytes", self.read)
-        monkeypatch.setattr(memory, "_heap_has_tensors", lambda: True)
-        monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: self.now_s))
-
-    def read(self) -> int:
-        self.now_s, self.reads = self.now_s + self.read_s, self.reads + 1
-        return self.size_bytes
-
-
 def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = SlowHeap(monkeypatch, 0.0003)
+    """Time passes in nothing else."""
+    heap = SimpleNamespace(now_s=0.0, reads=0)
+
+    def read() -> int:
+        heap.now_s, heap.reads = heap.now_s + 0.0003, heap.reads + 1
+        return 100
+
+    monkeypatch.setattr(memory, "_read_heap_bytes", read)
+    monkeypatch.setattr(memory, "_heap_has_tensors", lambda: True)
+    monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: heap.now_s))
     meter = memory.MemoryMeter(CPU)
     # The first ops of a phase are all read, some of the next ones, too, then 0.3% of its time.
     for ops, phase_s in ((40, 0.0), (100_000, 100.0)):
