@@ -16,7 +16,6 @@ import pytest
 
 import pipedream as pd
 from pipedream import slow_links
-from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network, why_not
 
 EXCHANGE = """
 import socket, sys, threading, time
@@ -48,7 +47,7 @@ with slow_network((2, 2), (1e9, 1e6)) as network:
 
 
 def exchange_s(
-    network: Network, sender: int, receiver: int, there: int, back: int = 0, port: int = 5000
+    network: slow_links.Network, sender: int, receiver: int, there: int, back: int = 0, port: int = 5000
 ) -> tuple[float, float]:
     """The seconds until the sender has so many bytes back, or an answer, and until the receiver has all."""
     command = network.hosts[receiver].inside(sys.executable, "-c", EXCHANGE, "", *map(str, (port, there, back)))
@@ -60,7 +59,7 @@ def exchange_s(
         return took_s, float(listening.stdout.readline())
 
 
-def seconds(network: Network, sender: int, receiver: int, size: int, port: int = 5000) -> float:
+def seconds(network: slow_links.Network, sender: int, receiver: int, size: int, port: int = 5000) -> float:
     return exchange_s(network, sender, receiver, size, port=port)[0]
 
 
@@ -77,7 +76,7 @@ def fastest_s(take: Callable[[], float], most_s: float, tries: int = 10) -> floa
 def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_user:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with slow_network((2,), (10e6,)) as network:
+    with slow_links.slow_network((2,), (10e6,)) as network:
         assert {host.namespace.owned for host in network.hosts} == {as_user or os.geteuid() != 0}
         for sender, receiver in ((0, 1), (1, 0)):
             assert seconds(network, sender, receiver, 3_000_000) > 0.29
@@ -89,7 +88,7 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.network
 def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() -> None:
-    def beside_a_long_one_s(network: Network) -> float:
+    def beside_a_long_one_s(network: slow_links.Network) -> float:
         with ThreadPoolExecutor() as pool:
             before = network.sent_bytes()
             long = pool.submit(seconds, network, 0, 2, 12_000_000)
@@ -103,7 +102,7 @@ def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() 
                 tries_s.append(took_s)
         return min(tries_s)
 
-    with slow_network((2, 2), (1e9, 4e6)) as network:
+    with slow_links.slow_network((2, 2), (1e9, 4e6)) as network:
         assert fastest_s(partial(beside_a_long_one_s, network), 0.02, tries=5) < 0.02  # 0.07 in one queue
 
 
@@ -111,20 +110,20 @@ def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() 
 def test_data_of_one_direction_does_not_hold_up_the_other() -> None:
     """The way there is shared with another pair of hosts, the way back, on the same connection, is free."""
 
-    def back_s(network: Network) -> float:
+    def back_s(network: slow_links.Network) -> float:
         with ThreadPoolExecutor() as pool:
             pool.submit(seconds, network, 1, 3, 12_000_000)
             took_s, there_s = exchange_s(network, 0, 2, 8_000_000, 4_000_000)
         assert there_s > 3.0, "the way there is not shared"
         return took_s
 
-    with slow_network((2, 2), (1e9, 4e6)) as network:
+    with slow_links.slow_network((2, 2), (1e9, 4e6)) as network:
         assert fastest_s(partial(back_s, network), 1.3, tries=3) < 1.3  # at the rate alone 1.0
 
 
 @pytest.mark.network
 def test_only_messages_between_groups_cross_the_outer_links() -> None:
-    with slow_network((2, 2), (None, 4e6)) as network:
+    with slow_links.slow_network((2, 2), (None, 4e6)) as network:
         assert len({host.address for host in network.hosts}) == 4
         for sender, receiver in ((0, 1), (2, 3)):
             assert fastest_s(partial(seconds, network, sender, receiver, 4_000_000), 0.9) < 0.9
@@ -133,7 +132,7 @@ def test_only_messages_between_groups_cross_the_outer_links() -> None:
 
 @pytest.mark.network
 def test_hosts_have_no_way_to_the_machine_and_end_with_their_network() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, slow_network((1,), (None,)) as network:
+    with socket.create_server(("127.0.0.1", 0)) as server, slow_links.slow_network((1,), (None,)) as network:
         ask = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
         done = subprocess.run(network.hosts[0].inside(sys.executable, "-c", ask), capture_output=True, text=True)
     assert "Connection refused" in done.stderr
@@ -162,13 +161,13 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(slow_links, "_AS_ROOT", ("sh", "-c", "echo no root >&2; exit 1"))
     monkeypatch.setattr(slow_links, "_AS_USER", ("sh", "-c", "echo no users >&2; exit 1"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    reason = why_not()
+    reason = slow_links.why_not()
     assert all(words in reason for words in ("answers 'no root'", "answers 'no users'", "--privileged"))
     assert "sudo" not in reason
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     forbidden = Path("/proc/sys/kernel/overflowuid")  # a setting that every kernel has
     monkeypatch.setattr(slow_links, "_SETTINGS", {"kernel.overflowuid": (forbidden.read_text().strip(), "7")})
-    reason = why_not()
+    reason = slow_links.why_not()
     assert "no root" not in reason
     assert "sudo sysctl -w kernel.overflowuid=7" in reason
 
@@ -183,12 +182,12 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
 )
 def test_what_cannot_be_made(widths: Any, rates: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_links.shutil, "which", lambda tool: None if tool in ("ip", "tc") else tool)
-    with pytest.raises(pd.PipelineError, match=words), slow_network(widths, rates):
+    with pytest.raises(pd.PipelineError, match=words), slow_links.slow_network(widths, rates):
         pass
 
 
 def test_loopback_is_measured() -> None:
-    assert loopback_bytes_per_s(tries=2, each_s=0.02) > 1e6
+    assert slow_links.loopback_bytes_per_s(tries=2, each_s=0.02) > 1e6
 
 
 @pytest.mark.parametrize("pairs", [[], [("10.84.0.1", "10.84.0.2")]])
@@ -199,7 +198,7 @@ def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) 
 
 
 def test_hosts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(tuple(slow_links.Host(number, "10.0.0.1", None) for number in range(3)), ())  # type: ignore[arg-type]
+    network = slow_links.Network(tuple(slow_links.Host(number, "10.0.0.1", None) for number in range(3)), ())  # type: ignore[arg-type]
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert network.variables(1)["OMP_NUM_THREADS"] == "2"

@@ -10,12 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipedream.capture.placeholder import (
-    NumbersNeeded,
-    Placeholder,
-    converting_placeholders,
-    placeholder_like,
-)
+from pipedream.capture.placeholder import NumbersNeeded, Placeholder, converting_placeholders, placeholder_like
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])

@@ -10,7 +10,9 @@ import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.planner import PlanSearch
+from pipedream.plan_request import PlanRequest
+from pipedream.planner import Comparison, PlanSearch
+from pipedream.workflows.plan import plan_and_compare
 
 Shape = str | tuple[int, ...]
 
@@ -28,6 +30,11 @@ def plan_or_words(search: Any, shape: Shape, link_factor: float = 1.0) -> pd.Pla
         return search.best(shape, link_factor=link_factor)
     except pd.PipelineError as error:
         return str(error)
+
+
+def compare(profile: pd.Profile, cluster: pd.Cluster, *names: str, **request: Any) -> Comparison:
+    """Returns all plans that the door compares, of these methods with `schedule="auto"`."""
+    return plan_and_compare(profile, PlanRequest(cluster, **request), names)
 
 
 def random_chain(draw: random.Random, layers: int, most_bytes: int = 10**7) -> pd.Profile:

@@ -12,8 +12,8 @@ from marks import slow
 
 import pipedream as pd
 from pipedream.cli.options import make_cluster
-from pipedream.plan_request import PlanRequest
-from pipedream.workflows import methods, plan as planning
+from pipedream.workflows import methods
+from tests.planner.planned import compare
 
 FLUSHING = ("1f1b", "gpipe", "naive")
 
@@ -58,14 +58,14 @@ def test_no_way_is_faster(
     profile: pd.Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
 ) -> None:
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
-    request = PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous)
+    request = {"schedule": "auto", "allow_asynchronous": allow_asynchronous}
     names = tuple(methods.select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
     seconds = periods(profile, cluster, names)
     if not seconds:
         with pytest.raises(pd.PipelineError, match="no method works"):
-            planning.plan_and_compare(profile, request)
+            compare(profile, cluster, **request)
         return
-    comparison = planning.plan_and_compare(profile, request)
+    comparison = compare(profile, cluster, **request)
     best = comparison.candidates[0]
     assert best.period_s == pytest.approx(min(seconds))
     assert methods.score(comparison.plan).period_s == best.period_s
@@ -82,7 +82,7 @@ def test_halves_of_a_backward_are_not_compared() -> None:
     assert list(methods.select_methods()) == list(FLUSHING)
     assert not set(methods.select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(pd.PipelineError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
-        planning.plan_and_compare(CHAIN, PlanRequest(pd.Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
+        compare(CHAIN, pd.Cluster.flat(2), "1f1b", "zb_h1", schedule="auto")
 
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
@@ -114,8 +114,7 @@ def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
     """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
     profile = pd.Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
     cluster = make_cluster(["2", "2"], ["10Gbit/s", "1Gbit/s"], 0.0, "1.9GB")
-    request = PlanRequest(cluster, schedule="auto", microbatches=4, shape="pipeline")
-    comparison = planning.plan_and_compare(profile, request)
+    comparison = compare(profile, cluster, schedule="auto", microbatches=4, shape="pipeline")
     best = comparison.candidates[0]
     assert (best.config, best.shape) == ("1-1-2", "pipeline, as if links were 4 times slower")
     (other,) = {c.period_s for c in comparison.candidates if c.config == "1-1-1-1" and c.period_s is not None}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from drawn import runtime_costs
@@ -17,8 +16,9 @@ from hypothesis import assume, example, given, strategies as st
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.plan_request import PlanRequest
-from pipedream.planner import Comparison, list_finalists
-from pipedream.workflows import methods, plan as planning, stage_search
+from pipedream.planner import list_finalists
+from pipedream.workflows import methods, stage_search
+from tests.planner.planned import compare
 
 US = 1e-6
 ROWS = (
@@ -141,10 +141,6 @@ def test_plans_that_cannot_win_need_no_bytes(
                 return str(error)
 
     assert choose(stage_search.MEASURED_SHARE) == choose(1e-9)
-
-
-def compare(profile: pd.Profile, cluster: pd.Cluster, *names: str, **request: Any) -> Comparison:
-    return planning.plan_and_compare(profile, PlanRequest(cluster, **request), names)
 
 
 def test_fixed_seconds_of_microbatches_are_counted_and_shown() -> None:

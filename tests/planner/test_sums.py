@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import pipedream as pd
-from pipedream.plan_request import PlanRequest
 from pipedream.simulator import costs
 from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
-from pipedream.workflows.plan import plan_and_compare
+from tests.planner.planned import compare
 
 WIDE = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 4))
 FACTORS = 4 * (2 * (1024 + 256))  # numbers of rank 4; the last layer is too small
@@ -59,8 +58,8 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
 
 
 def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
-    requests = (PlanRequest(SLOW, schedule="pipedream", sums=sums) for sums in ("full", "powersgd:4"))
-    full, cheap = (plan_and_compare(with_seconds(wide, 0.1), request) for request in requests)
+    profile = with_seconds(wide, 0.1)
+    full, cheap = (compare(profile, SLOW, schedule="pipedream", sums=sums) for sums in ("full", "powersgd:4"))
     assert full.plan.config != "2"
     assert cheap.plan.config == "2"
     assert "with sums=powersgd:4 (approximate)" in cheap.verdict

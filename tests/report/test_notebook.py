@@ -12,8 +12,8 @@ import pytest
 import pipedream as pd
 from pipedream.plan_request import PlanRequest
 from pipedream.report.notebook import picture
-from pipedream.workflows.plan import plan_and_compare
 from pipedream.workflows.sweep import sweep
+from tests.planner.planned import compare
 from tests.report.html_page import HtmlPage
 
 CHAIN = pd.Profile.of_chain(tuple(pd.LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
@@ -25,11 +25,11 @@ def nouns() -> dict[str, Any]:
     plan = pd.plan(CHAIN, pd.Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
     timeline = pd.simulate(plan)
     program = pd.lower(pd.schedules.build("1f1b", plan, 6))
-    auto = PlanRequest(pd.Cluster.flat(2), schedule="auto", microbatches=4)
     pipelines = PlanRequest(pd.Cluster.flat(2), shape="pipeline")
     swept = {"workers": [2], "bandwidths": [1e6, 1e9], "schedules": ["naive"], "crossovers": False}
     examples = [CHAIN, plan, timeline, program, pd.verify(program), pd.metrics.run_metrics(timeline)]
-    examples += [plan_and_compare(CHAIN, auto, names=["gpipe", "naive"]), sweep(CHAIN, pipelines, **swept)]
+    examples += [compare(CHAIN, pd.Cluster.flat(2), "gpipe", "naive", schedule="auto", microbatches=4)]
+    examples += [sweep(CHAIN, pipelines, **swept)]
     return {type(noun).__name__: noun for noun in examples}
 
 

@@ -83,12 +83,7 @@ def test_it_says_what_other_work_took() -> None:
     busy = "(other work took 20% of the most disturbed worker's cores)"
     rates = {"predicted_per_s": 8000.0, "measured_per_s": 7200.0, "predicted_slowed_per_s": 7000.0}
     both = f", 7000 for the cores that were there {busy}"
-    for slowed, slowness, words in (
-        (7000.0, 1.25, both),
-        (None, 1.25, f" {busy}"),
-        (None, 1.05, ""),
-        (None, None, ""),
-    ):
+    for slowed, slowness, words in ((7000.0, 1.25, both), (None, 1.25, f" {busy}"), (None, 1.05, ""), (None, None, "")):
         summary = {"slowness": slowness, "throughput": rates | {"predicted_slowed_per_s": slowed}}
         assert f"predicted 8000 (-10%){words}" in HtmlPage(page(summary)).words
 

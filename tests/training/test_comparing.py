@@ -27,10 +27,8 @@ import pipedream as pd
 from pipedream.core.cold import count_warm_up
 from pipedream.core.variants import ONE_WORKER, RecipeComparison
 from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
-from pipedream.training.compare import _Comparer, _list_ways, compare_recipe, predict_samples_per_s
+from pipedream.training import compare, compare_runs, loop
 from pipedream.training.compare_options import ComparisonOptions
-from pipedream.training.compare_runs import Runs
-from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 
 CPU = torch.device("cpu")
 RECIPE = """
@@ -70,25 +68,25 @@ def task(*microbatches: int, rank: int = 0, workers: int = 1, **changed: Any) ->
     return Task(recipe(**changed), rank, workers, CPU, *microbatches)
 
 
-def train(rival: Any, epochs: int) -> TrainingLoop:
-    policy = CheckpointPolicy(Path("nowhere"), 0, 0)
-    loop = TrainingLoop(rival, rival.recipe, Console(quiet=True), 1, policy, time.perf_counter())
-    loop.train(epochs, None, 0.0)
-    return loop
+def train(rival: Any, epochs: int) -> loop.TrainingLoop:
+    policy = loop.CheckpointPolicy(Path("nowhere"), 0, 0)
+    trained = loop.TrainingLoop(rival, rival.recipe, Console(quiet=True), 1, policy, time.perf_counter())
+    trained.train(epochs, None, 0.0)
+    return trained
 
 
 def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
-    loop = train(PlainLoop(task()), 2)
+    trained = train(PlainLoop(task()), 2)
     how: dict[str, Any] = {"workers": 1, "schedule": "1f1b", "microbatches": 1, "epochs": 2, "quiet": True}
     summary = pd.run(recipe, out=tmp_path / "run", **how)
-    figures = loop.list_figures()
+    figures = trained.list_figures()
     assert figures["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
     for actual, expected in zip(figures["evaluations"], summary["evaluations"], strict=True):
         assert actual == pytest.approx(expected | {"seconds": actual["seconds"]}, rel=1e-6)
     losses = json.loads((tmp_path / "run" / "losses.json").read_text())
-    assert [number for number, _ in losses] == [number for number, _ in loop.losses] == list(range(12))
-    assert [loss for _, loss in loop.losses] == pytest.approx([loss for _, loss in losses], rel=1e-6)
-    assert min(loop.samples_per_s) > 0
+    assert [number for number, _ in losses] == [number for number, _ in trained.losses] == list(range(12))
+    assert [loss for _, loss in trained.losses] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert min(trained.samples_per_s) > 0
     assert figures["seconds_to_target"] > 0
 
 
@@ -110,10 +108,10 @@ def _train_each_way() -> dict[str, dict[str, Any]]:
 
 
 def _list_figures(rival: PlainLoop) -> dict[str, Any]:
-    loop = train(rival, 2)
-    numbers, losses = zip(*loop.losses, strict=True)
+    trained = train(rival, 2)
+    numbers, losses = zip(*trained.losses, strict=True)
     summed = rival.sum_over_workers(losses)
-    return {"metrics": loop.metrics, "numbers": numbers, "losses": summed, "samples": rival.samples}
+    return {"metrics": trained.metrics, "numbers": numbers, "losses": summed, "samples": rival.samples}
 
 
 @pytest.mark.slow
@@ -207,7 +205,7 @@ class FakeRuns:
         self.failures: dict[str, BaseException] = {}
         profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
 
-        def run(self_: Runs, kind: str, workers: int, name: str, **options: Any) -> Path:
+        def run(self_: compare_runs.Runs, kind: str, workers: int, name: str, **options: Any) -> Path:
             self.ran.append((kind, workers, name))
             self.options[name] = options
             if name in self.failures:
@@ -219,23 +217,23 @@ class FakeRuns:
             plan = pd.Plan.load(options["plan"])
             plan.save(folder / "plan.json")
             (folder / "losses.json").write_text("[[0, 0.75], [1, 0.5]]")
-            summary = {"throughput": {"measured_per_s": predict_samples_per_s(plan)}, "minibatches": 2, "metrics": {},
+            summary = {"throughput": {"measured_per_s": compare.predict_samples_per_s(plan)}, "minibatches": 2,
                        "bubble": {"measured": None}, "memory": {"measured_bytes": 8}, "seconds_to_target": None,
-                       "interrupted": False}  # fmt: skip
+                       "interrupted": False, "metrics": {}}  # fmt: skip
             (folder / "summary.json").write_text(json.dumps(summary))
             return folder
 
-        monkeypatch.setattr(Runs, "run", run)
+        monkeypatch.setattr(compare_runs.Runs, "run", run)
 
 
 def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     fake, out = FakeRuns(monkeypatch), tmp_path / "out"
     options = ComparisonOptions(schedules=("torch", "1f1b", "data-parallel+diloco:30", "pipedream"), minibatches=4)
-    compare = partial(compare_recipe, str(tmp_path / "small.py"), out=out)
+    continued = partial(compare.compare_recipe, str(tmp_path / "small.py"), out=out)
     fake.failures["1f1b"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        compare(options)
+        continued(options)
     state = json.loads((out / "compare.json").read_text())
     assert state["verdict"].startswith("Not all runs have finished: the same command, with this folder as --out")
     torchs = [
@@ -245,7 +243,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     assert [variant["name"] for variant in state["variants"]] == [ONE_WORKER, *torchs]
     fake.failures = {"1f1b": pd.errors.WorkerError(0, "stage 1", "the loss is not finite")}
     fake.ran.clear()
-    comparison, folder = compare(options)
+    comparison, folder = continued(options)
     assert folder == out
     assert fake.ran == [("pipeline", 2, name) for name in ("1f1b", "data_parallel_diloco_30", "pipedream")]
     assert fake.options["pipedream"]["checkpoint_every"] == 0
@@ -261,7 +259,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     assert rows["data-parallel+diloco:30"].approximation == "sums=diloco:30"
     assert comparison.verdict in (out / "compare.html").read_text().replace("&#x27;", "'")
     with pytest.raises(pd.PipelineError, match="has a comparison with minibatches 4, and 5 was asked for"):
-        compare(ComparisonOptions(schedules=options.schedules, minibatches=5))
+        continued(ComparisonOptions(schedules=options.schedules, minibatches=5))
 
 
 @given(
@@ -279,7 +277,7 @@ def test_a_run_of_some_seconds_has_them_after_its_warm_up(
     request: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2} if shared else {}
     plan = pd.plan(profile, cluster, shape="data-parallel", sums=sums, **request)
     runs: Any = None
-    comparer = _Comparer(ComparisonOptions(seconds=seconds), runs, RecipeComparison("small", 2), print)
+    comparer = compare._Comparer(ComparisonOptions(seconds=seconds), runs, RecipeComparison("small", 2), print)
     minibatches = 1 if shared else 2  # of an update
     count = comparer._choose_length(plan, minibatches)["minibatches"]
     assert count is not None
@@ -289,7 +287,7 @@ def test_a_run_of_some_seconds_has_them_after_its_warm_up(
     assert updates - warm_up >= 2
     period = plan.choices.sums.period
     assert period == 1 or (updates - warm_up) % period == 0, "an average of the weights counts as often as it happens"
-    rate = predict_samples_per_s(plan) / (16 * minibatches)
+    rate = compare.predict_samples_per_s(plan) / (16 * minibatches)
     assert updates - 12 // minibatches >= seconds * rate - 1e-6
     assert updates <= 2 * (period + 12) + seconds * rate
 
@@ -299,10 +297,10 @@ def test_one_worker_alone_is_the_planners_choice_over_a_slow_link(
 ) -> None:
     fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
     profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
-    runs: Any = Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
-    comparer = _Comparer(ComparisonOptions(), runs, RecipeComparison("small", 2), lambda line: None)
+    runs: Any = compare_runs.Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
+    comparer = compare._Comparer(ComparisonOptions(), runs, RecipeComparison("small", 2), lambda line: None)
     for link in (1e3, 2e3):
-        for way in _list_ways(ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
+        for way in compare._list_ways(ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
             comparer.add(way, profile, link)
     assert [name for _, _, name in fake.ran] == ["one_worker"], "it is measured once"
     rows = [(variant.name, variant.link, variant.samples_per_s) for variant in comparer.comparison.variants]

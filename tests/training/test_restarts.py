@@ -21,10 +21,7 @@ from pipedream.core.plan.without import drop_worker
 from pipedream.options import TrainingOptions
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure import processes
-from pipedream.training import restarts
-from pipedream.training.checkpoint_cost import FIRST
-from pipedream.training.job import _count_workers
-from pipedream.training.run_folder import find_resume_point
+from pipedream.training import checkpoint_cost, job, restarts, run_folder
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -120,7 +117,7 @@ def test_checkpoints_are_made_as_often_as_they_may(tmp_path: Path) -> None:
     write(tmp_path, ONCE)
     ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "1", "--checkpoint-every", "auto")
     assert ended.err.count("restart 1 of 1 after: rank 1 was ended by SIGKILL") == 1
-    assert FIRST <= summary["resumed_from"] < 26
+    assert checkpoint_cost.FIRST <= summary["resumed_from"] < 26
     assert summary["checkpoints"]["seconds"] > 0
     assert summary["checkpoints"]["every"] > 1
 
@@ -128,9 +125,9 @@ def test_checkpoints_are_made_as_often_as_they_may(tmp_path: Path) -> None:
 def test_workers_on_spare_machines_are_not_started() -> None:
     words = "2 workers were asked for, 3 processes were started; .*--nnodes does not count spare machines$"
     with pytest.raises(pd.errors.PlanError, match=words):
-        _count_workers(TrainingOptions(workers=2), None, 3)
+        job._count_workers(TrainingOptions(workers=2), None, 3)
     with pytest.raises(pd.PipelineError, match=r"make the numbers equal$"):
-        _count_workers(TrainingOptions(workers=3), None, 2)
+        job._count_workers(TrainingOptions(workers=3), None, 2)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, folder: Path, attempt: int) -> None:
@@ -144,7 +141,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, folder: Path, attempt: int) -> Non
 
 def _find_point(folder: Path) -> int | None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(dist.get_rank())
-    point = find_resume_point(None, folder)
+    point = run_folder.find_resume_point(None, folder)
     return None if point is None else point.manifest.minibatches
 
 
@@ -155,7 +152,7 @@ def test_a_machine_that_was_not_restarted_resumes_with_the_others(tmp_path: Path
     with pd.Pipeline(model, plan, **options) as pipeline:
         list(pipeline.train(batches))
         pipeline.save(tmp_path / "checkpoints")
-    assert find_resume_point(None, tmp_path) is None
+    assert run_folder.find_resume_point(None, tmp_path) is None
     assert worker_processes.results(_find_point, 2, tmp_path) == [3, 3]
 
 

@@ -17,8 +17,7 @@ from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.object_store import RemotePath
+from pipedream.runtime.checkpoint import folders, object_store, pieces
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
@@ -191,7 +190,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """It is complete there: a machine that has nothing else continues the run."""
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    store = RemotePath(url)
+    store = object_store.RemotePath(url)
     pd.run(regression, epochs=2, out=url, resume=url, **OPTIONS)
     shutil.rmtree("runs")
     with pytest.raises(pd.PipelineError, match="holds checkpoints of an earlier run"):
@@ -214,21 +213,21 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    write = RemotePath.write_bytes
+    write = object_store.RemotePath.write_bytes
 
-    def limited(self: RemotePath, data: bytes) -> None:
+    def limited(self: object_store.RemotePath, data: bytes) -> None:
         if self.name == "weights.pt":
             raise OSError("the credentials have expired")
         write(self, data)
 
-    monkeypatch.setattr(RemotePath, "write_bytes", limited)
+    monkeypatch.setattr(object_store.RemotePath, "write_bytes", limited)
     with pytest.raises(pd.PipelineError, match="credentials have expired") as caught:
         pd.run(regression, epochs=1, out=url, **OPTIONS)
     folder = Path("runs", "memory", "bucket", "gpt")
     assert (folder / "report.html").exists()
     assert f"the files are in {folder}" in str(caught.value)
     assert f"--resume {url} only what is missing" in str(caught.value)
-    RemotePath(url).remove_folder()
+    object_store.RemotePath(url).remove_folder()
 
 
 @pytest.mark.slow

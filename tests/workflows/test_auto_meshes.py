@@ -15,9 +15,8 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.model.profile import RankProfile
-from pipedream.plan_request import PlanRequest
 from pipedream.workflows import meshes
-from pipedream.workflows.plan import plan_and_compare
+from tests.planner.planned import compare
 
 LAYOUT = pd.Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
 
@@ -76,10 +75,10 @@ def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> Non
     """In simulation."""
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), pd.Cluster.flat(4, draw.choice([4.0, 100.0]))
-    comparison = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh="auto"))
+    comparison = compare(profile, cluster, schedule=schedule, mesh="auto")
     best_s = comparison.candidates[0].period_s
     for mesh in ("none", *(rank.mesh for rank in profile.ranks)):
-        by_hand = plan_and_compare(profile, PlanRequest(cluster, schedule=schedule, mesh=mesh)).candidates[0].period_s
+        by_hand = compare(profile, cluster, schedule=schedule, mesh=mesh).candidates[0].period_s
         assert best_s <= by_hand * (1 + 1e-9), mesh
 
 
@@ -128,14 +127,8 @@ def bare() -> pd.Profile:
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (
-            lambda: pd.plan(one_of(MESHES), SMALL),
-            r"also be sharded over several ranks: plan with mesh='auto' \(--m",
-        ),
-        (
-            lambda: pd.plan(one_of(()), SMALL),
-            "plan with mesh='auto' .*, from a profile with a layout and meshes='",
-        ),
+        (lambda: pd.plan(one_of(MESHES), SMALL), r"also be sharded over several ranks: plan with mesh='auto' \(--m"),
+        (lambda: pd.plan(one_of(()), SMALL), "plan with mesh='auto' .*, from a profile with a layout and meshes='"),
         (
             lambda: pd.plan(one_of(("model:2",)), pd.Cluster.flat(2, 1e9, memory_bytes=100), mesh="auto"),
             "(?s)no plan fits on any mesh; nearest are those .* more than a rank has.*would fit",

@@ -9,10 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
-from pipedream.plan_request import PlanRequest
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
-from pipedream.workflows.plan import plan_and_compare
+from tests.planner.planned import compare
 
 EVEN = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
 NINE = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 8, 100),) * 9, batch=16)
@@ -84,7 +83,7 @@ UNLIKE = replace(FOUR, kinds=(Workers(3), Workers(1, speed=2.0)))
             lambda: pd.schedules.build("interleaved_1f1b", replace(pd.Plan.uniform(3), worker_order=(0, 2, 1))),
             "needs stage s on worker s mod p, without replicas; found plan 1-1-1",
         ),
-        (lambda: plan_and_compare(EVEN, PlanRequest(FOUR, schedule="auto"), names=["chimera"]), "plan for it alone"),
+        (lambda: compare(EVEN, FOUR, "chimera", schedule="auto"), "plan for it alone"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(ask: Callable[[], Any], words: str) -> None:

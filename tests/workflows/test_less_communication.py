@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 import pipedream as pd
-from pipedream.plan_request import PlanRequest
 from pipedream.simulator.costs import costs
-from pipedream.workflows.plan import plan_and_compare
+from tests.planner.planned import compare
 
 PROFILE = pd.Profile.of_chain((pd.LayerProfile(0.1, 0.2, 1_000_000, 40_000_000),) * 8, batch=8)
 SLOW, FAST = pd.Cluster.flat(2, 1e6), pd.Cluster.flat(2, 1e9)
@@ -48,7 +47,7 @@ def test_encoding_costs_time_at_both_ends() -> None:
 
 
 def test_an_approximation_is_offered_with_an_exact_answer() -> None:
-    compared = plan_and_compare(PROFILE, PlanRequest(SLOW, allow_approximate=True, **HOW))
+    compared = compare(PROFILE, SLOW, allow_approximate=True, **HOW)
     assert not compared.exact.plan.choices.words
     assert compared.plan.choices.words
     assert compared.verdict.startswith("use ")

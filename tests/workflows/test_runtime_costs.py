@@ -19,7 +19,6 @@ import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.runtime.comm import process_group
 from pipedream.training import job
-from pipedream.training.job import profile_recipe
 from pipedream.workflows.probe import measure_runtime
 
 
@@ -87,7 +86,7 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
     assert torch.equal(torch.rand(()), expected)
     assert (load_s > 0) == (processes == 0), "processes of its own load ahead"
     if processes == 0:
-        assert profile_recipe(recipe, runs=1).runtime.load_s > 0
+        assert job.profile_recipe(recipe, runs=1).runtime.load_s > 0
 
 
 def test_what_was_measured_with_a_plan_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.M
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: RuntimeCosts())
     monkeypatch.setattr(process_group, "process_device", lambda device: torch.device("meta"))  # stands for the GPU
     data = [(torch.rand(8, 4), torch.rand(8, 4))]
-    profile_recipe(pd.Recipe(nn.Linear(4, 4), score, partial(torch.optim.SGD, lr=0.1), data), device=device)
+    job.profile_recipe(pd.Recipe(nn.Linear(4, 4), score, partial(torch.optim.SGD, lr=0.1), data), device=device)
     assert places == (["meta"] * 2 if device == "cuda" else ["cpu"] * 2)
 
 
