@@ -230,9 +230,7 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
         ((1, 1), [StopsAt(evaluation=2, ranks=(1,))], True),
     ],
 )
-def test_all_processes_stop_at_the_same_minibatch(
-    counts: tuple[int, ...], callbacks: list[pd.callbacks.Callback], evaluate: bool
-) -> None:
+def test_all_processes_stop_at_the_same_minibatch(counts: tuple[int, ...], callbacks: Any, evaluate: bool) -> None:
     results = processes.team(sum(counts)).results(partial(trained, evaluate=evaluate), counts, callbacks)
     alone = trained(counts, [StopsAt(evaluation=2)] if evaluate else [StopsAt(3)], evaluate=evaluate)
     for losses, minibatches, _, stopped in results:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from hypothesis import given, strategies as st
+from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -229,7 +230,7 @@ def training(form: str, plan: tuple[int, ...], schedule: str) -> pd.testing.Trai
     return pd.testing.Training(model=model, data=data, plan=plan, schedule=schedule, microbatches=2, **how)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", pytest.param("paci", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", slow("paci")])
 def test_a_pipeline_trains_them_as_one_process_does(schedule: str) -> None:
     """Random routing, places and losses depend neither on the form, nor on the cuts, nor on how a backward is split.
 

@@ -213,11 +213,7 @@ def clip(*of_trainer: Any) -> None:
 
 
 UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "rate": (
-        "on_step_end",
-        lambda _, optimizer, *__: optimizer.param_groups[0].update(lr=1e-9),
-        "on_step_end changed the optimizer",
-    ),
+    "rate": ("on_step_end", lambda _, optimizer, *__: optimizer.param_groups[0].update(lr=0), "changed the optimizer"),
     "scheduler": (
         "on_log",
         lambda _, __, scheduler, ___: setattr(scheduler, "base_lrs", [1e-9 for _ in scheduler.base_lrs]),

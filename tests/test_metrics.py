@@ -14,23 +14,10 @@ B 0 14.1 16    U 1 16 16.1    F 2 16.2 17.2    B 1 17.5 19    B 2 19 20
 """
 RANK_1 = "F 0 11.5 12.5    B 0 12.5 14    F 1 14.5 15    B 1 15 16.5    F 2 17.3 17.8    B 2 17.8 18.5"
 ROWS = [[span.split() for span in re.split(r" {4}|\n", row.strip())] for row in (RANK_0, RANK_1)]
-MEASURED = pd.Timeline(
-    name="pipedream",
-    source="measured",
-    workers=2,
-    spans=tuple(
-        Span(rank, kind, rank, int(k), float(a), float(b)) for rank, row in enumerate(ROWS) for kind, k, a, b in row
-    ),
-    microbatches=3,
-    batch=32,
-    gradient_versions=(
-        GradientVersions(0, 0, 0, 0, 0),
-        GradientVersions(0, 1, 0, 0, 1),
-        GradientVersions(0, 2, 1, 1, 2),
-        GradientVersions(1, 2, 2, 2, 2),
-    ),
-    peak_bytes=(2000, 1000),
-)
+SPANS = [Span(r, kind, r, int(k), float(a), float(b)) for r, row in enumerate(ROWS) for kind, k, a, b in row]
+TAGS = [GradientVersions(*tag) for tag in ((0, 0, 0, 0, 0), (0, 1, 0, 0, 1), (0, 2, 1, 1, 2), (1, 2, 2, 2, 2))]
+MEASURED = pd.Timeline("pipedream", "measured", 2, tuple(SPANS), 3, batch=32, gradient_versions=tuple(TAGS),
+                       peak_bytes=(2000, 1000))  # fmt: skip
 
 
 def test_steady_part_of_a_measured_run() -> None:

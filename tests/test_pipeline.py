@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
 from built import Built
+from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -306,15 +307,7 @@ def test_an_infinite_input_of_the_last_minibatch_is_an_error(schedule: str, tmp_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "stages"),
-    [
-        ("forward", 3),
-        pytest.param("backward", 2, marks=pytest.mark.slow),
-        pytest.param("nan", 3, marks=pytest.mark.slow),
-        ("loop", 3),
-    ],
-)
+@pytest.mark.parametrize(("kind", "stages"), [("forward", 3), slow("backward", 2), slow("nan", 3), ("loop", 3)])
 def test_when_one_process_fails_all_end_and_say_why(kind: str, stages: int) -> None:
     ends = processes.launch(mishaps.train, stages, kind, stages, timeout_s=30.0)
     words = WHERE.get(kind, "rank 0, the training loop: ZeroDivisionError: a loop that fails")

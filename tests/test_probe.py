@@ -151,11 +151,9 @@ def test_a_gpu_copies_faster_than_a_disk() -> None:
 
 def test_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -d`, of which the process uses something already."""
-    limit_bytes = 1 << 50
+    most = 1 << 50
     monkeypatch.setattr(probe, "host_bytes", lambda: 1 << 60)
-    monkeypatch.setattr(
-        probe.resource, "getrlimit", lambda limit: (limit_bytes if limit == resource.RLIMIT_DATA else -1, -1)
-    )
-    assert limit_bytes - (1 << 40) < probe.available_bytes(torch.device("cpu"), 1) < limit_bytes - (1 << 20)
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (most if limit == resource.RLIMIT_DATA else -1, -1))
+    assert most - (1 << 40) < probe.available_bytes(torch.device("cpu"), 1) < most - (1 << 20)
     monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (1, 1))
     assert probe.available_bytes(torch.device("cpu"), 1) == 0

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from commands import load_script
-from marks import spread
+from marks import slow, spread
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
@@ -143,12 +143,9 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 @pytest.mark.parametrize(
-    ("check", "finding", "place", "fault"),
-    spread((pytest.param(*row, id=row[1], marks=pytest.mark.slow) for row in FAULTS), every=4),
+    ("check", "finding", "place", "fault"), spread((slow(*row, id=row[1]) for row in FAULTS), every=4)
 )
-def test_a_fault_fails_its_finding(
-    check: Any, finding: str, place: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found(check: Any, finding: str, place: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     place = place if place.startswith("speed_checks") else f"pipedream.{place}"
     monkeypatch.setattr(place.replace(":", "."), fault(resolve_name(place)))

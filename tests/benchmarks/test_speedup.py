@@ -4,19 +4,17 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import Started
 from hypothesis import given, strategies as st
 from marks import published
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 sys.path.append(str(FOLDER))
-accuracy, accuracy_recipe = (importlib.import_module(name) for name in ("accuracy", "accuracy_recipe"))
+accuracy = importlib.import_module("accuracy")
 sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 
 
@@ -105,37 +103,6 @@ def test_it_runs_in_its_smallest_size(tmp_path: Path, part: str) -> None:
     assert all(row["samples_per_s"] > 0 for row in rows)
     picture = tmp_path / "out" / ("gpt.svg" if part == "curve" else "sleeping_gpt.svg")
     assert picture.read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(("batch", "each_update", "updates"), [(1, 1, 10), (1, 2, 4), (2, 1, 4), (1, 4, 4)])
-def test_rate_falls_to_zero_over_the_updates(
-    batch: int, each_update: int, updates: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = accuracy.Task("digits", "accuracy", 0.01, 2, 5)
-    monkeypatch.setenv(accuracy_recipe.ASKED, task.describe_request(0.02, batch=batch, each_update=each_update))
-    recipe = accuracy_recipe.recipe(3)
-    images, _ = next(iter(recipe.train))
-    assert len(images) == 32 * batch
-    assert (len(recipe.train) // each_update + (each_update > 2)) * recipe.epochs == updates
-    optimizer = recipe.optimizer(recipe.model.parameters())
-    scheduler, rates = recipe.scheduler(optimizer), []
-    for _ in range(updates):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert max(rates) == pytest.approx(0.02)
-    assert scheduler.get_last_lr()[0] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_characters_are_new_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3).describe_request(0.01))
-    recipe = accuracy_recipe.recipe(0)
-    first, second = ([text for text, _ in recipe.train] for _ in range(2))
-    assert [len(text) for text in first] == [16] * 3
-    assert not torch.equal(first[0], second[0])
-    text, following = next(islice(recipe.train, 1))
-    assert torch.equal(text[:, 1:], following[:, :-1])
-    assert recipe.loss(recipe.model(text), following).item() == pytest.approx(4.85, abs=0.6)  # of 128 symbols
 
 
 @pytest.mark.network

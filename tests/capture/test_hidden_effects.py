@@ -1,7 +1,7 @@
 """What a forward does beside its calls: writes into its input, hooks on tensors, derivatives, moved buffers, parameters
 that are looked at or not used. Each trains as a plain loop does, or is refused with words that help."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from marks import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -76,9 +77,7 @@ def train(model: nn.Module, plan: pd.Plan, optimizer: Any = SGD) -> dict[str, Te
         return {name: tensor.detach().clone() for name, tensor in pipeline.state_dict().items()}
 
 
-def check(
-    make_net: Callable[[], Net], cut: str | None = None, optimizer: Any = SGD, *, microbatches: int = 2, **how: Any
-) -> None:
+def check(make_net: Any, cut: str | None = None, optimizer: Any = SGD, *, microbatches: int = 2, **how: Any) -> None:
     """Checks that a model trains in a pipeline as in a plain loop."""
     model = make_net()
     actual = train(model, plan_of(model, cut, microbatches=microbatches, **how), optimizer)
@@ -92,11 +91,7 @@ WRITES: dict[str, Forward] = {
     "view": lambda net, x: (raw := x.clone(), x.view(-1, 2, 3).mul_(0.5), net.plain(x) + net.e(raw) + net.e(x))[-1],
     "item": lambda net, x: (x.__setitem__((slice(None), 0), x[:, 0].mul_(3)), net.plain(x) + net.e(x))[-1],
     "relu": lambda net, x: (raw := x.clone(), F.relu(x, inplace=True), net.plain(x) + net.e(raw))[-1],
-    "out": lambda net, x: (
-        raw := x.clone(),
-        torch.mul(x, 0.1, out=x),
-        net.plain(x) + net.e(x) * raw.mean(1, keepdim=True),
-    )[-1],
+    "out": lambda net, x: (raw := x.clone(), torch.mul(x, 0.1, out=x), net.plain(x) + net.e(x) * raw.mean(1, True))[-1],
     "late": lambda net, x: (output := net.plain(x * 1.0), x.mul_(2.0), output + net.e(x))[-1],
     "by weight": lambda net, x: (raw := x.clone(), x.mul_(net.a.weight.mean()), net.plain(x) + net.e(raw))[-1],
     "view by weight": lambda net, x: (
@@ -290,9 +285,7 @@ def _moved(net: Net, x: Tensor, *, in_place: bool) -> Tensor:
 @pytest.mark.parametrize(
     ("schedule", "cut", "shape"), [("1f1b", None, (2,)), ("gpipe", "b", (2, 1)), ("pipedream_2bw", None, (2,))]
 )
-def test_a_buffer_that_replicas_write_is_blamed(
-    in_place: bool, schedule: str, cut: str | None, shape: Sequence[int]
-) -> None:
+def test_a_buffer_that_replicas_write_is_blamed(in_place: bool, schedule: str, cut: str | None, shape: Any) -> None:
     forward = partial(_moved, in_place=in_place)
     with pytest.raises(pd.PipelineError, match="'codes' differs between the replicas of its stage"):
         check(partial(make, forward), cut, schedule=schedule, shape=shape)
@@ -368,12 +361,7 @@ FORWARDS = WRITES | {f"hook on {name}": forward for name, forward in HOOKS.items
         *((name, cut, {}) for name in WRITES for cut in (None, "b", "e")),
         *((f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")),
         *((name, "b", {}) for name in LOOKS),
-        *(
-            pytest.param(name, "b", options, marks=pytest.mark.slow)
-            for name in FORWARDS
-            if name not in LOOKS
-            for options in METHODS
-        ),
+        *(slow(name, "b", options) for name in FORWARDS if name not in LOOKS for options in METHODS),
     ],
 )
 def test_it_trains_as_in_a_plain_loop(name: str, cut: str | None, options: dict[str, Any]) -> None:

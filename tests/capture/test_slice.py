@@ -169,6 +169,3 @@ def test_what_a_model_returns_in_evaluation_only(kind: Make) -> None:
     assert pd.LayerGraph.from_json(graph.to_json()) == graph
     every = list(range(1, len(graph.layers)))
     check(partial(seeded, kind), batches, [every, *([i] for i in every)], graph)
-
-
-FIRST, SECOND, THIRD = (padded_tokens(n, 4, 5)[0] for n in range(3))

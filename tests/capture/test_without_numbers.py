@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from built import Built
+from marks import long, slow
 from torch import Tensor, nn
 from zoo import HF, OWN
 
@@ -34,14 +35,7 @@ SLOW = ["tied_gpt", "hf_mamba"]
 LONG = ["unet", "hf_llama", "hf_gpt2", "hf_t5"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "early_exits",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
-    ],
-)
+@pytest.mark.parametrize("name", ["early_exits", *(slow(name) for name in SLOW), *(long(name) for name in LONG)])
 def test_sizes_are_those_of_a_run(name: str) -> None:
     case = case_of(name)
     model, inputs = case.build(), case.inputs(case.batch(0, 3, 8))
@@ -73,9 +67,7 @@ def test_a_model_on_the_meta_device_is_captured() -> None:
     assert pd.capture(residual().to("meta"), inputs).graph == pd.capture(residual(), inputs).graph
 
 
-@pytest.mark.parametrize(
-    "name", ["value_branch", *(pytest.param(name, marks=pytest.mark.slow) for name in NEED_NUMBERS)]
-)
+@pytest.mark.parametrize("name", ["value_branch", *(slow(name) for name in NEED_NUMBERS)])
 def test_models_that_need_numbers_say_so(name: str) -> None:
     case = case_of(name)
     with pytest.raises(pd.PipelineError, match="profile it on a device that computes"):

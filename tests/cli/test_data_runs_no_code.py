@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Answer, Refused, Run
+from marks import slow
 from torch import nn
 
 import pipedream as pd
@@ -90,9 +91,7 @@ def test_a_plan_in_python(method: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "phases",
-    [pytest.param(None, marks=pytest.mark.slow), [pd.Phase("gpipe", until=1), pd.Phase("mine.py")]],
-    ids=["schedule", "phases"],
+    "phases", [slow(None), [pd.Phase("gpipe", until=1), pd.Phase("mine.py")]], ids=["schedule", "phases"]
 )
 def test_train_from_a_checkpoint(phases: Any, method: Path, run_command: Run, refused: Refused) -> None:
     space: dict[str, Any] = {}

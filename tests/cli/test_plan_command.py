@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Answer, Refused, Run
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,7 +72,7 @@ def recipe(seed: int) -> pd.Recipe:
     [
         ({}, 2, True),
         ({"workers": 1}, 1, False),
-        pytest.param({"workers": 3, "shape": "any"}, 3, None, marks=pytest.mark.slow),
+        slow({"workers": 3, "shape": "any"}, 3, None),
         ({"shape": (1, 2), "update_delay": 1, "in_flight": "auto"}, 3, True),
     ],
 )

@@ -34,22 +34,6 @@ def test_noam_is_the_papers_and_full_is_as_deep(replicas: tuple[int, ...]) -> No
         depth.check_in_flight(accepted, replicas)
 
 
-@pytest.mark.parametrize(
-    ("depth_of", "replicas", "more", "counts"),
-    [
-        (depth.noam, (2, 2, 1), (0, 0, 0), (3, 2, 1)),
-        (depth.noam, (15, 1), (0, 0), (2, 1)),
-        (depth.noam, (1, 3, 1), (0, 1, 0), (6, 2, 1)),  # (1 + 1) 3 - gcd(1, 3) = 5 of stage 0
-        (depth.full, (1, 1, 1, 1), (1.0, 1.0, 1.0), (7, 5, 3, 1)),  # c = T/2 each way: one slot a boundary
-        (depth.full, (1, 2), (0.0,), (4, 1)),  # noam: 3, busy 0.80
-        (depth.full, (3, 2), (0.0,), (3, 1)),
-    ],
-)
-def test_depths_by_hand(depth_of: Callable[..., Any], replicas: Any, more: Any, counts: Any) -> None:
-    """With update delays, and with slots that a message takes."""
-    assert depth_of(replicas, more) == counts
-
-
 @given(replica_counts, st.data())
 def test_legal_is_the_least_that_is_accepted(replicas: tuple[int, ...], data: st.DataObject) -> None:
     counts = tuple(data.draw(st.integers(1, 6)) for _ in replicas)

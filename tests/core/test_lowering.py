@@ -29,9 +29,7 @@ def test_ops_are_those_of_the_schedule(schedule: pd.Schedule, minibatches: int) 
 
 
 @given(schedules, st.integers(1, 12), st.data())
-def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
-    schedule: pd.Schedule, minibatches: int, data: st.DataObject
-) -> None:
+def test_a_rank_may_learn_the_total_on_the_way(schedule: pd.Schedule, minibatches: int, data: st.DataObject) -> None:
     """It may have executed any instructions that exist, and one more op, by which it found the end."""
     program = pd.lower(schedule)
     total = minibatches * schedule.microbatches

@@ -27,9 +27,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     return shown
 
 
-def test_planning_is_shown_on_a_terminal_by_rank_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planning_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pd.plan(CHAIN, pd.Cluster.flat(2), schedule="1f1b")
     assert capsys.readouterr() == ("", ""), "it takes less than a line in a log is for"
     for rank in "01":

@@ -25,9 +25,7 @@ def of_workers(*changes: dict[str, Any]) -> pd.Cluster:
 
 
 @given(rate=st.floats(1e5, 1e10), fixed_s=st.floats(0, 1e-3), noise=st.lists(st.floats(0, 1.0), min_size=2, max_size=2))
-def test_slope_finds_the_rate_behind_fixed_costs_and_disturbances(
-    rate: float, fixed_s: float, noise: list[float]
-) -> None:
+def test_slope_finds_the_rate_behind_fixed_costs_and_noise(rate: float, fixed_s: float, noise: list[float]) -> None:
     sizes = (rate * 0.01, rate * 0.04)
     rows = [[size / rate + fixed_s] * 3 + [size / rate + fixed_s + late for late in noise] for size in sizes]
     assert slope(sizes, rows) == pytest.approx(rate, rel=1e-6)

@@ -214,9 +214,7 @@ def test_wrong_calls(text: str, message: str, refused: Callable[..., str]) -> No
     bad = json.loads(PRODUCT.to_json()) | {"tensors": {"x": [4], "y": [4]}, "text": "y[i] = x[i]+u[i]"}
     Path("bad.json").write_text(json.dumps(bad), encoding="utf-8")
     Path("text.json").write_text("y[i] = x[i]", encoding="utf-8")
-    recipe = (
-        RECIPE.replace("nn.ReLU()", "Own()") + "\nclass Own(nn.Module):\n    def forward(self, x):\n        return "
-    )
+    head = RECIPE.replace("nn.ReLU()", "Own()") + "\nclass Own(nn.Module):\n    def forward(self, x):\n        return "
     for name, result in {"odd": "torch.fft.fft(x).abs()", "failing": "x.view(3, 3)"}.items():
-        Path(f"{name}.py").write_text(f"{recipe}{result}\n", encoding="utf-8")
+        Path(f"{name}.py").write_text(f"{head}{result}\n", encoding="utf-8")
     assert message in refused(*text.split())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from built import Built
-from marks import spread, thinned
+from marks import slow, spread, thinned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -138,12 +138,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    spread(
-        thinned(
-            name if name.partition(": ")[2] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES
-        )
-    ),
+    "name", spread(thinned(name if name.partition(": ")[2] in QUICK else slow(name) for name in CASES))
 )
 def test_layers_are_described_and_compute_the_same(name: str) -> None:
     layer, shape, loss = CASES[name]

@@ -78,9 +78,7 @@ DATA, MODEL = "batch:batch", "d_ff:model,heads:model,vocab:model"
         (WIDE | {"batch": 32}, "batch:32,model:8", FAST | {"elements_per_s": {"batch": 1e3, "model": 1e9}}, MODEL),
     ],
 )
-def test_the_published_layouts_of_a_transformer(
-    sizes: dict[str, int], mesh: str, arguments: dict[str, Any], rules: str
-) -> None:
+def test_the_published_layouts_of_t5(sizes: dict[str, int], mesh: str, arguments: dict[str, Any], rules: str) -> None:
     assert pd.lay_out(transformer(3, **sizes), pd.Mesh(mesh), **arguments).rules == rules
 
 
@@ -121,9 +119,7 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_larger_mesh_is_proposed_where_nothing_fits() -> None:
     ops = pd.Operators({"x": (64, 64), "y": (64, 64)}, "y[a, b] = x[a, b]")
-    with pytest.raises(
-        pd.PipelineError, match=r"64 too many; give each rank 4096, or take a mesh such as m:4 \([ab]:m\)"
-    ):
+    with pytest.raises(pd.PipelineError, match=r"64 too many; give .* 4096, or take a mesh such as m:4 \([ab]:m\)"):
         pd.lay_out(ops, pd.Mesh("m:2"), memory_elements=4096 - 64)
 
 

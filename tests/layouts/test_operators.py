@@ -29,9 +29,7 @@ def test_the_parts_of_a_line() -> None:
     st.sampled_from(["", "+", "*", "max", "min"]),
     st.data(),
 )
-def test_affine_indices_are_those_of_python(
-    terms: dict[str, int], offset: int, reduction: str, data: st.DataObject
-) -> None:
+def test_affine_indices_are_pythons(terms: dict[str, int], offset: int, reduction: str, data: st.DataObject) -> None:
     parts = [f"{times} * {name}" if times > 0 else f"({times}) * {name}" for name, times in terms.items()]
     text = " + ".join(data.draw(st.permutations([*parts, f"({offset})"])))
     (line,) = read_lines(f"y[a] {reduction}= x[{text}, :]")

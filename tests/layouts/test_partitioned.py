@@ -9,6 +9,7 @@ import processes
 import pytest
 import torch
 from built import Built
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,9 +33,7 @@ def unroll(module: Any, x: torch.Tensor) -> torch.Tensor:
 def block(channels: int, wide: int) -> nn.Module:
     """Returns a block of a wide residual network that halves the picture."""
     return Built(
-        lambda module, x: torch.relu(
-            module.end(module.second(torch.relu(module.norm(module.first(x))))) + module.short(x)
-        ),
+        lambda net, x: torch.relu(net.end(net.second(torch.relu(net.norm(net.first(x))))) + net.short(x)),
         first=nn.Conv2d(channels, wide, 3, 2, 1, bias=False),
         norm=nn.BatchNorm2d(wide),
         second=nn.Conv2d(wide, wide, 3, padding=1),
@@ -180,8 +179,8 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         _check_partition(name, SimulatedRanks(8), _convert_layout(operators, pd.lay_out(shared, mesh), mesh))
 
 
-@pytest.mark.parametrize("method", ["spartan", pytest.param("model", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("words", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["spartan", slow("model")])
+@pytest.mark.parametrize("name", ["mlp", slow("words")])
 def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str, method: str) -> None:
     step, ranks = _make_step(name)[2], SimulatedRanks(4)
     result = pd.partition(step.operators, 4, method)
@@ -204,8 +203,7 @@ def test_what_cannot_be_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "width", "elements"),
-    [pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow), (512, 512, [1_572_864, 3_407_872])],
+    ("batch", "width", "elements"), [slow(64, 1024, [393_216, 917_504, 1_703_936]), (512, 512, [1_572_864, 3_407_872])]
 )
 def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[int]) -> None:
     """A perceptron costs the same as in `tests/layouts/test_partition.py`, whose text has no transposes."""
@@ -241,9 +239,6 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     (choice,) = next(choices)
     assert plain.count_elements(start, choice) == fewest
     assert plain.find_cheapest(start)[0] <= fewest <= 1.2 * plain.find_cheapest(start)[0]
-    inner = [
-        choice.indices[number]
-        for number, step in enumerate(ops.steps)
-        if step.result in {f"tanh_{n}" for n in (4, 5, 6, 7)}
-    ]
+    alike = {f"tanh_{n}" for n in (4, 5, 6, 7)}
+    inner = [index for index, step in zip(choice.indices, ops.steps, strict=True) if step.result in alike]
     assert (len(inner), len(set(inner))) == (4, 1)

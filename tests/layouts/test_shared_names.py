@@ -51,9 +51,7 @@ def test_names_differ_only_where_they_must(ops: pd.Operators) -> None:
 
 
 @given(st.lists(st.integers(2, 4), min_size=2, max_size=3), st.integers(1, 3), st.integers(0, 2), st.booleans())
-def test_only_blocks_of_rows_are_parts_of_a_merged_dimension(
-    sizes: list[int], wrong: int, offset: int, is_short: bool
-) -> None:
+def test_only_blocks_of_rows_are_parts_when_merged(sizes: list[int], wrong: int, offset: int, is_short: bool) -> None:
     """The outermost index is the one whose parts are parts of the dimension; counted element by element."""
     letters, times = "abc"[: len(sizes)], [1] * len(sizes)
     for at in range(len(sizes) - 2, -1, -1):

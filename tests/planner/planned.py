@@ -77,11 +77,7 @@ def random_profile(draw: random.Random, layers: int, width: int = 1) -> pd.Profi
     some = [0.0] if draw.random() < 0.6 else [0.0, 0.1, 1.0, 2.0]
     runtime = RuntimeCosts(*(choose(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
     update_s = choose([0.0, 1.0, 2.5])
-    rest = {
-        "update_s": update_s,
-        "update_fixed_s": update_s * choose([0.0, 0.5, 1.0]),
-        "copy_s": choose([0.0, 1.0, 4.0]),
-    }
+    rest = {"update_s": update_s, "update_fixed_s": update_s * choose([0, 0.5, 1]), "copy_s": choose([0.0, 1.0, 4.0])}
     rest |= {"optimizer_bytes": choose([0, 7, 20]), "loss_s": choose([0.0, 1.0]), "tied": tied, "runtime": runtime}
     return pd.Profile("random", graph, tuple(rows), batch=4, input_shapes=((choose([0, 1, 4]),),), **rest)
 

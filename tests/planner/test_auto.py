@@ -54,12 +54,10 @@ def periods(profile: pd.Profile, cluster: pd.Cluster, names: tuple[str, ...]) ->
 @settings(max_examples=2)
 @example(SETTLES_LATE, 3, 20.0, None, True)
 @given(profiles(), st.integers(1, 3), st.sampled_from([2.0, 20.0, 1e9]), st.sampled_from([None, 300]), st.booleans())
-def test_no_way_is_faster(
-    profile: pd.Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
-) -> None:
+def test_none_is_faster(profile: pd.Profile, workers: int, rate: float, memory: int | None, asynchronous: bool) -> None:
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
-    request = {"schedule": "auto", "allow_asynchronous": allow_asynchronous}
-    names = tuple(methods.select_methods(allow_asynchronous=True)) if allow_asynchronous else FLUSHING
+    request = {"schedule": "auto", "allow_asynchronous": asynchronous}
+    names = tuple(methods.select_methods(allow_asynchronous=True)) if asynchronous else FLUSHING
     seconds = periods(profile, cluster, names)
     if not seconds:
         with pytest.raises(pd.PipelineError, match="no method works"):

@@ -114,21 +114,17 @@ def test_searches_that_are_left_out_find_nothing_faster(
     assert chosen.period_s <= min(seconds) * (1 + 1e-9)
 
 
-DELAYED_ROWS = (
+LATE_ROWS = (
     (0.00232, 0.005141, 0), (0.007663, 0.008265, 1733911), (0.009959, 0.0001, 2362892), (0.005869, 0.002428, 0),
     (0.0001, 0.01, 0), (0.009959, 0.0001, 2362892), (0.008866, 0.007244, 182691), (0.00232, 0.005141, 19826),
 )  # fmt: skip
-DELAYED_SUMS = pd.Profile.of_chain(
-    tuple(pd.LayerProfile(f, b, 0, size, 0) for f, b, size in DELAYED_ROWS), update_s=1e-3
-)
+DELAYED_SUMS = pd.Profile.of_chain(tuple(pd.LayerProfile(f, b, 0, size, 0) for f, b, size in LATE_ROWS), update_s=1e-3)
 """A straight pipeline is fastest by its slowest stage, but 2-2 hides its sums if updates are delayed."""
 
 
 @given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
 @example(DELAYED_SUMS, pd.Cluster((pd.Level(2, 4.75e8), pd.Level(2, 1e7))), "pipedream", 1)
-def test_plans_that_cannot_win_need_no_bytes(
-    profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int
-) -> None:
+def test_losing_plans_need_no_bytes(profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int) -> None:
     """The same plan with those that are slower than a simulated pipeline, and with all of them, planned in full."""
     request = PlanRequest(cluster, schedule=schedule, update_delay=update_delay if schedule == "pipedream" else 0)
 

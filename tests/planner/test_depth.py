@@ -19,10 +19,7 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
     # Versions, and activations of all but the one whose gradients have taken their place; three messages posted.
     assert roomy.stages[0].peak_bytes == 11 * 1000 + 9 * 100 + 3 * 300
     tight = pd.Cluster.flat(4, 100.0, memory_bytes=8_000)
-    says = (
-        r"at depth full stage 0 \(layers 0 to 0\) holds 10 in flight and needs 12\.8 kB, .* 8\.00 kB; ask "
-        r"for --in-flight auto"
-    )
+    says = r"at depth full stage 0 .* holds 10 in flight and needs 12\.8 kB, .* 8\.00 kB; ask for --in-flight auto"
     with pytest.raises(pd.PipelineError, match=says):
         search_plan(FOUR, tight, shape="straight", in_flight="full")
     by_count = search_plan(FOUR, tight, shape="straight", in_flight=(2, 2, 1, 1))

@@ -17,13 +17,11 @@ LAYER = pd.LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, tempor
 CHAIN = pd.Profile.of_chain((LAYER,) * 4, batch=8, optimizer_bytes=80_000)
 
 
-def plan_of(
-    memory_bytes: int | None, rate: float | None = None, profile: pd.Profile = CHAIN, **request: Any
-) -> pd.Plan:
+def plan_of(memory_bytes: int | None, rate: float | None = None, profile: pd.Profile = CHAIN, **how: Any) -> pd.Plan:
     """`rate`: of copies, by default such that passes hide them."""
     cluster = replace(pd.Cluster.flat(4, memory_bytes=memory_bytes), host_bytes_per_s=rate)
-    cluster = request.pop("cluster", cluster)
-    return pd.plan(profile, cluster, **{"shape": "straight", "activations": "host"} | request)
+    cluster = how.pop("cluster", cluster)
+    return pd.plan(profile, cluster, **{"shape": "straight", "activations": "host"} | how)
 
 
 NEEDS = [stage.peak_bytes for stage in plan_of(None).stages]

@@ -30,9 +30,7 @@ CROWDED = pd.Cluster.flat(4, 10.0, 0.2, 375)
 
 
 @given(profiles, clusters, limits)
-def test_never_loses_to_replicas_alike_where_memory_is_short(
-    profile: pd.Profile, cluster: pd.Cluster, memory: int
-) -> None:
+def test_never_loses_to_replicas_alike_if_memory_is_low(profile: pd.Profile, cluster: pd.Cluster, memory: int) -> None:
     cluster, workers = replace(cluster, memory_bytes=memory), cluster.workers
     for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
         equal = plan_or_words(PlanSearch.of(profile, cluster), (workers // stages,) * stages)
@@ -94,9 +92,7 @@ ALONE = "; one worker is predicted at {} s per minibatch"
         (8, 1, 1e9, "pipeline", "1", ""),
     ],
 )  # fmt: skip
-def test_links_and_shapes_decide_and_rivals_are_named(
-    layers: int, workers: int, rate: float, shape: str, config: str, note: str
-) -> None:
+def test_links_and_shapes_decide(layers: int, workers: int, rate: float, shape: str, config: str, note: str) -> None:
     best = search_plan(pd.Profile.of_chain((LAYER,) * layers), pd.Cluster.flat(workers, rate), shape=shape)
     assert best.config == config
     assert best.note.endswith(note)

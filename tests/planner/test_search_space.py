@@ -18,18 +18,10 @@ from pipedream.planner import manual_plan
 from pipedream.workflows.prepare import check_phases_fit
 from tests.planner.planned import chains
 
-TINY = pd.Profile.of_chain(
-    (
-        pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=100, activation_bytes=7),
-        pd.LayerProfile(2.0, 4.0, output_bytes=20, parameter_bytes=0, activation_bytes=8),
-        pd.LayerProfile(3.0, 6.0, output_bytes=30, parameter_bytes=300, activation_bytes=9),
-    ),
-    batch=5,
-    input_shapes=((5, 2), (5,)),
-    update_s=4.0,
-    optimizer_bytes=401,
-    loss_s=0.5,
-)
+ROWS = (1.0, 2.0, 10, 100, 7), (2.0, 4.0, 20, 0, 8), (3.0, 6.0, 30, 300, 9)
+"""Seconds forward and backward, bytes of the output, the parameters and the activations of three layers."""
+REST: dict[str, Any] = {"batch": 5, "input_shapes": ((5, 2), (5,)), "optimizer_bytes": 401}
+TINY = pd.Profile.of_chain(tuple(pd.LayerProfile(*row) for row in ROWS), update_s=4.0, loss_s=0.5, **REST)
 
 
 def test_every_field_of_every_stage() -> None:

@@ -22,9 +22,7 @@ def write_counters(proc: Path, waits_ns: dict[int, int], stat: str) -> None:
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
-def test_work_is_as_slow_as_others_leave_it_cores(
-    run_s: float, wait_s: float, others_s: float, stolen_s: float, before_s: float
-) -> None:
+def test_work_waits_for_cores(run_s: float, wait_s: float, others_s: float, stolen_s: float, before_s: float) -> None:
     """Work that takes `run_s` on a free core has as much less of it as it waits, and as a host takes."""
     wait_s = min(wait_s, others_s)
     used_s = run_s + others_s

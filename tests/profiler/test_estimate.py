@@ -9,6 +9,7 @@ import pytest
 import torch
 from built import Built
 from hypothesis import given, settings, strategies as st
+from marks import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,9 +56,7 @@ ADAMW, SGD = partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1
 SLOW = [case for case in product(SAMPLES, (ADAMW, SGD)) if case != (convolutions, ADAMW)]
 
 
-@pytest.mark.parametrize(
-    ("make", "factory"), [(convolutions, ADAMW), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("make", "factory"), [(convolutions, ADAMW), *(slow(*case) for case in SLOW)])
 def test_bytes_are_those_of_a_run(make: Any, factory: Any) -> None:
     model, sample = make(), SAMPLES[make]
     expected = sizes(measured(model, sample, optimizer=factory))
@@ -101,9 +100,7 @@ def test_attention_by_hand() -> None:
 
 
 CONVOLUTION = nn.Conv2d(64, 64, 3, bias=False), torch.randn(2, 64, 10, 10), 2 * 2 * 64 * 64 * 9 * 8 * 8
-DENSE = {
-    width: (nn.Linear(64, width, bias=False), torch.randn(128, 64), 2 * 128 * 64 * width) for width in (57, 64, 72)
-}
+DENSE = {width: (nn.Linear(64, width, False), torch.randn(128, 64), 2 * 128 * 64 * width) for width in (57, 64, 72)}
 
 
 @pytest.mark.parametrize(

@@ -145,18 +145,3 @@ def test_letters_lines_and_kinds_are_seen(screen: int) -> None:
 def test_all_variables_are_defined() -> None:
     style = page_style()
     assert set(re.findall(r"var\(--pd-([\w-]+)\)", style)) <= set(COLOURS)
-
-
-def test_several_curves_have_their_names_beside_them() -> None:
-    """Means of many points, on one scale; a curve that is nowhere finite has its name alone."""
-    curves = {"steep": [(float(i), 100.0 - i) for i in range(100)], "lost": [(0.0, math.nan), (1.0, math.inf)]}
-    tree = ElementTree.fromstring(curve_svg(curves, width_px=600))
-    steep, lost = tree.iter(f"{SVG}polyline")
-    points = [tuple(map(float, point.split(","))) for point in steep.attrib["points"].split()]
-    assert len(points) == 50
-    assert points == sorted(points), "what falls falls in the picture"
-    assert 'class="band"' in curve_svg(enumerate(range(300))), "from the least to the most of what each point averages"
-    assert max(x for x, _ in points) == 600 - 250
-    assert not lost.attrib["points"]
-    words = [text.text for text in tree.iter(f"{SVG}text")]
-    assert {"steep", "lost", "minibatch (2 not finite left out)"} <= set(words)

@@ -92,8 +92,7 @@ def test_equal_rows_are_shown_once() -> None:
     block = pd.LayerProfile(1e-3, 2e-3, 1000, 2000, 5000)
     ends = (pd.LayerProfile(1e-3, 2e-3, 10, 20, 50),) * 2  # two are shown apart
     profile = pd.Profile.of_chain((*ends, *[block] * 80), batch=32)
-    assert [line.split("  ")[0] for line in str(profile).splitlines()[2:6]] == [
-        *("layer0", "layer1", "layer2 .. layer81", "total")
-    ]
+    names = [line.split("  ")[0] for line in str(profile).splitlines()[2:6]]
+    assert names == ["layer0", "layer1", "layer2 .. layer81", "total"]
     assert profile._repr_html_().count("<tr>") == 4
     assert len(profile.rows()) == 82

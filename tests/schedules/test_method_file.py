@@ -56,11 +56,9 @@ def test_one_of_several_is_named(tmp_path: Path, run_command: RunCommand) -> Non
 
 def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    source = (
-        f"{HEAD}from pipedream.schedules import method_of\nMETHODS = (Method(method_of('{{}}').build, name='mine'),)"
-    )
+    text = f"{HEAD}from pipedream.schedules import method_of\nMETHODS = (Method(method_of('{{}}').build, name='mine'),)"
     for name in ("gpipe", "1f1b", "naive", "zb_h1", "zb_h2"):  # within a second, and the last two of one length
-        file.write_text(source.format(name))
+        file.write_text(text.format(name))
         assert not (tmp_path / "__pycache__").exists()
         program = program_of(str(file), pd.Plan.uniform(2), 4)
         assert replace(program, name=name) == program_of(name, pd.Plan.uniform(2), 4)

@@ -1,11 +1,8 @@
-"""Golden pictures: each method's staircase, as its paper draws it, and as its own file shows it.
+"""Golden pictures: each method's staircase, as its paper draws it; tests/report/test_grid.py has those of the files.
 
 A forward and a backward take one slot each, an update and a message none; every op starts as early as its
 worker and its needs allow. ``'`` marks an update after an op, ``.`` a slot in which the worker waits.
 """
-
-from contextlib import suppress
-from importlib import import_module
 
 import pytest
 
@@ -194,10 +191,8 @@ STAIRCASES |= {(name, *shown[1:]): STAIRCASES[shown] for shown, names in ALIKE.i
 
 @pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
 def test_four_stages(method: tuple[str, int | None, int]) -> None:
-    name, microbatches, slots = method
-    assert picture(pd.schedules.build(name, pd.schedules.uniform(name, 4), microbatches), slots) == golden(
-        STAIRCASES[method]
-    )
+    name, m, slots = method
+    assert picture(pd.schedules.build(name, pd.schedules.uniform(name, 4), m), slots) == golden(STAIRCASES[method])
 
 
 def test_every_method_has_its_staircase() -> None:
@@ -213,17 +208,3 @@ def test_a_replicated_input_stage() -> None:
         rank 1 | F1  F3  .   .   .   B1' F5  .   .   B3' F7
         rank 2 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4  B4' F5
     """)
-
-
-@pytest.mark.parametrize("name", sorted(pd.schedules.SCHEDULES))
-def test_file_shows_its_own_picture(name: str) -> None:
-    """Two stages, with the method's own m, 2 or 4; ten slots, or 13 for split backwards and several stages a worker."""
-    module = import_module(pd.schedules.SCHEDULES[name].__module__)
-    shown = [line.strip() for line in (module.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
-    slots = 13 if name in pd.schedules.STAGE_ORDERS or name.startswith("zb") else 10
-    pictures = {}
-    for m in (None, 2, 4):
-        with suppress(pd.errors.ScheduleError):
-            pictures[m] = picture(pd.schedules.build(name, pd.schedules.uniform(name, 2), m), slots)
-    drawn = "\n\n".join(f"m = {m or 'its own'}\n" + "\n".join(rows) for m, rows in pictures.items())
-    assert shown in pictures.values(), f"the docstring of {module.__file__} must draw one of these grids:\n\n{drawn}"

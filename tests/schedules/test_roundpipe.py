@@ -174,9 +174,7 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
 
 
 @given(sizes(), st.integers(1, 4), st.floats(0.1, 30.0))
-def test_updates_on_the_hosts_of_gpus_take_no_time_of_the_passes(
-    size: tuple[int, int, int], n: int, update_s: float
-) -> None:
+def test_updates_on_hosts_of_gpus_take_no_time_of_passes(size: tuple[int, int, int], n: int, update_s: float) -> None:
     """A worker's updates follow each other, and each stage's has ended before the stage's next one begins."""
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages), m, delay=1)
@@ -257,10 +255,7 @@ PHASES = read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
         (lambda: build(APART), "memory of one machine, but workers 2 and 1 of the cluster are on diff"),
         (lambda: roundpipe(plan_of(2, 2), forwards=-1), OPTIONS),
         (lambda: roundpipe(plan_of(2, 2), delay=2), OPTIONS),
-        (
-            lambda: build(plan_of(2, 4).choosing(activations="host")),
-            "'host', but its backwards recompute, which leaves",
-        ),
+        (lambda: build(plan_of(2, 4).choosing(activations="host")), "'host', but its backwards recompute, which"),
         (lambda: pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1)), LONG),
         (lambda: prepare(plan_of(3, 3), PHASES, Policy()), "their stages live on other ranks"),
     ],
@@ -281,9 +276,7 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
     assert max(peaks) == max(free.worker_bytes.values()), "with weights that are copied, and inputs that wait"
     fits = pd.plan(profile, pd.Cluster.flat(4, memory_bytes=max(peaks)), schedule="roundpipe")
     assert replace(fits, cluster=free.cluster) == free
-    with pytest.raises(
-        pd.errors.PlanError, match=r"worker 2 needs up to .* for the passes of the stages 1, 5, and has"
-    ):
+    with pytest.raises(pd.errors.PlanError, match=r"worker 2 needs up to .* for the passes of the stages 1, 5"):
         pd.plan(profile, pd.Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
     short = replace(free, cluster=pd.Cluster.flat(4, memory_bytes=max(peaks) - 1))
     assert short.first_stage_over_memory == 1
@@ -310,9 +303,7 @@ def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
         hosted = [stage.memory.host_bytes for stage in plan.stages]
         assert sum(hosted) == 2 * 24_000 + 48_000
     assert max(pd.plan(CPU, pd.Cluster.flat(2), schedule="roundpipe", chunks=12).worker_bytes.values()) > 24_000
-    with pytest.raises(
-        pd.errors.PlanError, match=r"of worker [01] need up to 18.* use more stages on each worker \(--chunks\)"
-    ):
+    with pytest.raises(pd.errors.PlanError, match=r"of worker [01] need up to 18.* use more stages .* \(--chunks\)"):
         pd.plan(GPU, pd.Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")
     pd.plan(GPU, pd.Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe", chunks=12)
 

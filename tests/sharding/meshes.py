@@ -144,7 +144,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     # The boundary lies between two layers that both cut its second dimension.
     "halves": lambda: (nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), draw_rows),
     "matrices": lambda: (
-        nn.Sequential(nn.Linear(D, 4 * D, bias=False), nn.Tanh(), nn.Linear(4 * D, 4, bias=False)),
+        nn.Sequential(nn.Linear(D, 4 * D, False), nn.Tanh(), nn.Linear(4 * D, 4, False)),
         draw_rows,
     ),
     "lstm": _make_recurrent,

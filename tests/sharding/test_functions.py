@@ -11,6 +11,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -142,6 +143,6 @@ def _exchange_rows() -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, slow(4)])
 def test_ranks_get_what_torchs_own_would_give_them(count: int) -> None:
     assert processes.team(count).results(_exchange_rows) == [20] * count

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from built import Built
+from marks import long
 from torch import nn
 
 import pipedream as pd
@@ -115,7 +116,7 @@ PIPEDREAM = ("mlp", "model:2", "d_ff:model", "pipedream", None)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4), marks=pytest.mark.long),
+        long(Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4)),
         Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
         Case(*PIPEDREAM, options={"compensation": ("error_feedback", "gap_aware")}),
         Case(*PIPEDREAM, options={"compensation": "basis_rotation:2:one_sided", "optimizer": ADAMW}),

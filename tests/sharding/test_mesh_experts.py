@@ -19,9 +19,7 @@ class Block(nn.Module):
     def __init__(self, **how: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(D)
-        self.experts = pd.experts.MixtureOfExperts(
-            D, 8, 4, **{"groups": 2, "capacity_factor": 1.0, "z_loss": 0.1, **how}
-        )
+        self.experts = pd.experts.MixtureOfExperts(D, 8, 4, **{"groups": 2, "capacity_factor": 1, "z_loss": 0.1, **how})
         self.experts.balance_loss = 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

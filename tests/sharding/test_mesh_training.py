@@ -15,6 +15,7 @@ import pytest
 import strict
 import torch
 from built import Built
+from marks import long, slow
 from torch import nn
 from torch.distributed.tensor import _random
 from torch.nn import functional as F
@@ -100,11 +101,7 @@ TWO_RANKS = (
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
-    [
-        *TWO_RANKS,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *RECURRENT, FOUND)),
-        *(pytest.param(name, marks=pytest.mark.long) for name in LONGEST),
-    ],
+    [*TWO_RANKS, *(slow(name) for name in (*CASES, *RECURRENT, FOUND)), *(long(name) for name in LONGEST)],
     ids=str,
 )
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
@@ -156,17 +153,11 @@ def test_a_second_pipeline_may_have_the_same_mesh() -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (
-            Case("mlp", "data:2", "batch:data, d_ff:data", stages=()),
-            "gather tensors that the layout shards: .* placed as",
-        ),
+        (Case("mlp", "data:2", "batch:data, d_ff:data", stages=()), "gather tensors that the layout shards: .* placed"),
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be sharded twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
         (Case("gru with dropout", "data:2", "batch:data", stages=()), "the dropout of gru draws random numbers for a"),
-        (
-            Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _pad_output}),
-            "stage 0 has another gradient of .* in the pipeline, .* in the model",
-        ),
+        (Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _pad_output}), "has another gradient of"),
         (
             Case("halves", "-/model:2", "d_ff:model", names=HALVES | {"1:out": "batch length d_ff"}),
             r"the output of '1' has 3 names \(batch length d_ff\), but its shape is \(4, 12\)",
@@ -247,10 +238,7 @@ def _make_roundpipe() -> pd.Pipeline:
     [
         (Case("mlp", "model:2", "d_ff:model", names={"batch:out": "batch"}), "'batch:out', which matches no parameter"),
         (Case("mlp", "data:2", "d_ff:model"), "the dimension 'data', which no rule uses"),
-        (
-            Case(_make_shared, "model:2/-", "d_ff:model", stages=(1,)),
-            r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -",
-        ),
+        (Case(_make_shared, "model:2/-", "d_ff:model", stages=(1,)), "would be on the meshes model:2 and -"),
         (None, "with the meshes of plan .* compute with weights of others"),
     ],
 )

@@ -64,18 +64,13 @@ def of(make: Any, *arguments: Any) -> st.SearchStrategy[Any]:
     return st.tuples(st.just(make), *map(st.sampled_from, arguments))
 
 
-P, YES_OR_NO, ACTS = (
-    [0.0, 0.0, 0.3],
-    [False, True],
-    ["relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "softplus"],
-)
+P, YES_OR_NO = [0.0, 0.0, 0.3], [False, True]
+ACTS = ["relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "softplus"]
 FEED = of(meshes.Mlp, [*meshes.NORMS], ACTS, P, YES_OR_NO, YES_OR_NO, YES_OR_NO, [8, 12])
 ATTEND = of(meshes.Attention, [*meshes.NORMS], [2, 4], YES_OR_NO, P, YES_OR_NO, YES_OR_NO, [0.0, 0.0, 0.0, 0.2])
 ENCODE = of(encoder, [2, 4], P, YES_OR_NO)
 ROUTE = of(experts, [1, 2, 4], [1, 2], [0.5, 1.0, 2.0], ["random", "all"], ["sorted", "dense"], [0.0, 0.1])
-CONVOLVE = of(
-    meshes.Convolution, ["batch", "batch", "group", "none"], ACTS, P, [0.0, 0.0, 0.2], YES_OR_NO, YES_OR_NO, [1, 3]
-)
+CONVOLVE = of(meshes.Convolution, ["batch", "batch", "group", "none"], ACTS, P, P, YES_OR_NO, YES_OR_NO, [1, 3])
 OF_WORDS = st.one_of(FEED, ATTEND, ATTEND, ENCODE, ROUTE)
 KINDS = {"rows": FEED, "words": OF_WORDS, "points": OF_WORDS, "images": CONVOLVE}
 METHODS: dict[str, tuple[int | None, ...]] = {
@@ -113,10 +108,8 @@ def laid_out(draw: st.DrawFn, count: int) -> Case:
     cut_count = 3 if chunked else rest - replicas
     cuts = sorted(draw(st.sets(st.integers(1, len(model) - 1), min_size=cut_count, max_size=cut_count)))
     rules, shard_weights = draw(_rules(kind, pd.Mesh(mesh).dimensions))
-    options = {
-        "check": False,
-        "optimizer": OPTIMIZERS[draw(st.sampled_from(PREDICTING.get(method, sorted(OPTIMIZERS))))],
-    }
+    optimizer = draw(st.sampled_from(PREDICTING.get(method, sorted(OPTIMIZERS))))
+    options = {"check": False, "optimizer": OPTIMIZERS[optimizer]}
     if draw(st.integers(0, 2)) == 0:
         options["clip_grad_norm"] = 0.1
         if method not in ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved_1f1b", "zbv"):

@@ -12,7 +12,6 @@ import pipedream as pd
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.program import RankProgram
-from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs, costs, simulate
 
 
@@ -25,25 +24,13 @@ TWO = pd.Plan.uniform(2)
 
 def test_picture_of_a_run() -> None:
     timeline = pd.simulate(pd.Plan.uniform(2, transfer_s=0.5), schedule="gpipe", microbatches=2, minibatches=1)
-    assert timeline.spans == (
-        Span(0, "F", 0, 0, 0.0, 1.0),
-        Span(0, "F", 0, 1, 1.0, 2.0),
-        Span(0, "send", 0, 0, 1.0, 1.5),
-        Span(0, "wait", 0, 0, 2.0, 6.0),
-        Span(0, "send", 0, 1, 2.0, 2.5),
-        Span(0, "B", 0, 0, 6.0, 8.0),
-        Span(0, "B", 0, 1, 8.0, 10.0),
-        Span(0, "U", 0, 1, 10.0, 10.0),
-        Span(1, "wait", 1, 0, 0.0, 1.0),  # the targets
-        Span(1, "wait", 1, 0, 1.0, 1.5),
-        Span(1, "F", 1, 0, 1.5, 2.5),
-        Span(1, "F", 1, 1, 2.5, 3.5),
-        Span(1, "B", 1, 0, 3.5, 5.5),
-        Span(1, "B", 1, 1, 5.5, 7.5),
-        Span(1, "send", 1, 0, 5.5, 6.0),
-        Span(1, "U", 1, 1, 7.5, 7.5),
-        Span(1, "send", 1, 1, 7.5, 8.0),
-    )
+    assert {span.stage == span.rank for span in timeline.spans} == {True}
+    rows = [[f"{s.kind}{s.index} {s.start_s:g}-{s.end_s:g}" for s in timeline.of_rank(rank)] for rank in (0, 1)]
+    assert [", ".join(row) for row in rows] == [
+        "F0 0-1, F1 1-2, send0 1-1.5, wait0 2-6, send1 2-2.5, B0 6-8, B1 8-10, U1 10-10",
+        # First for the targets.
+        "wait0 0-1, wait0 1-1.5, F0 1.5-2.5, F1 2.5-3.5, B0 3.5-5.5, B1 5.5-7.5, send0 5.5-6, U1 7.5-7.5, send1 7.5-8",
+    ]
 
 
 def test_coupled_updates_wait_for_all_ranks() -> None:
@@ -115,9 +102,7 @@ def tied_plan(holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (1,
     ("replicas", "holders", "ranks"),
     [((1, 1, 1), (0, 2), 2), ((1, 1, 1), (0, 1, 2), 3), ((2, 1, 1), (0, 2), 3), ((1, 2, 2), (1, 2), 4)],
 )
-def test_holders_update_when_their_sum_is_there(
-    name: str, replicas: tuple[int, ...], holders: tuple[int, ...], ranks: int
-) -> None:
+def test_holders_wait_for_their_sum(name: str, replicas: tuple[int, ...], holders: tuple[int, ...], ranks: int) -> None:
     plan = tied_plan(holders, replicas)
     program = program_of(name, plan, 4)
     pd.verify(program)

@@ -43,15 +43,10 @@ def test_equals_the_slow_clock(run: tuple[pd.Schedule, Costs, int]) -> None:
 def summed(draw: st.DrawFn) -> pd.Schedule:
     """A schedule on a plan with gradients of zero to many buckets, and sums about as long as a backward."""
     schedule = draw(schedules())
+    s = st.floats(0.1, 3.0)
+    size = st.sampled_from([0, 1, FIRST_BYTES, FIRST_BYTES + 1, FIRST_BYTES + NEXT_BYTES, 17 << 20, 60_000_001])
     rows = tuple(
-        replace(
-            stage,
-            forward_s=draw(st.floats(0.1, 3.0)),
-            backward_s=draw(st.floats(0.1, 3.0)),
-            parameter_bytes=draw(
-                st.sampled_from([0, 1, FIRST_BYTES, FIRST_BYTES + 1, FIRST_BYTES + NEXT_BYTES, 17 << 20, 60_000_001])
-            ),
-        )
+        replace(stage, forward_s=draw(s), backward_s=draw(s), parameter_bytes=draw(size))
         for stage in schedule.plan.stages
     )
     latency_s = draw(st.sampled_from([0.0, 0.01, 0.5]))

@@ -30,9 +30,7 @@ def period_s(timeline: pd.Timeline, every: int, skip: int) -> float:
 
 @given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.floats(0.0, 1.0), st.booleans())
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_makespan_of_a_flushing_minibatch(
-    name: str, p: int, m: int, f: float, b: float, share: float, recompute: bool
-) -> None:
+def test_makespan_with_a_flush(name: str, p: int, m: int, f: float, b: float, share: float, recompute: bool) -> None:
     # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way. Nothing
     # is recomputed between the backwards of a microbatch: each stage has done so when the gradient arrives.
     c = share * min(f, b) if name == "gpipe" else 0.0
@@ -99,9 +97,7 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     thinned(pytest.param(replicas, (1.0, 0.3, 2.5)[i % 3], i % 2) for i, replicas in enumerate(AT_NOAM)),
     ids=str,
 )
-def test_full_depth_hides_messages_of_replicated_plans(
-    replicas: tuple[int, ...], slots: float, update_delay: int
-) -> None:
+def test_full_depth_hides_messages_of_replicas(replicas: tuple[int, ...], slots: float, update_delay: int) -> None:
     """One-way message times of several slots: at the paper's depth they show, at full they do not."""
     plan, delays_updates = balanced(replicas), tuple(update_delay if r > 1 else 0 for r in replicas)
     # Latency alone, as longer messages than a slot would be the bottleneck themselves; sums cost nothing here.
@@ -128,10 +124,8 @@ def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
     plan = replace(plan, stages=rows, cluster=pd.Cluster.flat(5, 2.0), in_flight=counts)
     assert plan.slowest_stage_s == 3.0
     program = program_of("pipedream", plan)
-    assert {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"} == {
-        (0, 1): 7,
-        (1, 2): 6,
-    }
+    depths = {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"}
+    assert depths == {(0, 1): 7, (1, 2): 6}
     timeline = simulate(program, replace(costs(plan), cluster=pd.Cluster.flat(5, 2.0, 7.5)), 600)
     assert min(pd.metrics.steady_metrics(timeline, skip=400).busy_shares) == pytest.approx(1.0)
 

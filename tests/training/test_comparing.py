@@ -18,6 +18,7 @@ import pytest
 import torch
 from commands import Refused
 from hypothesis import given, strategies as st
+from marks import long
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -268,9 +269,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     sums=st.sampled_from(["full", "every:4", "every:30"]),
     shared=st.booleans(),
 )
-def test_a_run_of_some_seconds_has_them_after_its_warm_up(
-    seconds: float, bytes_per_s: float, sums: str, shared: bool
-) -> None:
+def test_a_run_has_its_seconds_after_its_warm_up(seconds: float, bytes_per_s: float, sums: str, shared: bool) -> None:
     """In the part that `TrainingLoop` counts, at the predicted rate: at least two updates, and whole periods."""
     layers = tuple(pd.LayerProfile(0.1, 0.2, output_bytes=4, parameter_bytes=100_000) for _ in range(2))
     profile, cluster = pd.Profile.of_chain(layers, batch=16), pd.Cluster.flat(2, bytes_per_s)
@@ -292,9 +291,7 @@ def test_a_run_of_some_seconds_has_them_after_its_warm_up(
     assert updates <= 2 * (period + 12) + seconds * rate
 
 
-def test_one_worker_alone_is_the_planners_choice_over_a_slow_link(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_worker_is_the_planners_choice_over_a_slow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
     profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
     runs: Any = compare_runs.Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
@@ -339,8 +336,7 @@ def test_compares_over_links(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("moment", "number"),
-    [("profile", signal.SIGKILL), pytest.param("DDP_over_80_Mbit_s.plan.json", signal.SIGINT, marks=pytest.mark.long)],
+    ("moment", "number"), [("profile", signal.SIGKILL), long("DDP_over_80_Mbit_s.plan.json", signal.SIGINT)]
 )
 def test_nothing_is_left_after_a_signal(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")

@@ -53,9 +53,7 @@ def pipeline_of(
     return pd.Pipeline(model, plan, loss=loss, optimizer=SGD, **options)
 
 
-def train_plainly(
-    loader: Any, begin: Callable[[int], Any] = id, epochs: int = 1, loss: Any = F.cross_entropy
-) -> dict[str, Tensor]:
+def train_plainly(loader: Any, begin: Any = id, epochs: int = 1, loss: Any = F.cross_entropy) -> dict[str, Tensor]:
     model = net()
     for epoch in range(epochs):
         begin(epoch)

@@ -73,9 +73,7 @@ class _Pipeline:
 @pytest.mark.parametrize(
     ("rank", "rank_0_shows", "computed"), [(0, True, 1), (1, True, 1), (1, False, 0), (0, False, 0)]
 )
-def test_status_is_computed_only_if_it_is_shown(
-    monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, computed: int
-) -> None:
+def test_status_is_made_if_shown(monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, computed: int) -> None:
     def make_on_rank_0(make: Any, rank: int) -> str:
         return str(make()) if rank == 0 else "shown" * rank_0_shows
 

@@ -316,9 +316,7 @@ def test_a_finished_run_has_nothing_left_to_do(
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=4))
-def test_each_restart_is_counted_with_what_was_repeated(
-    tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int]]
-) -> None:
+def test_each_restart_is_counted(tmp_path_factory: pytest.TempPathFactory, attempts: list[tuple[int, int]]) -> None:
     """An attempt trains so many minibatches, and the next one continues so many before the furthest."""
     folder, furthest, resumed_from, repeated = tmp_path_factory.mktemp("run"), 0, 0, 0
     failures: list[dict[str, int]] = []

@@ -61,15 +61,11 @@ def test_several_stages_a_worker_pass(schedule: pd.Schedule) -> None:
 
 
 def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank() -> None:
-    chimera, interleaved = (
-        pd.schedules.build(name, pd.schedules.uniform(name, 2), 2) for name in ("chimera", "interleaved_1f1b")
-    )
-    for schedule in (chimera, interleaved):
+    for name in ("chimera", "interleaved_1f1b"):
+        schedule = pd.schedules.build(name, pd.schedules.uniform(name, 2), 2)
         pd.verify(pd.lower(schedule.couple_updates()))
     with pytest.raises(pd.errors.ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
-        pd.verify(
-            pd.lower(replace(interleaved, couples_updates=True))
-        )  # its first stage is done before its second begins
+        pd.verify(pd.lower(replace(schedule, couples_updates=True)))  # a first stage is done before the second begins
 
 
 @given(straight())
@@ -87,9 +83,7 @@ def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_dela
 
 
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4).map(tuple), st.data())
-def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
-    replicas: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_depth_is_legal_where_pipedream_does_not_deadlock(replicas: tuple[int, ...], data: st.DataObject) -> None:
     """With update delays, and in-flight counts around the border of what is legal."""
     update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
     warmup = [data.draw(st.integers(0, 2))]

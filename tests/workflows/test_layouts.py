@@ -75,10 +75,7 @@ UNLIKE = replace(FOUR, kinds=(Workers(3), Workers(1, speed=2.0)))
         (lambda: pd.plan(EVEN, pd.Cluster.flat(3), schedule="chimera"), "even number of workers, found 3"),
         (lambda: pd.plan(EVEN, FOUR, schedule="breadth_first", chunks=3), "12 stages"),
         (lambda: pd.plan(EVEN, UNLIKE, schedule="chimera"), "not equally fast"),
-        (
-            lambda: pd.plan(EVEN, pd.Cluster.flat(8), schedule="interleaved_1f1b", chunks=1),
-            "splits a minibatch into 32 microbatches, but one has 16 samples",
-        ),
+        (lambda: pd.plan(EVEN, pd.Cluster.flat(8), schedule="interleaved_1f1b", chunks=1), "but one has 16 samples"),
         (
             lambda: pd.schedules.build("interleaved_1f1b", replace(pd.Plan.uniform(3), worker_order=(0, 2, 1))),
             "needs stage s on worker s mod p, without replicas; found plan 1-1-1",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from loaders import seed_all
+from marks import slow
 from processes import results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +46,7 @@ def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
     return runtime.costs, runtime.on_links(pd.Cluster.flat(2)).link(0)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, slow(3)])
 def test_processes_measure_their_messages_and_agree(workers: int) -> None:
     first, *others = results(measured, workers)
     assert others == [first] * (workers - 1)
