@@ -3,9 +3,7 @@
 Its bubbles are those of another simulator, which a paper's authors wrote.
 """
 
-import importlib
 import re
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,18 +12,15 @@ from typing import Any
 import pytest
 import torch
 from built import Built
-from commands import Started
+from commands import Started, load_benchmark
 from hypothesis import given, strategies as st
 from torch import nn
 
 import pipedream as pd
 from pipedream.workflows.methods import score
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "memory"
-sys.path.append(str(FOLDER))
-largest: Any = importlib.import_module("largest")
-bubble: Any = importlib.import_module("bubble")
-sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
+RUN = Path(__file__).parents[2] / "benchmarks" / "memory" / "run.py"
+largest, bubble = load_benchmark("memory", "largest", "bubble")
 
 
 @given(most=st.integers(0, 400), first=st.integers(0, 500), least=st.integers(1, 8))
@@ -79,7 +74,7 @@ def test_bubbles_are_about_those_of_the_paper_of_roundpipe(model: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("part", "rows"), [("bytes", 6), ("slots", 1), ("largest", 2), ("bubble", 2)])
 def test_it_runs_in_its_smallest_size(part: str, rows: int, tmp_path: Path) -> None:
-    ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part), folder=tmp_path).end(300.0)
+    ended = Started((str(RUN), "--size", "test", "--only", part), folder=tmp_path).end(300.0)
     assert ended.status == 0, ended.err
     table = [line for line in ended.out.splitlines() if re.match(r"\| (one worker|1F1B|1-1-1|Qwen3|median)", line)]
     assert len(table) == rows, ended.out
