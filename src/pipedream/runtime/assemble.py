@@ -35,8 +35,9 @@ from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.stateless_stage import StatelessStage
+from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
-from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum, copy_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
@@ -376,7 +377,7 @@ def _make_stage_state(
     if stored is not None:
         stored.adopt_averages(stage_state.optimizer.ema)
     stage_state.check_programs(programs, stage)
-    if stage_state.optimizer.average is not None and hasattr(stage_state.optimizer.optimizer, "eval"):
+    if stage_state.optimizer.reducer.averages_weights and hasattr(stage_state.optimizer.optimizer, "eval"):
         raise ScheduleError(
             f"sums={plan.choices.sums!r} was asked for with {type(stage_state.optimizer.optimizer).__name__}, which "
             "keeps weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"

@@ -142,8 +142,7 @@ class BackwardRunner:
             return None
         self._begun_sums.discard((stage, index))
         assert isinstance(stage_state, StageState)
-        sums_gradients = stage_state.optimizer.all_reduce is not None  # replicas may average weights instead
-        return stage_state.gradient_ready if sums_gradients else None
+        return stage_state.gradient_ready if stage_state.optimizer.reducer.sums_in_backward else None
 
     def _add_gradients(
         self,
@@ -156,7 +155,7 @@ class BackwardRunner:
         stage_state.add_gradients(saved, gradients)
         if is_last and isinstance(stage_state, StageState):
             # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
-            stage_state.optimizer.start_remaining_sums(stage_state.gradients, float(self._is_stop_requested()))
+            stage_state.optimizer.reducer.close(stage_state.gradients, float(self._is_stop_requested()))
 
     def _end_backward(
         self, kind: str, stage: int, index: int, stage_state: StageState | StatelessStage, start: Moment

@@ -29,7 +29,8 @@ from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, 
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
-from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update.gradients import Gradients
+from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
@@ -122,7 +123,7 @@ class StageState:
         for program in programs:
             by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
             reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
-            if self.cpu_optimizer is not None and (reads_both or self.optimizer.average is not None):
+            if self.cpu_optimizer is not None and (reads_both or self.optimizer.reducer.averages_weights):
                 raise ScheduleError(
                     f"optimizer_state='host' was asked for with {program.name!r}, which "
                     f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
@@ -167,8 +168,7 @@ class StageState:
         """Ends a stream, at a drain; yields where it would wait."""
         if self.replicas is not None:
             yield from self.replicas.average_statistics()
-            between_averages = self.optimizer.average is not None and self.optimizer.average.updates > 0
-            yield from self.replicas.check(weights=not between_averages)
+            yield from self.replicas.check(weights=not self.optimizer.reducer.updates)  # between averages they differ
         self.versions.rewind()
 
     @property
@@ -247,10 +247,9 @@ class StageState:
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""
-        assert self.optimizer.all_reduce is not None
         complete = self.gradients.complete(index, gradient)
         self.observer.gradient_ready(index, complete)
-        self.optimizer.all_reduce.put(index, complete)
+        self.optimizer.reducer.put(index, complete)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         self.observer.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
@@ -349,10 +348,8 @@ class StageState:
 
     def average_replicas(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""
-        if self.optimizer.average is None:
-            return
         start = recorder.mark()
-        if (yield from self.optimizer.average.after_step()):
+        if (yield from self.optimizer.reducer.after_step()):
             self.versions.adopt_written()
             recorder.note("wait", stage, index, start)
 

@@ -15,7 +15,7 @@ from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.stage_state import StageObserver
-from pipedream.runtime.update.optimizer import Gradients
+from pipedream.runtime.update.gradients import Gradients
 
 
 class StatelessStage:

@@ -19,7 +19,7 @@ from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, run_alone, wait_for
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.update.optimizer import Gradients
+from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.overlapped import UpdateThread
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 

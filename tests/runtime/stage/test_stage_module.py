@@ -12,7 +12,7 @@ from torch import nn
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.stage import generators, stage_module, versions as kept
-from pipedream.runtime.update.optimizer import Gradients
+from pipedream.runtime.update.gradients import Gradients
 
 
 def stage_of(

@@ -16,7 +16,8 @@ import pipedream as pd
 from pipedream.core.schedule import compensation, coupling
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
 from pipedream.runtime.stage.predictions import add_velocity
-from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update.gradients import Gradients
+from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -12,13 +12,11 @@ State that replicas have in common, besides weights and averages, is ``factor/NA
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from pipedream.core.checkpoint import Checkpoint, SavedStage
 from pipedream.runtime.checkpoint import optimizer_state
-from pipedream.runtime.update.average import OuterOptimizer
 from pipedream.runtime.update.optimizer import Optimizer
 
 _log = logging.getLogger("pipedream")
@@ -28,30 +26,17 @@ _STEP_KINDS = ("optimizer", "compensation")
 
 def collect_tensors(optimizer: Optimizer, replica: int) -> dict[str, torch.Tensor]:
     """Returns the tensors of this replica alone; at the first replica, also those that all have in common."""
-    local: dict[str, torch.Tensor] = {}
-    if optimizer.low_rank is not None:
-        local = {f"error/{name}": error for name, error in optimizer.low_rank.errors.items()}
-    if optimizer.average is not None:
-        local = dict(optimizer.average.local)
-        if replica:
-            steps = optimizer_state.collect_tensors(optimizer)
-            local |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _STEP_KINDS}
-    return {_add_prefix(replica, name): tensor for name, tensor in local.items()} | (
-        {} if replica else _list_common(optimizer)
-    )
-
-
-def _list_common(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    if optimizer.low_rank is not None:
-        return {f"factor/{name}": factor for name, factor in optimizer.low_rank.factors.items()}
-    if isinstance(optimizer.average, OuterOptimizer):
-        return {f"velocity/{name}": velocity for name, velocity in optimizer.average.velocity.items()}
-    return {}
+    local = optimizer.reducer.local_tensors()
+    if replica and optimizer.reducer.averages_weights:
+        steps = optimizer_state.collect_tensors(optimizer)
+        local |= {name: tensor for name, tensor in steps.items() if name.partition("/")[0] in _STEP_KINDS}
+    common = {} if replica else optimizer.reducer.common_tensors()
+    return {_add_prefix(replica, name): tensor for name, tensor in local.items()} | common
 
 
 def find_tensors(names: Iterable[str], optimizer: Optimizer, replica: int | None) -> Iterator[str]:
     """Yields those names of a checkpoint's tensors that `restore` needs."""
-    common, prefix = _list_common(optimizer), _add_prefix(replica, "")
+    common, prefix = optimizer.reducer.common_tensors(), _add_prefix(replica, "")
     for name in names:
         is_own = replica is not None and name.startswith(prefix)
         kind, _, rest = (name.removeprefix(prefix) if is_own else name).partition("/")
@@ -83,20 +68,14 @@ def restore(
             stages = [*stages[:saved_stage], stages[saved_stage].replicas[number - 1], *stages[saved_stage + 1 :]]
     steps = {name: tensor for name, tensor in local.items() if name.partition("/")[0] in _STEP_KINDS}
     optimizer_state.restore(optimizer, stages, {**tensors, **steps}, stage=stage)
-    if optimizer.low_rank is not None:
-        optimizer.low_rank.load(_select_kind("error", local), _select_kind("factor", tensors))
-    if optimizer.average is not None:
-        optimizer.average.load(
-            stages[replica[0]].since_average if replica is not None else 0,
-            {name: tensor for name, tensor in local.items() if name not in steps},
-            _select_kind("velocity", tensors),
-        )
+    for name in steps:
+        del local[name]
+    optimizer.reducer.load(local, tensors, stages[replica[0]].since_average if replica is not None else 0)
 
 
 def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     """Returns the state of a replica other than tensors."""
-    saved = optimizer_state.to_saved_stage(optimizer)
-    return saved if optimizer.average is None else replace(saved, since_average=optimizer.average.updates)
+    return replace(optimizer_state.to_saved_stage(optimizer), since_average=optimizer.reducer.updates)
 
 
 def join(states: Mapping[tuple[int, int], SavedStage], stage: int) -> SavedStage:
@@ -123,7 +102,3 @@ def strip_replica(name: str) -> str:
 
 def _add_prefix(replica: int | None, name: str) -> str:
     return f"replica/{replica}/{name}"
-
-
-def _select_kind(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {n.removeprefix(f"{kind}/"): tensor for n, tensor in tensors.items() if n.startswith(f"{kind}/")}

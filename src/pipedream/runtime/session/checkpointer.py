@@ -200,7 +200,7 @@ class Checkpointer:
                 slices |= {name: place for name, place in parts.items() if place is not None}
                 stage_tensors = {name: tensor for name, tensor in stage_tensors.items() if parts[name] is not None}
             tensors |= stage_tensors
-            if replica and stage_state.optimizer.average is None:
+            if replica and not stage_state.optimizer.reducer.averages_weights:
                 continue
             own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(

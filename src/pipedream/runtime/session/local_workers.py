@@ -108,13 +108,13 @@ class LocalWorkers:
 
         They differ for schedule-free optimizers, and between averages of the replicas' weights.
         """
-        averages = [average for _, stage_state in self.stage_states if (average := stage_state.optimizer.average)]
+        reducers = [stage_state.optimizer.reducer for _, stage_state in self.stage_states]
         if mode == "eval":
-            run_together(average.show_common() for average in averages)
-        for average in averages if mode == "train" else ():
-            average.show_local()
+            run_together(reducer.show_common() for reducer in reducers)
+        for reducer in reducers if mode == "train" else ():
+            reducer.show_local()
         for _, stage_state in self.stage_states:
-            if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.average is not None:
+            if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.reducer.averages_weights:
                 if stage_state.cpu_optimizer is not None:
                     stage_state.cpu_optimizer.write()
                 stage_state.versions.reload()

@@ -79,8 +79,7 @@ def load_state_dict(workers_here: LocalWorkers, state: Mapping[str, torch.Tensor
     share_with_replicas(workers_here.workers)
     for _, stage_state in workers_here.stage_states:
         stage_state.versions.reload()
-        if stage_state.optimizer.average is not None:
-            stage_state.optimizer.average.adopt()
+        stage_state.optimizer.reducer.adopt()
         for name, average in stage_state.optimizer.ema.items():
             average.copy_(stage_state.versions.handles[name].detach())
 

@@ -39,7 +39,7 @@ from pipedream.runtime.comm.process_group import gather_json, machine_address, r
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
-from pipedream.runtime.update.optimizer import Gradients
+from pipedream.runtime.update.gradients import Gradients
 
 _HEADER_ITEMS = 10
 """int64s at the start of a part: the newest version, the one being made, the newest update whose gradients were left,

@@ -1,16 +1,16 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
 Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket starts once the
-last backward before the update has accumulated all its gradients; which backward is the last follows from the program,
-not from timing (`Program.update_completed_by`). All replicas start their buckets in the same order. Missing gradients
-(a handle without one, an absent replica, an empty microbatch) are added as zeros, after that backward or at the update.
+last backward before the update has accumulated all its gradients; which backward is the last the program says. All
+replicas start their buckets in the same order. Missing gradients (a handle without one, an absent replica, an empty
+microbatch) are added as zeros, after that backward or at the update.
 
 On GPUs, a thread of autograd delivers the gradients on the worker's stream. An all-reduce started there waits for what
 that stream has queued, and taking its result makes the stream wait for the all-reduce. So a bucket's memory is
 allocated, used and freed on one stream.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
+from pipedream.runtime.update.gradients import Gradients, ReducedGradients
+from pipedream.runtime.update.reducer import Reducer
 
 
 def fill_buckets(
@@ -180,6 +182,28 @@ class GradientAllReduce:
 
 _REDUCED = torch.empty(0)
 """Replaces a gradient that was copied into its bucket, to free its memory."""
+
+
+class GradientSum(Reducer):
+    """Sums of the gradients over all replicas."""
+
+    sums_in_backward = True
+
+    def __init__(self, all_reduce: GradientAllReduce) -> None:
+        self._all_reduce = all_reduce
+
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        self._all_reduce.put(index, gradient)
+
+    def close(self, gradients: Gradients, stop_request: float) -> None:
+        if not self._all_reduce.closed:
+            self._all_reduce.close(*gradients.take(), stop_request)
+
+    def take(
+        self, gradients: Gradients, stop_request: float, find_divisor: Callable[[ReducedGradients], float]
+    ) -> Waiting[ReducedGradients]:
+        self.close(gradients, stop_request)
+        return ReducedGradients(*(yield from self._all_reduce.take()))
 
 
 def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Waiting[list[torch.Tensor]]:

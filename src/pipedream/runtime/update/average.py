@@ -8,31 +8,29 @@ Between two averages the replicas differ. What is evaluated and saved then is th
 weights; training continues with each replica's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from pipedream.core.plan.sums import SumMethod
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
+from pipedream.runtime.update.gradients import Gradients, ReducedGradients
+from pipedream.runtime.update.reducer import NamedTensors, Reducer, select_kind
 
-NamedTensors = dict[str, torch.Tensor]
 
-
-class WeightAverage:
+class WeightAverage(Reducer):
     """One replica's part in the averages of its stage; all make the same calls.
-
-    Lifecycle: `after_step` after each update. At a drain `show_common` writes what all replicas have in common over
-    this replica's own weights, and `show_local` restores these.
 
     Args:
         handles: the weights, by name.
         ema: the averages over time that the replica keeps of its own weights.
 
     Attributes:
-        updates: since the weights were averaged.
         local: while the common ones are shown, ``weights/NAME`` and ``ema/NAME`` of this replica; otherwise empty.
     """
+
+    averages_weights = True
 
     def __init__(
         self, handles: Mapping[str, torch.Tensor], ema: NamedTensors, method: SumMethod, group: Group, replicas: int
@@ -55,13 +53,15 @@ class WeightAverage:
         """This replica's tensors, or the common ones in their place."""
         return self._weights | {f"ema/{name}": average for name, average in self._ema.items()}
 
-    def exchange_counts(self, count: int, stop_request: float) -> Waiting[tuple[int, float]]:
-        """Returns an update's microbatches, and the requests to stop, of all replicas."""
-        (total,) = yield from all_reduce_many(self._group, [torch.tensor([count, stop_request], dtype=torch.float64)])
-        return int(total[0]), float(total[1])
+    def take(
+        self, gradients: Gradients, stop_request: float, find_divisor: Callable[[ReducedGradients], float]
+    ) -> Waiting[ReducedGradients]:
+        reduced = ReducedGradients(*gradients.take(), stop_request)
+        counts = torch.tensor([reduced.microbatches, stop_request], dtype=torch.float64)
+        (total,) = yield from all_reduce_many(self._group, [counts])
+        return reduced._replace(present=int(total[0]), stop_request=float(total[1]))
 
     def after_step(self) -> Waiting[bool]:
-        """Returns whether the weights were averaged, because a period has ended; yields where it would wait."""
         self.updates += 1
         if self.updates < self.method.period:
             return False
@@ -83,17 +83,13 @@ class WeightAverage:
         self.local = {}
 
     def adopt(self) -> None:
-        """Continues with loaded weights, which all replicas have."""
         self.local = {}
 
-    def load(self, updates: int, local: NamedTensors, velocity: NamedTensors) -> None:
-        """Loads this replica's part of a checkpoint, whose common weights are shown.
+    def local_tensors(self) -> NamedTensors:
+        return dict(self.local)
 
-        Args:
-            updates: since the weights were averaged.
-            local: see the attribute; empty if the checkpoint has other replicas.
-            velocity: of the outer steps.
-        """
+    def load(self, local: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Loads this replica's part of a checkpoint, whose common weights are shown."""
         self.adopt()
         self.updates = updates
         self.local = {name: local[name].clone() for name in self.tensors if name in local}
@@ -130,8 +126,12 @@ class OuterOptimizer(WeightAverage):
         for name, handle in self._handles.items():
             self.outer[name].copy_(handle.detach())
 
-    def load(self, updates: int, local: NamedTensors, velocity: NamedTensors) -> None:
-        super().load(updates, local, velocity)
+    def common_tensors(self) -> NamedTensors:
+        return {f"velocity/{name}": velocity for name, velocity in self.velocity.items()}
+
+    def load(self, local: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor], updates: int) -> None:
+        super().load(local, common, updates)
+        velocity = select_kind("velocity", common)
         for name, tensor in self.velocity.items():
             tensor.copy_(velocity[name]) if name in velocity else tensor.zero_()
 

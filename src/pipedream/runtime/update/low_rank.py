@@ -17,7 +17,7 @@ Where Q does not have full rank (no gradient so far, or one of lower rank), QR c
 direction is lost for ever. One number that is not finite makes the whole matrix so.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,9 @@ import torch
 from pipedream.core.plan.sums import SumMethod
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.update.all_reduce import all_reduce_many
+from pipedream.runtime.update.all_reduce import GradientAllReduce, GradientSum, all_reduce_many
+from pipedream.runtime.update.gradients import Gradients, ReducedGradients
+from pipedream.runtime.update.reducer import NamedTensors, select_kind
 
 
 class _Round(NamedTuple):
@@ -117,6 +119,33 @@ class LowRankSum:
             torch.addmm(new.matrix, new.left, new.right.T, alpha=-1.0, out=self.errors[name]).div_(self._divisor)
             self.factors[name] = new.factor
         self._rounds = {}
+
+
+class LowRankGradientSum(GradientSum):
+    """Sums of gradients, of which those of matrices are compressed."""
+
+    def __init__(self, all_reduce: GradientAllReduce, low_rank: LowRankSum) -> None:
+        super().__init__(all_reduce)
+        self._low_rank = low_rank
+
+    def take(
+        self, gradients: Gradients, stop_request: float, find_divisor: Callable[[ReducedGradients], float]
+    ) -> Waiting[ReducedGradients]:
+        reduced = yield from super().take(gradients, stop_request, find_divisor)
+        yield from self._low_rank.sum_up(reduced.gradients, find_divisor(reduced))
+        return reduced
+
+    def finish_step(self, *, is_made: bool) -> None:
+        self._low_rank.finish(is_made=is_made)
+
+    def local_tensors(self) -> NamedTensors:
+        return {f"error/{name}": error for name, error in self._low_rank.errors.items()}
+
+    def common_tensors(self) -> NamedTensors:
+        return {f"factor/{name}": factor for name, factor in self._low_rank.factors.items()}
+
+    def load(self, local: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor], updates: int) -> None:
+        self._low_rank.load(select_kind("error", local), select_kind("factor", common))
 
 
 def _orthonormalise(columns: torch.Tensor) -> torch.Tensor:

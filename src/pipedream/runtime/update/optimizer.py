@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -19,96 +19,12 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.update.agreement import Reducer
+from pipedream.runtime.update.agreement import make_reducer
 from pipedream.runtime.update.compensation import Compensator
 from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
+from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
-
-
-class Gradients:
-    """The gradients of the next update, in the order of the handles.
-
-    Autograd itself adds to the sums (`accumulators`), tensor by tensor while they are in the cache: adding afterwards
-    took 2 to 4 ms of a 35 ms backward.
-    """
-
-    def __init__(self, handles: int) -> None:
-        self._gradients: list[torch.Tensor | None] = [None] * handles
-        self.loss_weight = 0.0
-        self.count = 0
-        self._ready: torch.cuda.Event | None = None
-
-    def make_next(self) -> Gradients:
-        """Returns the empty gradients of the update after this one."""
-        return Gradients(len(self._gradients))
-
-    @property
-    def accumulators(self) -> list[torch.Tensor | None]:
-        return list(self._gradients)
-
-    def add(self, gradients: list[torch.Tensor | None], loss_weight: float) -> None:
-        """Adds one microbatch's gradients (see `UpdateRule`) and loss weight, and takes over their storage.
-
-        A gradient that is the accumulator itself is skipped: autograd has already added to it.
-        """
-        self.loss_weight += loss_weight
-        self.count += 1
-        for i, gradient in enumerate(gradients):
-            total = self._gradients[i]
-            if total is None:
-                self._gradients[i] = (
-                    gradient if gradient is None else gradient.resolve_conj()
-                )  # some kernels refuse others
-            elif gradient is not None and gradient is not total:
-                total.add_(gradient)
-
-    def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Removes a handle's sum, and returns it with the last microbatch's gradient added.
-
-        If `gradient` is the accumulator itself, autograd has already added to it.
-        """
-        total, self._gradients[index] = self._gradients[index], None
-        if total is None or gradient is total:
-            return gradient.resolve_conj()
-        return total.add_(gradient)
-
-    def fill(self, gradients: list[torch.Tensor | None], loss_weight: float, count: int) -> None:
-        """Takes over all gradients of an update, as `take` returns them."""
-        self._gradients, self.loss_weight, self.count = gradients, loss_weight, count
-
-    def replace(self, gradients: list[torch.Tensor | None], ready: torch.cuda.Event | None) -> None:
-        """Replaces the sums by copies, which may be read after the event `ready`."""
-        self._gradients, self._ready = gradients, ready
-
-    def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
-        if self._ready is not None:
-            self._ready.synchronize()
-            self._ready = None
-        result = (self._gradients, self.loss_weight, self.count)
-        self._gradients = [None] * len(self._gradients)
-        self.loss_weight = 0.0
-        self.count = 0
-        return result
-
-
-class ReducedGradients(NamedTuple):
-    """An update's gradients summed over all replicas, in the order of the handles, not yet divided.
-
-    `stop_request` is not 0 if a replica was asked to stop. Where replicas average weights instead, sums, weight and
-    microbatches are this replica's own, and `present` counts the microbatches of all.
-    """
-
-    gradients: list[torch.Tensor | None]
-    loss_weight: float
-    microbatches: int
-    stop_request: float
-    present: int | None = None
-
-    def divisor(self, mean_of_rounds: bool) -> float:
-        """Returns the divisor of the sums, without the loss scale."""
-        return float(self.microbatches) if mean_of_rounds else self.loss_weight
 
 
 class Optimizer:
@@ -130,6 +46,7 @@ class Optimizer:
         cpu_optimizer: copies of the handles, which the optimizer steps (`stepped`); None if it steps the handles.
 
     Attributes:
+        reducer: how the replicas agree.
         finite: False skips the next update.
         updates: made or skipped since `switch_to`.
         scheduled: scheduler steps since `switch_to`.
@@ -189,8 +106,7 @@ class Optimizer:
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        agreement = Reducer.make(choices.sums, handles, self.ema, replica_group, replicas, tied)
-        self.all_reduce, self.low_rank, self.average = agreement
+        self.reducer = make_reducer(choices.sums, handles, self.ema, replica_group, replicas, tied)
         self.scheduled = self.updates = self.rounds_before = 0
 
     def switch_to(
@@ -251,11 +167,6 @@ class Optimizer:
         """How many ranks have the same `norm_square`: those of all replicas."""
         return self.replicas * (1 if self._sharding is None else self._sharding.mesh.size)
 
-    def start_remaining_sums(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts the remaining sums over replicas, if any, and empties `gradients`."""
-        if self.all_reduce is not None and not self.all_reduce.closed:
-            self.all_reduce.close(*gradients.take(), stop_request)
-
     def prepare(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[tuple[float, bool]]:
         """Sums and divides the update's gradients (`gather`, `normalise`), and sets the handles' ``.grad``."""
         gathered = yield from self.gather(gradients, stop_request)
@@ -263,16 +174,7 @@ class Optimizer:
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
         """Returns the gradients summed over each replica's ranks and, unless they average weights, over replicas."""
-        if self.all_reduce is None:
-            reduced = ReducedGradients(*gradients.take(), stop_request)
-            if self.average is not None:
-                present, stop_request = yield from self.average.exchange_counts(reduced.microbatches, stop_request)
-                reduced = reduced._replace(stop_request=stop_request, present=present)
-        else:
-            self.start_remaining_sums(gradients, stop_request)
-            reduced = ReducedGradients(*(yield from self.all_reduce.take()))
-            if self.low_rank is not None:
-                yield from self.low_rank.sum_up(reduced.gradients, reduced.divisor(self._mean_of_rounds) * self.scale)
+        reduced = yield from self.reducer.take(gradients, stop_request, self._divisor)
         if self._sharding is None:
             return reduced
         self._sharding.sum_gradients(self._names, reduced.gradients)
@@ -283,7 +185,7 @@ class Optimizer:
 
         Returns the share of the round's replicas that took part, which scales the learning rate, and whether to stop.
         """
-        divisor = gathered.divisor(self._mean_of_rounds) * self.scale
+        divisor = self._divisor(gathered)
         gradients = [total for total in gathered.gradients if total is not None]
         if gradients and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(gradients, divisor)
@@ -292,6 +194,9 @@ class Optimizer:
             handle.grad = None if total is None else next(summed)
         count = gathered.microbatches if gathered.present is None else gathered.present
         return (count / self.replicas if self._mean_of_rounds else 1.0), gathered.stop_request > 0
+
+    def _divisor(self, gathered: ReducedGradients) -> float:
+        return gathered.divisor(self._mean_of_rounds) * self.scale
 
     @property
     def norm_square(self) -> torch.Tensor:
@@ -330,8 +235,7 @@ class Optimizer:
         A skipped update counts only for the schedule.
         """
         self.step_schedule()
-        if self.low_rank is not None:
-            self.low_rank.finish(is_made=self.finite)
+        self.reducer.finish_step(is_made=self.finite)
         if self.finite:
             self._step(present_share)
         else:
@@ -344,7 +248,7 @@ class Optimizer:
 
     def _step(self, present_share: float) -> None:
         # A replica that averages weights has divided by its own share, and makes no step if it is absent.
-        factor = self.rate_factor * (present_share if self.average is None else 1.0)
+        factor = self.rate_factor * (1.0 if self.reducer.averages_weights else present_share)
         if factor == 1.0:
             self.compensator.step()
         else:
