@@ -371,7 +371,7 @@ def _make_stage_state(
             sharding=sharding,
             cpu_optimizer=cpu_optimizer,
         ),
-        cpu_optimizer=cpu_optimizer,
+        parts=() if cpu_optimizer is None else (cpu_optimizer,),
         saved_tensor_hooks=SavedTensorHooks(settings.autocast is not None) if "graph" in rules else None,
     )
     if stored is not None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from pipedream.core.errors import ScheduleError, WorkerError
+from pipedream.core.errors import WorkerError
 from pipedream.core.model.collective import StageCollectives
-from pipedream.core.schedule.compensation import GapAware
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
@@ -28,10 +27,10 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
-from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights, check_movable
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
+from pipedream.runtime.update.part import StagePart
 
 
 class StageObserver:
@@ -82,17 +81,16 @@ class StageState:
 
     Attributes:
         recomputation: None if forwards keep their graph.
-        predictions: None if passes read versions.
+        predictions: what passes read in place of versions, if the method predicts.
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: microbatch of the next forward.
         gradient_versions: (microbatch, forward version, backward version) of the next update's gradients.
         observer: compares the first minibatch with the model, until the first update.
         sample_message: the first message of a stage on a mesh, without data.
-        replicas: keeps this replica equal to the others; None without others.
+        parts: what else takes part in streams, updates and checkpoints.
         weight_choice: which weights the passes read.
         copied_attributes: of the modules, if there are other replicas in this process.
         overlapped: the newest update, while a thread makes it or after it failed.
-        cpu_optimizer: copies of the weights in the memory of the machine, where the optimizer steps them.
     """
 
     module: StageModule
@@ -100,7 +98,6 @@ class StageState:
     gradients: Gradients
     optimizer: Optimizer
     recomputation: Recomputation | None = None
-    predictions: WeightPredictions | None = None
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
@@ -108,29 +105,24 @@ class StageState:
     sample_message: Message | None = None
     copied_attributes: CopiedAttributes | None = None
     overlapped: OverlappedUpdate | None = None
-    cpu_optimizer: CpuOptimizerWeights | None = None
-    replicas: EqualReplicas | None = field(init=False)
+    parts: tuple[StagePart, ...] = ()
+    predictions: WeightPredictions = field(init=False)
     weight_choice: WeightChoice = field(init=False)
 
     def __post_init__(self) -> None:
-        group, count = self.optimizer.replica_group, self.optimizer.replicas
-        self.replicas = None if group is None else EqualReplicas(self.module, self.versions, group, count)
+        group, count, reducer = self.optimizer.replica_group, self.optimizer.replicas, self.optimizer.reducer
+        if group is not None:
+            self.parts = (*self.parts, EqualReplicas(self.module, self.versions, group, count, reducer))
+        self._parts_of_all_methods = self.parts
 
     def check_programs(self, programs: Iterable[Program], stage: int) -> None:
         """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
-        if self.cpu_optimizer is not None:
-            check_movable(self.optimizer.optimizer)
         for program in programs:
-            by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
-            reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
-            if self.cpu_optimizer is not None and (reads_both or self.optimizer.reducer.averages_weights):
-                raise ScheduleError(
-                    f"optimizer_state='host' was asked for with {program.name!r}, which "
-                    f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
-                    "optimizer; keep the optimizer on the device"
-                )
+            for part in self.parts:
+                averages_weights = self.optimizer.reducer.averages_weights
+                part.check(program, stage, self.optimizer.optimizer, averages_weights=averages_weights)
             check_optimizer(program.updates.compensation, self.optimizer.optimizer)
-            if by_velocity:
+            if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
                 check_velocity(self.optimizer.optimizer)
 
     def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
@@ -148,27 +140,23 @@ class StageState:
         if self.saved_tensor_hooks is not None:
             self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
-        old_tensors = {} if self.predictions is None else self.predictions.tensors()
-        self.predictions = (
-            WeightPredictions(rule, stage, self.versions, self.optimizer) if rule.predictions(stage) else None
-        )
-        if self.predictions is not None:
-            self.predictions.restore(old_tensors)
+        self.predictions = WeightPredictions(rule, stage, self.versions, self.optimizer)
+        self.predictions.restore(self.part_tensors())
+        self.parts = (*self._parts_of_all_methods, self.predictions)
+
+    def part_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the state of the parts in a checkpoint, by KIND/NAME."""
+        return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def begin(self) -> None:
         self.next_forward = 0
-        if self.cpu_optimizer is not None:
-            self.cpu_optimizer.refresh()  # weights may have been loaded
-        if self.predictions is not None:
-            self.predictions.begin()
-        if self.replicas is not None:
-            self.replicas.begin()
+        for part in self.parts:
+            part.begin()
 
     def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
-        if self.replicas is not None:
-            yield from self.replicas.average_statistics()
-            yield from self.replicas.check(weights=not self.optimizer.reducer.updates)  # between averages they differ
+        for part in self.parts:
+            yield from part.end()
         self.versions.rewind()
 
     @property
@@ -185,7 +173,7 @@ class StageState:
 
         Weights that are kept for the backward are released by `add_gradients`.
         """
-        if self.predictions is not None and self.weight_choice.reads_predictions:
+        if self.weight_choice.reads_predictions:
             return self.predictions.acquire(version)
         weights = self.weight_choice.acquire(version)
         return weights, weights.version
@@ -230,12 +218,12 @@ class StageState:
         return StageCollectives(measured, predicted)
 
     def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.versions.installed(saved.weights) if self.predictions is None else self.predictions.forward()
+        return self.predictions.forward(saved.weights)
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
         if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
             return self.saved_tensor_hooks.redirected_to(self._choose_for_backward(saved))
-        return self.versions.installed(saved.weights) if self.predictions is None else self.predictions.backward()
+        return self.predictions.backward(saved.weights)
 
     def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
@@ -273,7 +261,7 @@ class StageState:
     @property
     def can_overlap(self) -> bool:
         """Whether a thread may make the next update: only the weights and the optimizer take part in it."""
-        is_alone = self.replicas is None and self.predictions is None and self.observer is _UNOBSERVED
+        is_alone = self.observer is _UNOBSERVED and all(part.allows_overlap for part in self.parts)
         return is_alone and not self.optimizer.compensator.needs_read_weights
 
     def join_update(self, recorder: Recorder, version: int | None = None) -> None:
@@ -295,8 +283,8 @@ class StageState:
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
         self.observer = _UNOBSERVED
-        if self.replicas is not None:
-            self.replicas.check_untrained()
+        for part in self.parts:
+            part.before_update()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]
@@ -320,12 +308,12 @@ class StageState:
             present_share: of the round's replicas; a factor on the learning rate.
         """
         self.versions.move_handles()
-        if self.predictions is not None:
-            self.predictions.before_step()
+        for part in self.parts:
+            part.before_step()
         self.optimizer.step(present_share)
         self.versions.after_step()
-        if self.predictions is not None:
-            self.predictions.after_step()
+        for part in self.parts:
+            part.after_step()
 
     def step_in_thread(
         self, thread: UpdateThread, op: Op, number: int, prepare: Callable[[Gradients], None] | None

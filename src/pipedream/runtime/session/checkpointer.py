@@ -191,7 +191,7 @@ class Checkpointer:
                 names = (name for name in self._names.by_stage[stage] if name in state)
                 stage_tensors |= {f"model/{name}": state[name].detach() for name in names}
                 stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
-                stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
+                stage_tensors |= stage_state.part_tensors()
             if stage in self._workers_here.shardings:
                 parts = {
                     name: self._workers_here.shardings[stage].locate_saved(self._list_weights(name), tensor)
@@ -278,8 +278,8 @@ class Checkpointer:
             # Stages of one process that train the same weights must not share their optimizers' tensors.
             is_alone = len(self._workers_here.workers) == 1 and not list_copies(stage_state)
             stage_tensors = tensors if is_alone else {name: tensor.clone() for name, tensor in tensors.items()}
-            if stage_state.predictions is not None:
-                stage_state.predictions.restore(stage_tensors)
+            for part in stage_state.parts:
+                part.restore(stage_tensors)
             try:
                 replica_state.restore(
                     stage_state.optimizer,
@@ -323,8 +323,7 @@ class Checkpointer:
         for _, number, stage_state in self._workers_here.replicas:
             replica = number if same else None
             yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
-            if stage_state.predictions is not None:
-                yield from (name for name in stage_state.predictions.tensors() if name in manifest.tensors)
+            yield from (name for name in stage_state.part_tensors() if name in manifest.tensors)
 
 
 def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:

@@ -115,8 +115,7 @@ class LocalWorkers:
             reducer.show_local()
         for _, stage_state in self.stage_states:
             if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.reducer.averages_weights:
-                if stage_state.cpu_optimizer is not None:
-                    stage_state.cpu_optimizer.write()
+                stage_state.optimizer.write_stepped()
                 stage_state.versions.reload()
 
     @property

@@ -6,7 +6,7 @@ kept. The last update or the average of updates is kept too, and saved in checkp
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import sqrt
 from typing import Any
 
@@ -17,12 +17,13 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.part import StagePart
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
-class WeightPredictions:
-    """The weight predictions of one stage.
+class WeightPredictions(StagePart):
+    """The weight predictions of one stage; it has none if its rule reads versions.
 
     Raises:
         ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
@@ -35,6 +36,7 @@ class WeightPredictions:
         self._forward = _drop_if_zero(rule.forward_prediction, stage)
         self._backward = _drop_if_zero(rule.backward_prediction, stage)
         self._kept_until = rule.kept_until(stage)
+        self.allows_overlap = not rule.predictions(stage)
         predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
         for prediction in predictions:
             if prediction.by == VELOCITY:
@@ -72,23 +74,15 @@ class WeightPredictions:
             self._shared_from = self._versions.newest
         return self._versions.acquire(self._versions.newest), self._shared_from
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context in which the storage holds the prediction that was read."""
+    def forward(self, weights: WeightSet | None) -> AbstractContextManager[None]:
+        """Context of a forward that reads `weights`: the storage holds the prediction."""
         if self._forward is None or self._kept_until is Kind.BACKWARD:
-            yield
-        else:
-            with self._write_in_place(self._forward if self._kept_until is None else self._shared):
-                yield
+            return self._versions.installed(weights)
+        return self._write_in_place(self._forward if self._kept_until is None else self._shared)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Context in which the storage holds the backward's prediction."""
-        if self._backward is None:
-            yield
-        else:
-            with self._write_in_place(self._backward):
-                yield
+    def backward(self, weights: WeightSet | None) -> AbstractContextManager[None]:
+        """Context of a backward: the storage holds its prediction."""
+        return self._versions.installed(weights) if self._backward is None else self._write_in_place(self._backward)
 
     def before_step(self) -> None:
         if DIFFERENCE in self._update_steps:

@@ -13,12 +13,17 @@ from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import all_reduce_many
+from pipedream.runtime.update.part import StagePart
+from pipedream.runtime.update.reducer import Reducer
 
 
-class EqualReplicas:
+class EqualReplicas(StagePart):
     """One replica of a stage; all make the same calls, at drains."""
 
-    def __init__(self, module: StageModule, versions: Versions, group: Group, replicas: int) -> None:
+    allows_overlap = False
+
+    def __init__(self, module: StageModule, versions: Versions, group: Group, replicas: int, reducer: Reducer) -> None:
+        self._reducer = reducer
         self._module = module
         self._versions = versions
         self._group = group
@@ -30,6 +35,10 @@ class EqualReplicas:
         norms = self._list_norms()
         self._initial_counts = [int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
         self._recorded = {name: _TensorRecord(tensor) for name, tensor in self._list_untrained()}
+
+    def end(self) -> Waiting[None]:
+        yield from self.average_statistics()
+        yield from self.check_equal(weights=not self._reducer.updates)  # between two averages they differ
 
     def average_statistics(self) -> Waiting[None]:
         """Averages BatchNorm's statistics over the replicas, and sums their counts."""
@@ -46,7 +55,7 @@ class EqualReplicas:
             for count, before, total in zip(counts, self._initial_counts, sums[len(statistics) :], strict=True):
                 count.copy_(before + total)
 
-    def check_untrained(self) -> None:
+    def before_update(self) -> None:
         """Raises a `CaptureError` if a forward has changed a buffer, which the other replicas have not."""
         for name, tensor in self._list_untrained() if self._recorded else ():
             before = self._recorded.get(name)
@@ -55,7 +64,7 @@ class EqualReplicas:
                 if record.shape == before.shape and record.numbers != before.numbers:  # others are caches
                     raise CaptureError(describe_difference(name))
 
-    def check(self, *, weights: bool) -> Waiting[None]:
+    def check_equal(self, *, weights: bool) -> Waiting[None]:
         """Raises a `CaptureError` if the weights or buffers of another replica differ.
 
         Args:

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.compensation import GapAware
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.weights import VELOCITY
+from pipedream.runtime.update.part import StagePart
 
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
 
 
-class CpuOptimizerWeights:
+class CpuOptimizerWeights(StagePart):
     """Copies of a stage's trained weights, which an optimizer steps.
 
     Args:
@@ -31,10 +35,21 @@ class CpuOptimizerWeights:
         self._handles = dict(handles)
         self._copy_gradients = copy_gradients
         self.copies = {name: _make_like(handle, places[name]) for name, handle in handles.items()}
-        self.refresh()
+        self.begin()
 
-    def refresh(self) -> None:
-        """Copies the weights from the handles."""
+    def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
+        check_movable(optimizer)
+        by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
+        reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
+        if reads_both or averages_weights:
+            raise ScheduleError(
+                f"optimizer_state='host' was asked for with {program.name!r}, which "
+                f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
+                "optimizer; keep the optimizer on the device"
+            )
+
+    def begin(self) -> None:
+        """Copies the weights, which may have been loaded, from the handles."""
         for name, copy in self.copies.items():
             copy.data.copy_(self._handles[name].data)
 

@@ -73,6 +73,7 @@ class Optimizer:
         cpu_optimizer: CpuOptimizerWeights | None = None,
     ) -> None:
         self.named = dict(handles)
+        self._cpu_optimizer = cpu_optimizer
         self.stepped = self.named if cpu_optimizer is None else cpu_optimizer.copies
         self._handles = list(handles.values())
         self._names = list(handles)
@@ -140,6 +141,11 @@ class Optimizer:
         self.compensator = self._make_compensator(updates.compensation, staleness)
         for name, tensors in old_state.items():
             self.compensator.load(name, tensors)
+
+    def write_stepped(self) -> None:
+        """Copies the weights that the optimizer steps into the handles, where these are others."""
+        if self._cpu_optimizer is not None:
+            self._cpu_optimizer.write()
 
     def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
         """Calls the optimizer's own ``train()`` or ``eval()``, which may move weights. Returns whether it has them."""
