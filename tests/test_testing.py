@@ -11,6 +11,7 @@ import compensated
 import encoded
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from pipedream import testing
 
@@ -95,6 +96,24 @@ class Outside(torch.nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.seen.add_(len(value))
         return self.last(torch.tanh(self.first(value)) * self.factor)
+
+
+class Checkpointed(torch.nn.Module):
+    """Runs its layers again in the backward, which is to read the weights of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, value, use_reentrant=False)
+
+
+def test_a_backward_that_runs_layers_again_has_the_forwards_weights() -> None:
+    model = torch.nn.Sequential(Checkpointed(), Checkpointed(), torch.nn.Linear(4, 3)).double()
+    data = [(torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(6)]
+    loss = torch.nn.functional.cross_entropy
+    testing.Training(model=model, data=data, loss=loss, optimizer=sgd, schedule="pipedream").check()
 
 
 def test_weights_outside_of_layers_train_too() -> None:

@@ -58,25 +58,39 @@ class Passes:
         """
         self.number, self._repeats, before = number, False, copy_values(buffers)
         self._arrived.clear()
-        leaves = self._make_leaves(old)
+        repeats, leaves = bool(new) and rule == "recompute", self._make_leaves(old)
         with reading(leaves, new) if new and rule == "graph" else nullcontext():
-            total, weight = self._forward(leaves, buffers, batch)
-            loss = float(total.detach())
-            if new and rule == "recompute":
-                leaves, self._repeats = self._make_leaves(new), True
-                total, _ = self._forward(leaves, before, batch)
-            trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-            value = total / weight if as_mean and weight else total
-            slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-        return {name: g for name, g in zip(trained, slopes, strict=True) if g is not None}, loss, weight
+            slopes, loss, weight = self._pass(leaves, buffers, batch, as_mean, goes_back=not repeats)
+        if repeats:
+            leaves, self._repeats = self._make_leaves(new), True
+            slopes, _, _ = self._pass(leaves, before, batch, as_mean)
+        return slopes, loss, weight
 
-    def _forward(self, weights: Values, buffers: Values, batch: Any) -> tuple[Tensor, float]:
-        with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
-            return self.total(self.run(weights | buffers, self.inputs(clone_batch(batch))), batch)
+    def _pass(
+        self, leaves: Values, buffers: Values, batch: Any, as_mean: bool, goes_back: bool = True
+    ) -> tuple[Values, float, float]:
+        """Returns gradients, loss and weight. The model has the weights until the backward, which may run it again."""
+
+        def run() -> tuple[Values, float, float]:
+            with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
+                inputs = self.inputs(clone_batch(batch))
+                total, weight = self.total(call_model(self.model, inputs), batch)
+            trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and goes_back}
+            value = total / weight if as_mean and weight else total
+            slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True) if trained else ()
+            gradients = {name: g for name, g in zip(trained, slopes, strict=True) if g is not None}
+            return gradients, float(total.detach()), weight
+
+        done: tuple[Values, float, float] = self._holding(leaves | buffers, run)
+        return done
 
     def run(self, tensors: Values, inputs: Any) -> Any:
         """Returns the model's output with these weights and buffers."""
-        return call_model(lambda *args, **named: functional_call(self.model, tensors, args, named), inputs)
+        return self._holding(tensors, lambda: call_model(self.model, inputs))
+
+    def _holding(self, tensors: Values, function: Callable[[], Any]) -> Any:
+        """Returns what a function returns while the model has these weights and buffers."""
+        return functional_call(_Holder(self.model), {f"model.{name}": t for name, t in tensors.items()}, (function,))
 
     def _make_leaves(self, weights: Values) -> Values:
         parameters = dict(self.model.named_parameters())
@@ -119,6 +133,17 @@ class Passes:
         if not value.requires_grad:
             return arrived.clone()
         return _Sent.apply(value, arrived, lambda g: self.rounding(g, of_gradient))  # type: ignore[no-untyped-call]
+
+
+class _Holder(nn.Module):
+    """Calls a function as its forward, for which `functional_call` gives tensors to `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
 @contextmanager
