@@ -71,13 +71,14 @@ class StageState:
     Life of a stage's state:
 
     1. `switch_to` sets what depends on the method; `begin` starts a stream.
-    2. A forward calls `read` for its weights, and runs the layers with `forward`.
+    2. A forward calls `acquire` for its weights, and runs the layers with `forward`.
     3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to those of the next update and
-       releases the weights. In the last backward before an update of a replicated stage, `gradient_ready` passes them
-       to the all-reduce instead.
+       releases the weights. In a backward in which a sum begins, `gradient_ready` passes them to the reducer instead.
     4. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
        the handles; if a thread makes it, `join_update` waits for it.
-    5. `end` checks at a drain that the replicas are equal.
+    5. `end` ends a stream, at a drain.
+
+    The `parts` take part in 1, 4 and 5, and in checkpoints.
 
     Attributes:
         recomputation: None if forwards keep their graph.
@@ -116,7 +117,7 @@ class StageState:
         self._parts_of_all_methods = self.parts
 
     def check_programs(self, programs: Iterable[Program], stage: int) -> None:
-        """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
+        """Raises a `ScheduleError` before a run if the optimizer or a part of the stage does not fit a method."""
         for program in programs:
             for part in self.parts:
                 averages_weights = self.optimizer.reducer.averages_weights
