@@ -53,6 +53,11 @@ class Unrolled:
         channels = enumerate(self.program.channels)
         return {(c.sender, c.receiver, c.carries, c.source, c.target): number for number, c in channels}
 
+    @cached_property
+    def recomputing(self) -> set[int]:
+        """The stages whose backwards repeat their forwards."""
+        return {stage for stage in range(self.program.placement.stages) if self.program.recomputes(stage)}
+
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
         program = self.program
         return ScheduleError(
@@ -202,7 +207,7 @@ def _check_repeat(run: Unrolled, message: Message, position: int) -> None:
     """Checks that a forward is repeated after its input is received, and before the gradient of its output."""
     number, k = message
     channel = run.program.channels[number]
-    if not run.program.recomputes(channel.target):
+    if channel.target not in run.recomputing:
         return
     repeat = Transfer(Move.REPEAT, channel.target, k)
     repeat_position = run.steps.get((channel.receiver, repeat))
@@ -224,9 +229,10 @@ def _check_steps(run: Unrolled) -> None:
         place = run.ops.get(op)
         if place is None or place[0] != rank or place[1] < position:
             raise run.error(rank, position, f"{op}, for which it is, does not follow on this rank")
-        is_useful = step in list_waits(program, rank, op)
-        if step.kind not in FETCHES:
-            is_useful = program.recomputes(stage) if step.kind is Move.REPEAT else placement.replicas[stage] > 1
+        if step.kind is Move.BEGIN_SUM:
+            is_useful = placement.replicas[stage] > 1
+        else:
+            is_useful = program.recomputes(stage) if step.kind is Move.REPEAT else step in list_waits(program, rank, op)
         if not is_useful:
             raise run.error(rank, position, f"{op} does not need it")
 

@@ -144,9 +144,10 @@ def _expand(op: Op, waits: Sequence[Transfer], find_numbers: _FindNumbers, repea
     if repeats and numbers[-1] is not None:
         receives.insert(-1, Transfer(Move.REPEAT, stage, k))
     # A forward copies weights when all else is there; a repeated one needs them before its gradient arrives.
-    waits_and_receives = [*receives, *waits] if kind is Kind.FORWARD else [*waits, *receives]
+    first, second = (receives, waits) if kind is Kind.FORWARD else (waits, receives)
     return [
-        *waits_and_receives,
+        *first,
+        *second,
         op,
         *[Transfer(Move.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
     ]
@@ -218,15 +219,16 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
         )
     updated: set[int] = set()
     instructions: list[list[Instruction]] = []
-    begin_sums = _find_last_gradients(schedule, window)
-    gradient_kind, last = find_gradient_kind(schedule.kinds), placement.stages - 1
+    begin_sums = _find_last_gradients(schedule, window) if max(placement.replicas) > 1 else ()
+    gradient_kind = find_gradient_kind(schedule.kinds)
+    repeating = {stage for stage in range(placement.stages - 1) if schedule.recomputes(stage)}
     for number, op in enumerate(window[: start + length]):
         waits = list_waits(schedule, rank, op, is_first=op.index not in updated)
         if op.kind is Kind.UPDATE:
             updated.add(op.index)
         if number in begin_sums:
             waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
-        repeats_forward = op.kind is gradient_kind and op.stage < last and schedule.recomputes(op.stage)
+        repeats_forward = op.stage in repeating and op.kind is gradient_kind
         instructions.append(_expand(op, waits, find_numbers, repeats_forward))
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
     # The last transfers of the warm-up may repeat although their op does not.

@@ -328,7 +328,7 @@ def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRu
 def find_per_update(instruction: Instruction, updates: UpdateRule) -> int | None:
     """Returns the microbatches of an update, or of that after a sum; None for an instruction of one microbatch."""
     kind, stage = instruction[:2]
-    if kind in (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS):
+    if kind is Kind.UPDATE or kind is Move.SYNC or kind is Move.FETCH_GRADIENTS:
         return updates.per_update[stage]
     # The updates of stages that wait for each other have the same microbatches.
     return updates.per_update[0] if kind in SUMS else None
@@ -341,6 +341,8 @@ def list_waits(rules: Rules, rank: int, op: Op, *, is_first: bool = True) -> lis
     with this index wait for together: sums over several stages, for which the gradients of all stages must be there.
     """
     placement, (kind, stage, index, _) = rules.placement, op
+    if kind is not Kind.UPDATE and not placement.forwards:  # each rank has its stages' weights
+        return []
     if kind is Kind.FORWARD:
         reads_copy = any(stage == copied for copied, _ in placement.passes_on_copies(rank, forward=True))
         return [Transfer(Move.FETCH_WEIGHTS, stage, index)] if reads_copy else []
