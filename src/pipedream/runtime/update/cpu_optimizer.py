@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import GapAware
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.update.part import StagePart
@@ -40,7 +39,7 @@ class CpuOptimizerWeights(StagePart):
     def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
         check_movable(optimizer)
         by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
-        reads_both = any(isinstance(rule, GapAware) for rule in program.updates.compensation) or by_velocity
+        reads_both = any(rule.reads_old_weights for rule in program.updates.compensation) or by_velocity
         if reads_both or averages_weights:
             raise ScheduleError(
                 f"optimizer_state='host' was asked for with {program.name!r}, which "
