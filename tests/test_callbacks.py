@@ -161,7 +161,7 @@ def test_a_stop_between_two_calls_is_seen_or_warned_of(inside: bool, obeys: bool
 
 @pytest.mark.parametrize("ema", [{}, {"ema": True}])
 def test_early_stopping_continues_from_a_checkpoint(ema: dict[str, bool], tmp_path: Path) -> None:
-    """The evaluation before it counts, also one of averaged weights, which is followed only when training goes on."""
+    """The last evaluation before the checkpoint counts, also one of averaged weights."""
 
     def run(first: int) -> list[pd.callbacks.EarlyStopping]:
         animal = zoo.make("mlp")

@@ -21,18 +21,18 @@ EXCHANGE = """
 import socket, sys, threading, time
 address, port, there, back = sys.argv[1], *map(int, sys.argv[2:])
 if address:
-    own, out, left = socket.create_connection((address, port)), there, back or 1
+    connection, out, left = socket.create_connection((address, port)), there, back or 1
 else:
     server = socket.create_server(("0.0.0.0", port))
     print("ready", flush=True)
-    own, out, left = server.accept()[0], back, there
+    connection, out, left = server.accept()[0], back, there
 start = time.monotonic()
-threading.Thread(target=own.sendall, args=(bytes(out),)).start()
+threading.Thread(target=connection.sendall, args=(bytes(out),)).start()
 while left > 0:
-    left -= len(own.recv(min(left, 1 << 20)))
+    left -= len(connection.recv(min(left, 1 << 20)))
 print(time.monotonic() - start, flush=True)
 if not address and not back:
-    own.sendall(b"!")
+    connection.sendall(b"!")
 """
 HOLDER = """
 import subprocess, sys, time

@@ -92,7 +92,7 @@ def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(sch
     assert list(state) == list(expected)
     for name in expected:
         assert torch.equal(state[name], expected[name]), name
-    assert torch.equal(drawn, after), "the user's generator goes on where it would"
+    assert torch.equal(drawn, after), "the user's generator continues as without recomputation"
     assert state["0.count"] == 10 * (1 if schedule == "pipedream" else 6)  # of 8 microbatches 2 are empty
 
 

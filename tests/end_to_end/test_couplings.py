@@ -37,7 +37,7 @@ DELAYED = [
             phased("pipedream_2bw/3", (1, 1, 1)),
             phased("pipedream", (2, 2)),
             phased("pipedream_2bw/4", (2, 1), optimizer="adamw"),
-            # A flush knows the norm of the very update; the phase behind it begins with the last one's.
+            # A flush clips by the norm of its own update; the next phase starts from the last such norm.
             phased("1f1b/2:13,pipedream:37,gpipe/3", (1, 1), evaluate_at=(5, 23)),
         )
     ),

@@ -39,13 +39,13 @@ class Compensation(NamedKind, ABC):
 
     Attributes:
         moves_weights: it moves weights itself; an update has at most one such compensation.
-        reads_old_weights: an update reads the weights at which its gradients were computed.
+        needs_read_weights: an update reads the weights with which its gradients were computed.
     """
 
     KEY = "compensation"
     kinds: ClassVar[dict[str, type[Compensation]]]
     moves_weights: ClassVar[bool] = False
-    reads_old_weights: ClassVar[bool] = False
+    needs_read_weights: ClassVar[bool] = False
 
     def kept_tensors(self, staleness: int) -> int:
         return 0
@@ -267,7 +267,7 @@ class GapAware(Compensation):
     """
 
     name: ClassVar[str] = "gap_aware"
-    reads_old_weights: ClassVar[bool] = True
+    needs_read_weights: ClassVar[bool] = True
     eps: ClassVar[float] = 1e-8
     decay: float = 0.999
 

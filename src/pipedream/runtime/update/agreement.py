@@ -1,4 +1,4 @@
-"""The way in which the replicas of a stage agree that a plan has chosen."""
+"""Makes the reducer that a plan has chosen for the replicas of a stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
 Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket starts once the
-last backward before the update has accumulated all its gradients; which backward is the last the program says. All
+last backward before the update has accumulated all its gradients; the program says which backward that is. All
 replicas start their buckets in the same order. Missing gradients (a handle without one, an absent replica, an empty
 microbatch) are added as zeros, after that backward or at the update.
 

@@ -39,7 +39,7 @@ class CpuOptimizerWeights(StagePart):
     def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
         check_movable(optimizer)
         by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
-        reads_both = any(rule.reads_old_weights for rule in program.updates.compensation) or by_velocity
+        reads_both = any(rule.needs_read_weights for rule in program.updates.compensation) or by_velocity
         if reads_both or averages_weights:
             raise ScheduleError(
                 f"optimizer_state='host' was asked for with {program.name!r}, which "

@@ -1,4 +1,4 @@
-"""The door for what belongs to a stage besides its layers, the versions of its weights and its optimizer."""
+"""The interface of what a stage has besides its layers, the versions of its weights and its optimizer."""
 
 from collections.abc import Mapping
 

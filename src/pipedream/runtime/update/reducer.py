@@ -13,9 +13,9 @@ NamedTensors = dict[str, torch.Tensor]
 class Reducer:
     """One replica's part in what its stage's replicas do together; all make the same calls.
 
-    This class is of a stage with one replica, which has nobody to agree with. In each update `put` may take gradients
-    while the last backward runs (`sums_in_backward`), `close` takes the others, `take` returns the sums, `finish_step`
-    follows the step or what takes its place, and `after_step` may change the weights.
+    This base class serves a stage with one replica, which has nobody to agree with. In each update `put` may take
+    gradients while the last backward runs (`sums_in_backward`), `close` takes the others, `take` returns the sums,
+    `finish_step` is called when the update was made or skipped, and `after_step` may change the weights.
 
     Attributes:
         sums_in_backward: `put` takes gradients.
