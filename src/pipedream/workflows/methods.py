@@ -46,13 +46,18 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     return {name: methods[name] for name in (*reversed(flushing), *delayed)}
 
 
+_FLUSHES_TO_SETTLE = 32
+
+
 @pause_collection()
 def score(plan: Plan) -> planner.Score:
     """Simulates a plan under its method, without a proof, until it is periodic, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
     max_in_flight = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
-    begin = -(-(4 * max_in_flight) // cycle) * cycle + cycle
+    # An input stage without weights does not wait for the others' updates: it runs ahead for several minibatches. A
+    # run that repeats itself ends early.
+    begin = -(-(4 * max_in_flight) // cycle) * cycle + (_FLUSHES_TO_SETTLE if program.flushes else 1) * cycle
     end = begin + max(2 * cycle, -(-(4 * max_in_flight) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * max_in_flight // cycle) * cycle)
     costs = simulator.costs(plan, split=m).with_compensation(program)
