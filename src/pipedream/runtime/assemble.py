@@ -369,7 +369,7 @@ def _make_stage_state(
             tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
-            cpu_optimizer=cpu_optimizer,
+            stepped=cpu_optimizer,
         ),
         parts=() if cpu_optimizer is None else (cpu_optimizer,),
         saved_tensor_hooks=SavedTensorHooks(settings.autocast is not None) if "graph" in rules else None,

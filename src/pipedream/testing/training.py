@@ -386,7 +386,7 @@ def _collect(pipeline: Pipeline, trained: Trained, begin: int, data: Sequence[An
     for worker in pipeline._session.workers_here.workers:
         for stage, state in worker.stage_states.items():
             is_first = pipeline.program.placement.ranks[stage][0] == worker.rank  # of replicas, which may differ
-            stepped = state.optimizer.stepped if is_first and state.optimizer is not None else {}
+            stepped = state.optimizer.stepped.weights if is_first and state.optimizer is not None else {}
             for name, parameter in stepped.items():
                 items: dict[str, Any] = state.optimizer.optimizer.state.get(parameter, {})
                 values = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in items.items()}

@@ -63,7 +63,7 @@ def test_the_optimizer_steps_copies_in_memory_of_its_own() -> None:
     with pipeline("host", schedule, microbatches=None) as trained:
         list(trained.train(batches()))
         for state in stage_states(trained):
-            handles, stepped = state.versions.handles, state.optimizer.stepped
+            handles, stepped = state.versions.handles, state.optimizer.stepped.weights
             groups = [weight for group in state.optimizer.optimizer.param_groups for weight in group["params"]]
             assert [id(weight) for weight in groups] == [id(weight) for weight in stepped.values()]
             assert all(torch.equal(weight, handles[name]) for name, weight in stepped.items())
@@ -74,8 +74,8 @@ def test_attributes_of_parameters_are_seen_by_the_optimizer() -> None:
     handle = nn.Parameter(torch.arange(3.0))
     handle.no_decay = True
     hosted = CpuOptimizerWeights({"bias": handle}, {"bias": torch.zeros(3)}, lambda gradients: (gradients, None))
-    assert hosted.copies["bias"].no_decay
-    assert torch.equal(hosted.copies["bias"], handle)
+    assert hosted.weights["bias"].no_decay
+    assert torch.equal(hosted.weights["bias"], handle)
 
 
 @pytest.mark.parametrize(("before", "after"), [("host", None), (None, "host")])

@@ -110,7 +110,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         optimizer.updates,
         optimizer.scheduled,
         skipped=optimizer.skipped,
-        loss_scale=None if optimizer.loss_scale is None else (optimizer.loss_scale.value, optimizer.loss_scale.good),
+        loss_scale=optimizer.loss_scale.saved,
         rounds_before=optimizer.rounds_before,
         common=common,
         nested={block.prefix: groups[block.path] for block in blocks if block.path},
@@ -132,7 +132,7 @@ def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]]
     with fork_rng(devices=[]):
         for _ in range(2):
             try:
-                trials.append(make({name: _shrink(handle) for name, handle in optimizer.stepped.items()}))
+                trials.append(make({name: _shrink(handle) for name, handle in optimizer.stepped.weights.items()}))
             except Exception:
                 return
         stepped, fresh = trials
@@ -209,8 +209,7 @@ def restore(
         for group, options in zip(inner.param_groups, group_options, strict=True):
             group.update({key: value for key, value in options.items() if key not in _NOT_OPTIONS})
     optimizer.skipped = saved_stage.skipped
-    if optimizer.loss_scale is not None and optimizer.loss_scale.changes and saved_stage.loss_scale is not None:
-        optimizer.loss_scale.value, optimizer.loss_scale.good = saved_stage.loss_scale
+    optimizer.loss_scale.restore(saved_stage.loss_scale)
     for name, average in optimizer.ema.items():
         average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
     for name in optimizer.compensator.state:
@@ -229,7 +228,7 @@ def _check_class(role: str, saved: str, current: object | None) -> None:
 
 def _describe_groups(optimizer: Optimizer) -> _Block:
     """Returns the optimizer's own parameter groups as those of a block without state."""
-    names = {id(weight): name for name, weight in optimizer.stepped.items()}
+    names = {id(weight): name for name, weight in optimizer.stepped.weights.items()}
     groups, order = [], dict[int, str]()
     index = 0
     for group in optimizer.optimizer.param_groups:

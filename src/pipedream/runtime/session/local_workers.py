@@ -115,7 +115,7 @@ class LocalWorkers:
             reducer.show_local()
         for _, stage_state in self.stage_states:
             if stage_state.optimizer.switch_mode(mode) or stage_state.optimizer.reducer.averages_weights:
-                stage_state.optimizer.write_stepped()
+                stage_state.optimizer.stepped.write()
                 stage_state.versions.reload()
 
     @property

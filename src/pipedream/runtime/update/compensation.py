@@ -17,8 +17,8 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
-from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, undo_rotation
+from pipedream.runtime.update.stepped import SteppedWeights
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights
 
@@ -42,8 +42,7 @@ class Compensator:
     Args:
         compensations: checked by `core.schedule.compensation.check_compensations`.
         staleness: D.
-        handles: what the optimizer steps.
-        cpu_optimizer: holds these handles, if they are copies of the weights.
+        stepped: what the optimizer steps.
 
     Raises:
         ScheduleError: one is not defined for this optimizer.
@@ -54,15 +53,14 @@ class Compensator:
         compensations: Sequence[Compensation],
         staleness: int,
         optimizer: torch.optim.Optimizer,
-        handles: Mapping[str, torch.nn.Parameter],
+        stepped: SteppedWeights,
         sharding: StageSharding | None = None,
-        cpu_optimizer: CpuOptimizerWeights | None = None,
     ) -> None:
         self._staleness = staleness
-        self._cpu_optimizer = cpu_optimizer
+        self._stepped = stepped
         self._sharding = sharding
         self._optimizer = optimizer
-        self._handles = dict(handles)
+        handles = self._handles = stepped.weights
         self._names = {id(handle): name for name, handle in handles.items()}
         self._velocity = next((c for c in compensations if isinstance(c, OfVelocity)), None)
         self._gap = next((c for c in compensations if isinstance(c, GapAware)), None)
@@ -124,11 +122,9 @@ class Compensator:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
-        if self._cpu_optimizer is not None:
-            self._cpu_optimizer.take_gradients()
+        self._stepped.take_gradients()
         self._step()
-        if self._cpu_optimizer is not None:
-            self._cpu_optimizer.write()
+        self._stepped.write()
 
     def _step(self) -> None:
         if self._velocity is not None:

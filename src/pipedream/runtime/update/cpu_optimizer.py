@@ -13,11 +13,12 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.update.part import StagePart
+from pipedream.runtime.update.stepped import SteppedWeights
 
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
 
 
-class CpuOptimizerWeights(StagePart):
+class CpuOptimizerWeights(StagePart, SteppedWeights):
     """Copies of a stage's trained weights, which an optimizer steps.
 
     Args:
@@ -25,7 +26,7 @@ class CpuOptimizerWeights(StagePart):
         copy_gradients: returns copies of gradients, and the event to wait for before they are read.
 
     Attributes:
-        copies: by name, with the attributes of the handles.
+        weights: the copies, with the attributes of the handles.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class CpuOptimizerWeights(StagePart):
     ) -> None:
         self._handles = dict(handles)
         self._copy_gradients = copy_gradients
-        self.copies = {name: _make_like(handle, places[name]) for name, handle in handles.items()}
+        super().__init__({name: _make_like(handle, places[name]) for name, handle in handles.items()})
         self.begin()
 
     def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
@@ -49,7 +50,7 @@ class CpuOptimizerWeights(StagePart):
 
     def begin(self) -> None:
         """Copies the weights, which may have been loaded, from the handles."""
-        for name, copy in self.copies.items():
+        for name, copy in self.weights.items():
             copy.data.copy_(self._handles[name].data)
 
     def take_gradients(self) -> None:
@@ -57,12 +58,12 @@ class CpuOptimizerWeights(StagePart):
         gradients, ready = self._copy_gradients([handle.grad for handle in self._handles.values()])
         if ready is not None:
             ready.synchronize()
-        for copy, gradient in zip(self.copies.values(), gradients, strict=True):
+        for copy, gradient in zip(self.weights.values(), gradients, strict=True):
             copy.grad = gradient
 
     def write(self) -> None:
         """Copies the weights into the handles, without waiting for a GPU."""
-        for name, copy in self.copies.items():
+        for name, copy in self.weights.items():
             copy.grad = None
             self._handles[name].data.copy_(copy.data, non_blocking=True)
 

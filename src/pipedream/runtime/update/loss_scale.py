@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipedream.core.errors import ScheduleError
+from pipedream.runtime.update.stepped import LossFactor
 
 _WARN_AFTER_SKIPPED = 8
 """Consecutive skipped updates after which a constant scale causes a warning."""
@@ -57,7 +58,7 @@ class LossScaleOptions:
         )
 
 
-class LossScale:
+class LossScale(LossFactor):
     """The loss scale of one stage.
 
     Warns if many updates in a row were skipped at a constant scale: their gradients will not become finite.
@@ -66,17 +67,13 @@ class LossScale:
     def __init__(self, scaling: LossScaleOptions) -> None:
         self._scaling = scaling
         self.value = scaling.scale
-        self.good = scaling.good
+        self._good = scaling.good
         self._skipped = 0
 
-    @property
-    def changes(self) -> bool:
-        return self._scaling.kind == "dynamic"
-
     def update(self, finite: bool) -> None:
-        self.good = self.good + 1 if finite else 0
+        self._good = self._good + 1 if finite else 0
         self._skipped = 0 if finite else self._skipped + 1
-        if self._skipped == _WARN_AFTER_SKIPPED and not self.changes:
+        if self._skipped == _WARN_AFTER_SKIPPED and self._scaling.kind == "constant":
             warnings.warn(
                 f"{self._skipped} updates in a row were skipped because their gradients are not finite at the constant "
                 f"loss scale {self.value:g}; use a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
@@ -85,7 +82,15 @@ class LossScale:
             )
         if not finite:
             self.value *= self._scaling.backoff
-        elif self.good == self._scaling.interval:
-            grown, self.good = self.value * self._scaling.growth, 0
+        elif self._good == self._scaling.interval:
+            grown, self._good = self.value * self._scaling.growth, 0
             if grown <= torch.finfo(torch.float32).max:  # torch keeps its scale as float32
                 self.value = grown
+
+    @property
+    def saved(self) -> tuple[float, int]:
+        return self.value, self._good
+
+    def restore(self, saved: tuple[float, int] | None) -> None:
+        if self._scaling.kind == "dynamic" and saved is not None:
+            self.value, self._good = saved

@@ -21,9 +21,8 @@ from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.agreement import make_reducer
 from pipedream.runtime.update.compensation import Compensator
-from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
-from pipedream.runtime.update.loss_scale import LossScale
+from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
 from pipedream.sharding.stage import StageSharding
 
 
@@ -41,9 +40,9 @@ class Optimizer:
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
         tied: names of weights that other stages hold too; their gradients are summed over all holders.
-        loss_scale: None if the loss is not scaled.
+        loss_scale: by default the loss is not scaled.
         sharding: None on a single rank.
-        cpu_optimizer: copies of the handles, which the optimizer steps (`stepped`); None if it steps the handles.
+        stepped: by default the handles.
 
     Attributes:
         reducer: how the replicas agree.
@@ -68,17 +67,16 @@ class Optimizer:
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
         tied: Collection[str] = (),
-        loss_scale: LossScale | None = None,
+        loss_scale: LossFactor | None = None,
         sharding: StageSharding | None = None,
-        cpu_optimizer: CpuOptimizerWeights | None = None,
+        stepped: SteppedWeights | None = None,
     ) -> None:
         self.named = dict(handles)
-        self._cpu_optimizer = cpu_optimizer
-        self.stepped = self.named if cpu_optimizer is None else cpu_optimizer.copies
+        self.stepped = stepped or SteppedWeights(handles)
         self._handles = list(handles.values())
         self._names = list(handles)
         # A stage without weights still has the common clock and learning rate.
-        pairs = list(self.stepped.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
+        pairs = list(self.stepped.weights.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         try:
             self.optimizer = optimizer(pairs)
         except ValueError as error:
@@ -90,8 +88,8 @@ class Optimizer:
                 "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
             ) from error
         _check_steps_by_gradients(self.optimizer)
-        stepped = self.optimizer, self.stepped, sharding, cpu_optimizer
-        self._make_compensator: Callable[[Any, int], Compensator] = lambda rules, d: Compensator(rules, d, *stepped)
+        facts = self.optimizer, self.stepped, sharding
+        self._make_compensator: Callable[[Any, int], Compensator] = lambda rules, d: Compensator(rules, d, *facts)
         self.compensator = self._make_compensator((), 0)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._clock_rate = 1, 1
@@ -99,11 +97,11 @@ class Optimizer:
         self.replicas = replicas
         self.replica_group = replica_group
         self._mean_of_rounds = False
-        self._decay = ema
+        self._decay = ema or 0.0
         self.finite = True
         self.skipped = 0
         self._has_stepped = False
-        self.loss_scale = loss_scale
+        self.loss_scale = loss_scale or LossFactor()
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
@@ -142,11 +140,6 @@ class Optimizer:
         for name, tensors in old_state.items():
             self.compensator.load(name, tensors)
 
-    def write_stepped(self) -> None:
-        """Copies the weights that the optimizer steps into the handles, where these are others."""
-        if self._cpu_optimizer is not None:
-            self._cpu_optimizer.write()
-
     def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
         """Calls the optimizer's own ``train()`` or ``eval()``, which may move weights. Returns whether it has them."""
         if not all(callable(getattr(self.optimizer, name, None)) for name in ("train", "eval")):
@@ -156,7 +149,7 @@ class Optimizer:
 
     @property
     def scale(self) -> float:
-        return 1.0 if self.loss_scale is None else self.loss_scale.value
+        return self.loss_scale.value
 
     @property
     def rate(self) -> float:
@@ -249,8 +242,7 @@ class Optimizer:
         self.updates += 1
         for handle in self._handles:
             handle.grad = None
-        if self.loss_scale is not None:
-            self.loss_scale.update(self.finite)
+        self.loss_scale.update(self.finite)
 
     def _step(self, present_share: float) -> None:
         # A replica that averages weights has divided by its own share, and makes no step if it is absent.
@@ -266,7 +258,7 @@ class Optimizer:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
         self._has_stepped = True
-        if self._decay is not None and self._handles:
+        if self.ema:
             averages = [self.ema[name] for name in self._names]
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
 
