@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.plan.mesh import Box, Piece, slice_of, slice_within
+from pipedream.core.box import Box, slice_of, slice_within
+from pipedream.core.plan.mesh import Piece
 from pipedream.layouts import GroupRanks, PartitionedStep
 
 Parts = dict[int, torch.Tensor]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan.mesh import box_of
+from pipedream.core.box import box_of
 from pipedream.layouts.description.text import read_lines
 from tests.layouts.steps import steps
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.plan.mesh import dense_strides, memory_order
+from pipedream.core.box import dense_strides, memory_order
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.functions import exchange, put_in_order
 from tests.sharding.meshes import Attention, Case, Mlp, check_as_single_ranks, of_words

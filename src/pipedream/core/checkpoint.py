@@ -15,8 +15,8 @@ from math import prod
 from typing import Any, NamedTuple, Self
 
 from pipedream.core.artifact import Artifact, decode_fields, encode
+from pipedream.core.box import Box
 from pipedream.core.errors import ArtifactError
-from pipedream.core.plan.mesh import Box
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from pipedream.core.box import dense_strides, memory_order
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import dense_strides, memory_order
 
 
 def wrap_part(

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.nn import functional as F
 
+from pipedream.core.box import memory_order
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import memory_order
 from pipedream.sharding.functions import (
     all_to_all,
     find_order,

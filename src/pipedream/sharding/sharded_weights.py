@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipedream.core.plan.mesh import memory_order
+from pipedream.core.box import memory_order
 from pipedream.sharding import functions
 from pipedream.sharding.functions import put_in_order
 from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of

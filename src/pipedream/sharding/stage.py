@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from pipedream.core.box import Box, box_of, dense_strides, slice_of
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.layout import BATCH, Crossing, Layout
-from pipedream.core.plan.mesh import Box, Mesh, box_of, dense_strides, slice_of
+from pipedream.core.plan.mesh import Mesh
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.functions import (
     list_placements,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
+from pipedream.core.box import Box, box_of
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage
-from pipedream.core.plan.mesh import Box, box_of
 from pipedream.runtime.checkpoint import folders, pieces
 from tests.runtime.checkpoint.saving import load, read, save
 

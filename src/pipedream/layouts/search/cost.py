@@ -7,7 +7,7 @@ computes half of it, for which it needs a part of each operand, and computes a p
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pipedream.core.plan.mesh import Box, count_elements, overlap
+from pipedream.core.box import Box, count_elements, overlap
 from pipedream.layouts.description.operators import find_box
 from pipedream.layouts.description.text import Access, Operator
 

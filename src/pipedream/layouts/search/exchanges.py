@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.core.plan.mesh import Box, Piece, count_elements, overlap
+from pipedream.core.box import Box, count_elements, overlap
+from pipedream.core.plan.mesh import Piece
 from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Access
 from pipedream.layouts.search.cost import halve_box, halve_index

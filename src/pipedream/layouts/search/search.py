@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedream.core.plan.mesh import Box
+from pipedream.core.box import Box
 from pipedream.layouts.description.operators import Operators
 from pipedream.layouts.description.text import Access, Affine
 from pipedream.layouts.search.cost import count_moved, halve_access, halve_box, halve_index, halve_tensor, is_offered

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from pipedream.core.box import slice_of
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import slice_of
 from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Operator, read_lines, spell_function, spell_sum
 from pipedream.layouts.search.cost import halve_index, is_offered

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedream.core.box import Box, box_of, overlap, slice_of, slice_within
 from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
-from pipedream.core.plan.mesh import Box, box_of, overlap, slice_of, slice_within
 from pipedream.runtime.checkpoint.folders import advise_other, check_names, flush, read_manifest, summarise_error
 from pipedream.runtime.checkpoint.object_store import AnyPath
 from pipedream.runtime.comm.values import compute_crc32

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.artifact import system_error
+from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.core.plan.mesh import Box
 from pipedream.runtime.checkpoint.folders import (
     MANIFEST,
     commit,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipedream.core.plan.mesh import dense_strides
+from pipedream.core.box import dense_strides
 from pipedream.core.plan.messages import BITS, BLOCK, MIN_ENCODED_BYTES, MessageEncoding
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from pipedream.core.box import Box, box_of, dense_strides, slice_within
 from pipedream.core.plan.layout import Crossing, read_crossings
-from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, dense_strides, pieces, slice_within
+from pipedream.core.plan.mesh import Mesh, Piece, pieces
 from pipedream.runtime.comm.channel import PeerReceiver, Receiver, Sender
 from pipedream.runtime.comm.message import Message
 

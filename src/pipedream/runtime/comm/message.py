@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipedream.core.plan.mesh import dense_strides, memory_order
+from pipedream.core.box import dense_strides, memory_order
 from pipedream.runtime.comm.values import unflatten
 
 ENDS_EPOCH = 1

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
+from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint, PipelineRequest, Position, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
-from pipedream.core.plan.mesh import Box
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, replica_state, writer
