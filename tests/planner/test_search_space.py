@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.model.graph import Call
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.memory import StageMemory
 from pipedream.core.schedule.phase import read_phases
 from pipedream.planner import manual_plan

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.stage_memory import DEFERRED_SHARE

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import MAX_WORKERS, Cluster
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
 from pipedream.core.plan.mesh import Mesh

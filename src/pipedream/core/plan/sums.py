@@ -15,7 +15,7 @@ from math import inf, prod
 from typing import Self
 
 from pipedream.core.errors import PlanError
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.cost import SumCosts
 
 FULL = "full"

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_
 
 from pipedream.core.artifact import NamedKind
 from pipedream.core.errors import ArtifactError, ScheduleError
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.schedule.weights import WeightRule
 
 _QR_COST = 4.0

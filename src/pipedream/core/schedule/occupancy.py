@@ -7,7 +7,7 @@ m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Program

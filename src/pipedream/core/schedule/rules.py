@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
-from pipedream.core.model.matrices import Matrices
+from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation, rate_factor

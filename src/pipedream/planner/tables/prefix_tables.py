@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipedream.core.model.matrices import join_matrices
 from pipedream.core.model.profile import Profile
+from pipedream.core.model.weight_shapes import join_matrices
 from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.rules import UpdateRule

@@ -1,4 +1,4 @@
-"""Matrices: weights by shape, which determines what PowerSGD sends."""
+"""Weights by shape, as a profile says them: what a rule for matrices does to a model follows from it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
