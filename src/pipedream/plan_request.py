@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.errors import PlanError
+from pipedream.core.extensions import list_offers
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser, option_of_choice
@@ -13,6 +14,8 @@ AUTO = "auto"
 
 NO_MESH = "none"
 """The mesh '' in words: each worker is a single rank."""
+
+_STRATEGIES = ("simulate", "search")  # and those of extensions
 
 METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 METHOD_HELP = "The method: a name from 'pipedream show', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
@@ -32,7 +35,7 @@ class PlanRequest(Chooser):
         schedule: its weight versions count against the memory; a file in PyTorch's notation determines the stages too.
         in_flight: counts may be a tuple.
         strategy: 'simulate' compares finalists of the shapes 'any' and 'pipeline', up to 128 workers. For '2bw' see
-            `pipedream.planner.two_bw`.
+            `pipedream.extensions.two_bw.strategy`.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages;
             'straight' one stage for each worker; 'data-parallel' one stage; replica counts: '2-1' or (2, 1).
         cuts: of a module, the first layer counts. Each stage has one worker unless `shape` gives counts.
@@ -163,8 +166,13 @@ class PlanRequest(Chooser):
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         self.check_choices()
-        if self.strategy not in ("simulate", "search", "2bw"):
-            raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
+        if self.strategy not in _STRATEGIES:
+            names = [*_STRATEGIES, *(offer.NAME for offer in list_offers("strategy"))]
+            if self.strategy not in names:
+                listed = f"{', '.join(names[:-1])} or {names[-1]}"
+                raise PlanError(
+                    f"strategy {self.strategy!r} is not known, and no extension here has it; write {listed}"
+                )
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise PlanError(
                 f"{self.cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)"

@@ -34,7 +34,10 @@ def test_keywords_and_flags_are_those_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": "new"}, "strategy 'new' is not known; write simulate, search or 2bw"),
+        (
+            {"strategy": "new"},
+            "strategy 'new' is not known, and no extension here has it; write simulate, search or 2bw",
+        ),
         ({"cluster": 2}, r"2 was given as the cluster; give a Cluster, such as pipedream\.Cluster\.flat\(4\)"),
         ({"schedule": "1f1b", "allow_asynchronous": True}, "it widens the search for the fastest method"),
     ],

@@ -20,4 +20,3 @@ from pipedream.planner.search import (
     parse_counts as parse_counts,
 )
 from pipedream.planner.tables.search_space import SearchSpace as SearchSpace
-from pipedream.planner.two_bw import two_bw as two_bw

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
+from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
@@ -262,8 +263,9 @@ def _compare_by_planner(
             f"{request.microbatches} microbatches were asked for, but a minibatch has {profile.batch} samples; ask for "
             "at most as many, or profile larger minibatches"
         )
-    if request.strategy == "2bw":
-        return compare_alone(_plan_2bw(profile.without_tied_groups(), request), request)
+    for offer in list_offers("strategy"):
+        if request.strategy == offer.NAME:
+            return compare_alone(offer.plan(profile, request), request)
     if request.schedule == AUTO:
         options = {field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}
         compared = methods.select_methods(names, allow_asynchronous=request.allow_asynchronous)
@@ -282,17 +284,6 @@ def _compare_by_planner(
     if schedules.is_torch_csv(request.schedule):
         return compare_alone(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan, rival_s)
-
-
-def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
-    plan = planner.two_bw(
-        profile,
-        request.workers_and_links,
-        lambda m: methods.occupancy_of("pipedream_2bw", m),
-        choices=request.choices,
-        microbatches=request.microbatches,
-    )
-    return replace(plan, schedule="pipedream_2bw")
 
 
 def _simulate(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:

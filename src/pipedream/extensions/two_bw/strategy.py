@@ -14,19 +14,20 @@ by stage and with gradients and optimizer state (`core.schedule.stage_memory`). 
 evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import MethodOccupancy
 from pipedream.core.units import format_bytes, format_seconds
+from pipedream.plan_request import PlanRequest
 from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.workflows.methods import occupancy_of
+
+NAME = "2bw"
+_METHOD = "pipedream_2bw"
 
 
 def two_bw_s(plan: Plan, microbatches: int) -> float:
@@ -54,25 +55,17 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
     return float(max(slots_s)) * per_replica
 
 
-def two_bw(
-    profile: Profile,
-    cluster: Cluster,
-    occupancy: Callable[[int], MethodOccupancy],
-    *,
-    choices: Choices = DEFAULTS,
-    microbatches: int | None = None,
-) -> Plan:
+def plan(profile: Profile, request: PlanRequest) -> Plan:
     """Finds the replicas w, the stages d and the microbatches with the greatest throughput by the paper's model.
 
-    Ties go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches.
-
-    Args:
-        occupancy: microbatches -> what the stages of a plan hold.
-        microbatches: number per minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
+    Ties go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches. Microbatches are
+    counted over all replicas; if none are given, w d, 2 w d, ... up to the samples of a minibatch are tried.
 
     Raises:
         PlanError: no plan fits the memory, or none can have this number of microbatches.
     """
+    profile, cluster = profile.without_tied_groups(), request.workers_and_links
+    choices, microbatches = request.choices, request.microbatches
     workers, max_microbatches = cluster.workers, max(profile.batch, cluster.workers)
     candidates: list[tuple[tuple[float, bool, int, int], Plan]] = []
     least_bytes: list[int] = []
@@ -89,7 +82,9 @@ def two_bw(
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
                 continue
-            space = SearchSpace.of(profile, cluster, choices=choices, microbatches=m, occupancy=occupancy(m))
+            space = SearchSpace.of(
+                profile, cluster, choices=choices, microbatches=m, occupancy=occupancy_of(_METHOD, m)
+            )
             for recomputes in choices.recomputing:
                 rows = tuple(replace(stage, recompute=recomputes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
@@ -112,4 +107,4 @@ def two_bw(
         f"PipeDream-2BW's planner: {format_seconds(seconds)} per minibatch in {best.microbatches} microbatches by its "
         f"own cost model, the least of {len(candidates)} ways with equal replicas"
     )
-    return replace(best, note=note, bound_s=0.0)  # nothing is proved by that model
+    return replace(best, note=note, bound_s=0.0, schedule=_METHOD)  # nothing is proved by that model

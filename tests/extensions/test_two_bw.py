@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import pipedream as pd
-from pipedream.planner.two_bw import two_bw_s
+from pipedream.extensions.two_bw.strategy import two_bw_s
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
 CHAIN = pd.Profile.of_chain((LAYER,) * 4, batch=16)

@@ -1,0 +1,24 @@
+"""Finds what extensions offer: the modules of one name in the folders of `pipedream/extensions/`.
+
+What may be offered, under the names of their modules:
+
+| module | offers | read by |
+| --- | --- | --- |
+| `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from types import ModuleType
+
+_FOLDER = "pipedream.extensions"
+
+
+@cache
+def list_offers(name: str) -> tuple[ModuleType, ...]:
+    """Returns the module of this name of each extension that has one, in the order of the folders' names."""
+    folders = iter_modules(import_module(_FOLDER).__path__, f"{_FOLDER}.")
+    names = [f"{folder.name}.{name}" for folder in folders if folder.ispkg]
+    return tuple(import_module(module) for module in names if find_spec(module) is not None)
