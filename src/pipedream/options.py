@@ -31,7 +31,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
-from pipedream.schedules import is_torch_csv, load_torch_csv
+from pipedream.schedules import is_schedule_file, load_schedule
 
 _ELSEWHERE = "the recipe's or the plan's"
 
@@ -386,8 +386,8 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
             return self.plan.ranks
         if self.shape not in SHAPES and self.mesh != AUTO:  # which leaves open how many ranks the workers have
             return ranks_of(self.mesh, parse_counts(self.shape))
-        if self.schedule is not None and is_torch_csv(self.schedule):
-            placement = load_torch_csv(self.schedule).placement
+        if self.schedule is not None and is_schedule_file(self.schedule):
+            placement = load_schedule(self.schedule).placement
             return sum(mesh.size for mesh in placement.meshes(meshes_of(self.single_mesh, placement.stages)))
         return None if self.cluster is None else self.cluster.workers
 

@@ -7,6 +7,7 @@ from commands import Answer, Refused, Run
 from zoo import alike_layers
 
 import pipedream as pd
+from pipedream.extensions.torch_csv.notation import write as to_torch_csv
 from tests.cli import test_data_runs_no_code
 
 
@@ -15,7 +16,7 @@ def looped(tmp_path: Path) -> str:
     """Returns a file of interleaved 1F1B: four stages on two ranks, four microbatches."""
     path = tmp_path / "looped.csv"
     built = pd.schedules.build("interleaved_1f1b", pd.schedules.uniform("interleaved_1f1b", 2), 4)
-    path.write_text(pd.schedules.to_torch_csv(built))
+    path.write_text(to_torch_csv(built))
     return str(path)
 
 
@@ -78,7 +79,7 @@ def test_plans_of_files(looped: str, tmp_path: Path) -> None:
             plan(**options)
     # A straight file is planned as its method is.
     path = tmp_path / "straight.csv"
-    path.write_text(pd.schedules.to_torch_csv(pd.schedules.build("gpipe", pd.Plan.uniform(2), 4)))
+    path.write_text(to_torch_csv(pd.schedules.build("gpipe", pd.Plan.uniform(2), 4)))
     straight = pd.plan(alike_layers(7), pd.Cluster.flat(2), schedule=str(path))
     assert (cuts_of(straight), straight.worker_order) == ([(0, 3), (3, 7)], ())
 

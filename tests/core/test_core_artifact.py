@@ -180,7 +180,7 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "large").write_text("{}" * 100)
     monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
     for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
-        for read in (pd.Plan.load, read_profile, pd.schedules.load_torch_csv):
+        for read in (pd.Plan.load, read_profile, pd.schedules.load_schedule):
             with pytest.raises(pd.PipelineError, match=words):
                 read(tmp_path / name)
 

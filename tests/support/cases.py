@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.schedule.phase import phase_at, read_phases
-from pipedream.experimental.roundpipe import dispatched, homes
+from pipedream.extensions.methods.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
 from pipedream.testing import (
     CompensationRule,

@@ -19,6 +19,7 @@ from marks import slow, thinned
 import pipedream as pd
 from pipedream.core.schedule.lowering import with_common_channels
 from pipedream.core.schedule.phase import phase_at, phases_text, read_phases
+from pipedream.extensions.torch_csv.notation import write as to_torch_csv
 from pipedream.testing import MethodRules, Reads, Trained
 from pipedream.training.job import profile_recipe
 from pipedream.workflows.prepare import check_phases_fit
@@ -330,7 +331,7 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
 @pytest.mark.slow
 def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) -> None:
     plan = zoo.plan_of(zoo.make("mlp", torch.float32), 2, (1, 1))
-    (tmp_path / "mine.csv").write_text(pd.schedules.to_torch_csv(pd.schedules.build("gpipe", pd.Plan.uniform(2), 4)))
+    (tmp_path / "mine.csv").write_text(to_torch_csv(pd.schedules.build("gpipe", pd.Plan.uniform(2), 4)))
     mine = replace(pd.schedules.build("gpipe", plan, 3), name="my own")
     options: dict[str, Any] = {"plan": plan, "checkpoint_every": 3, "quiet": True, "evaluate_every": 0}
 

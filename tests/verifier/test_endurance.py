@@ -15,6 +15,7 @@ from marks import long, slow
 from programs import program_of
 
 import pipedream as pd
+from pipedream.extensions.torch_csv.notation import from_torch_csv, write as to_torch_csv
 from pipedream.simulator import Costs, Stragglers, simulate
 
 
@@ -29,8 +30,8 @@ def test_random_programs_endure(programs: int) -> None:
         plan, placement, m = schedule.plan, schedule.placement, schedule.microbatches
         stays = not any(map(placement.runs_backward_elsewhere, range(len(plan.stages))))
         if schedule.flushes and stays and max(plan.replicas) == 1 and data.draw(st.booleans()):
-            text = pd.schedules.to_torch_csv(schedule)
-            schedule = pd.schedules.from_torch_csv(text, name=schedule.name, plan=plan)
+            text = to_torch_csv(schedule)
+            schedule = from_torch_csv(text, name=schedule.name, plan=plan)
         slow_ranks = st.dictionaries(st.integers(0, placement.workers - 1), st.floats(1.0, 4.0), max_size=1)
         stragglers = Stragglers(data.draw(st.sampled_from([0.0, 0.5])), data.draw(slow_ranks), data.draw(st.integers()))
         program, total = pd.lower(schedule), -(-total // m) * m

@@ -7,7 +7,7 @@ from rich.console import Console
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_seconds
 from pipedream.report.text import grid_rich
-from pipedream.schedules import Run, is_torch_csv, stage_order_of
+from pipedream.schedules import Run, is_schedule_file, stage_order_of
 
 
 def print_grid(timeline: Timeline) -> None:
@@ -26,7 +26,7 @@ def print_length(run: Run, microbatches: int | None, minibatches: int | None) ->
 def print_chunks(run: Run) -> None:
     """Prints how many stages the workers have, for methods that give a worker several."""
     plan = run.schedule.plan
-    if is_torch_csv(run.schedule.name) or stage_order_of(run.schedule.name) is None:
+    if is_schedule_file(run.schedule.name) or stage_order_of(run.schedule.name) is None:
         return
     chunks = sum(plan.replicas) / plan.workers
     seconds = sorted({round(stage.forward_s + stage.backward_s, 12) for stage in plan.stages})

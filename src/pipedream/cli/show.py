@@ -107,7 +107,7 @@ def show(
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
     checked = check_claims(built.name, built.plan.workers, built.microbatches, chunks) if verify_it else None
     if csv is not None:
-        write_text(csv, schedules.to_torch_csv(built))
+        write_text(csv, schedules.format_schedule(built, ".csv"))
     if svg is not None:
         save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
     if as_json:

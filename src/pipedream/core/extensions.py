@@ -4,6 +4,7 @@ What may be offered, under the names of their modules:
 
 | module | offers | read by |
 | --- | --- | --- |
+| `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

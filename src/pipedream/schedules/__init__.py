@@ -4,9 +4,9 @@ This package exports all that a method's file needs.
 """
 
 from pipedream.schedules import kit
+from pipedream.schedules.files import format_schedule, is_schedule_file, load_schedule
 from pipedream.schedules.kit import *  # noqa: F403
 from pipedream.schedules.kit.idioms import evaluation
-from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 from pipedream.schedules.registry import (
     ALIASES,
     COMPENSATED,
@@ -44,15 +44,14 @@ __all__ = [
     "derive_properties",
     "evaluation",
     "first_stage_units",
-    "from_torch_csv",
-    "is_torch_csv",
-    "load_torch_csv",
+    "format_schedule",
+    "is_schedule_file",
+    "load_schedule",
     "method_of",
     "properties_of",
     "refuse_code",
     "run_of",
     "stage_order_of",
-    "to_torch_csv",
     "uniform",
 ]
 

@@ -26,8 +26,8 @@ from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules.files import is_schedule_file, load_schedule
 from pipedream.schedules.kit.method import Method, StageOrder
-from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     str: str,
@@ -227,7 +227,7 @@ def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
     return methods
 
 
-_FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
+_FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.extensions.methods")
 """Packages of methods, one per file; imported only here, and skipped if missing."""
 
 
@@ -266,7 +266,7 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     """Returns a method's schedule for a plan, e.g. ``build("pb_lwp", plan, by="difference", scale=2)``.
 
     Args:
-        name: in any case, with ``-`` or ``_``; or a file: ``.csv`` (`pytorch_csv`) or ``.py``. Options may
+        name: in any case, with ``-`` or ``_``; or a file: in PyTorch's notation (`.csv`) or ``.py``. Options may
             follow: ``pb_lwp[by=difference,scale=2]``.
         microbatches: m, the parts of a minibatch; None for the method's own choice.
 
@@ -277,8 +277,8 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     """
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
-    if is_torch_csv(name) and not options:
-        loaded = load_torch_csv(name, plan)
+    if is_schedule_file(name) and not options:
+        loaded = load_schedule(name, plan)
         if microbatches not in (None, loaded.microbatches):
             raise ScheduleError(
                 f"schedule {name!r} with {microbatches} microbatches a minibatch: the file has {loaded.microbatches}; "
@@ -307,7 +307,7 @@ def canonical(name: str, **options: Any) -> str:
     Raises:
         ScheduleError: there is no such method or option.
     """
-    if is_torch_csv(name) and not options:
+    if is_schedule_file(name) and not options:
         return name
     method_name, _, values = _resolve(name, options)
     return method_name + format_options(values)
@@ -315,7 +315,7 @@ def canonical(name: str, **options: Any) -> str:
 
 def stage_order_of(name: str) -> StageOrder | None:
     """Returns a method's order of stages; None for one stage per worker, or for a file that has its own."""
-    if is_torch_csv(name):
+    if is_schedule_file(name):
         return None
     return method_of(name).stage_order
 
@@ -325,17 +325,17 @@ def check_chunks(name: str, chunks: int | None) -> None:
     stage_order = stage_order_of(name)
     if chunks is None or (stage_order is not None and stage_order.chunks is not None):
         return
-    if chunks == 1 and stage_order is None and not is_torch_csv(name):
+    if chunks == 1 and stage_order is None and not is_schedule_file(name):
         return
     reason = "its workers have one stage each" if stage_order is None else f"it needs {stage_order.words}"
-    reason = "the file itself says which stages a worker has" if is_torch_csv(name) else reason
+    reason = "the file itself says which stages a worker has" if is_schedule_file(name) else reason
     raise ScheduleError(f"schedule {name!r} with {chunks} chunks per worker: {reason}; leave the number out")
 
 
 def method_of(name: str) -> Method:
     """Returns the method of a name or a user's file, ignoring options; raises ScheduleError if it does not exist."""
     method_name, options = name_and_options(name)
-    if options and is_torch_csv(method_name):
+    if options and is_schedule_file(method_name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave the brackets out")
     if is_method_file(method_name):
         return load_method(method_name)
@@ -344,9 +344,10 @@ def method_of(name: str) -> Method:
     if method is None:
         similar = get_close_matches(key, METHODS, n=1)
         suggestion = f"; did you mean {similar[0]}?" if similar else ""
+        notation = "FILE.csv in PyTorch's notation, or " if is_schedule_file("FILE.csv") else ""
         raise ScheduleError(
             f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: "
-            f"FILE.csv in PyTorch's notation, or FILE.py that declares METHODS{suggestion}"
+            f"{notation}FILE.py that declares METHODS{suggestion}"
         )
     return method
 
@@ -368,7 +369,7 @@ def refuse_code(name: str, source: str) -> None:
 
 def _resolve(name: str, options: dict[str, Any]) -> tuple[str, Method, dict[str, Any]]:
     """Returns the method's own name (or its file's), the method, and its changed options."""
-    if is_torch_csv(name):
+    if is_schedule_file(name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave them out")
     method, (method_name, texts) = method_of(name), name_and_options(name)
     values = read_options(name, method, dict(texts), options)

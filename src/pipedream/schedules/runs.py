@@ -9,8 +9,8 @@ from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.occupancy import MethodProperties, occupancy
 from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules.files import is_schedule_file, load_schedule
 from pipedream.schedules.kit.idioms import max_in_flight
-from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.registry import build, check_chunks, method_of, stage_order_of
 
 _DEFAULT_WORKERS = 4
@@ -36,8 +36,8 @@ def uniform(
         ScheduleError: there is no such method, the file is for other workers, or `chunks` cannot be chosen.
     """
     check_chunks(name, chunks)
-    if is_torch_csv(name):
-        file_plan = load_torch_csv(name).plan
+    if is_schedule_file(name):
+        file_plan = load_schedule(name).plan
         if workers not in (None, file_plan.workers):
             raise ScheduleError(f"schedule {name!r} is for {file_plan.workers} workers, and {workers} were asked for")
         return Plan.uniform(len(file_plan.stages), forward_s, backward_s, transfer_s, order=file_plan.worker_order)
@@ -144,7 +144,7 @@ def run_of(
 
 
 def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
-    if is_torch_csv(name):
+    if is_schedule_file(name):
         return build(name, plan, microbatches or split)
     if microbatches is not None:
         try:
@@ -174,7 +174,7 @@ def properties_of(name: str) -> MethodProperties:
     Raises:
         ScheduleError: there is no such method, or it does not work on equal stages of 1 to 8 workers.
     """
-    if not is_torch_csv(name):
+    if not is_schedule_file(name):
         declared = method_of(name).properties
         if declared is not None and not name_and_options(name)[1]:
             return declared
@@ -194,7 +194,7 @@ def derive_properties(name: str) -> MethodProperties:
         recomputes=schedule.plan.stages[0].recompute,
         same_updates=schedule.flushes or (len(schedule.plan.stages) > 1 and makes_same_updates(schedule)),
     )
-    if is_torch_csv(name):
+    if is_schedule_file(name):
         return properties
     with suppress(ScheduleError):
         last_versions = [occupancy(build(name, Plan.uniform(stages)))[-1].versions for stages in (3, 5)]
@@ -221,7 +221,7 @@ def derive_properties(name: str) -> MethodProperties:
 
 
 def _build_on_fewest_workers(name: str) -> Schedule:
-    if is_torch_csv(name):
+    if is_schedule_file(name):
         return build(name, uniform(name, None))
     for workers in range(1, 8):
         with suppress(ScheduleError):

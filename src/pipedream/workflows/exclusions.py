@@ -97,7 +97,7 @@ _PROPERTIES: dict[str, Callable[[Any], bool]] = {
     "has_replicas": _has_replicas,
     "lays_out_stages": lambda schedule: schedule != "auto" and schedules.stage_order_of(schedule) is not None,
     "has_one_stage_a_worker": lambda schedule: schedule != "auto" and schedules.stage_order_of(schedule) is None,
-    "is_torch_csv": schedules.is_torch_csv,
+    "is_schedule_file": schedules.is_schedule_file,
 }
 
 _TABLE = """
@@ -137,7 +137,7 @@ schedule:lays_out_stages | shape!=any|pipeline cuts update_delay in_flight recom
     this method lays its stages out on all workers itself
 schedule:has_one_stage_a_worker | chunks
     each worker of this method has one stage
-schedule:is_torch_csv | shape:has_replicas update_delay
+schedule:is_schedule_file | shape:has_replicas update_delay
     a schedule in PyTorch's notation has no replicas
     leave out OTHERS; the file determines the shape
 cluster | workers bandwidth latency memory

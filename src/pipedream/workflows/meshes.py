@@ -258,7 +258,7 @@ def _compare_mixed(
         request = replace(request, schedule=best.plan.schedule, microbatches=best.plan.microbatches)
     if request.shape in ("straight", "data-parallel") or request.strategy == "2bw":
         return []
-    if schedules.stage_order_of(request.schedule) is not None or schedules.is_torch_csv(request.schedule):
+    if schedules.stage_order_of(request.schedule) is not None or schedules.is_schedule_file(request.schedule):
         return []
     search = _MixedSearch(profile, request, meshes)
     method = schedules.properties_of(request.schedule)

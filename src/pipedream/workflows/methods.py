@@ -92,8 +92,8 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         compensation: of delay, in place of the method's own.
     """
     stage_order = schedules.stage_order_of(schedule)
-    if schedules.is_torch_csv(schedule):
-        rows = occupancy(schedules.load_torch_csv(schedule))
+    if schedules.is_schedule_file(schedule):
+        rows = occupancy(schedules.load_schedule(schedule))
         minimum = StageOccupancy(1, 1, flushes=True)
         return planner.MethodOccupancy(
             lambda plan: rows if len(plan.stages) == len(rows) else (minimum,) * len(plan.stages)

@@ -281,7 +281,7 @@ def _compare_by_planner(
         profile = profile.without_tied_groups()
     if schedules.stage_order_of(request.schedule) is not None:
         return compare_alone(_lay_out_stages(profile, request), request)
-    if schedules.is_torch_csv(request.schedule):
+    if schedules.is_schedule_file(request.schedule):
         return compare_alone(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan, rival_s)
 
@@ -395,7 +395,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
     name, cluster = request.schedule, request.workers_and_links
     if request.shape not in planner.SHAPES:
         planner.parse_counts(request.shape)  # raises if these are no counts
-    parsed = schedules.load_torch_csv(name)
+    parsed = schedules.load_schedule(name)
     parsed = schedules.build(name, parsed.plan, request.microbatches)
     stages, workers = len(parsed.plan.stages), parsed.plan.workers
     if cluster.workers != workers:

@@ -13,6 +13,7 @@ import zoo
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream.extensions.torch_csv.notation import from_torch_csv, write as to_torch_csv
 from pipedream.testing import Reads, Training, assert_near
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
@@ -34,7 +35,7 @@ def theirs() -> list[tuple[str, int, int, int]]:
 
 
 def read(name: str, p: int, m: int, v: int) -> pd.Schedule:
-    return pd.schedules.from_torch_csv(torch_schedules.text_of(torch_schedules.orders(name, p, m, v)), name=name)
+    return from_torch_csv(torch_schedules.text_of(torch_schedules.orders(name, p, m, v)), name=name)
 
 
 # -- theirs ---------------------------------------------------------------------------------------------
@@ -54,10 +55,10 @@ def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
     if name != "GPipe":  # with its messages it is the same schedule
         text = torch_schedules.text_of(torch_schedules.lowered(name, p, m, v))
         assert "SEND_F" in text or p == 1
-        assert pd.schedules.from_torch_csv(text, name=name) == schedule
-    again = pd.schedules.from_torch_csv(pd.schedules.to_torch_csv(schedule), name=name)
+        assert from_torch_csv(text, name=name) == schedule
+    again = from_torch_csv(to_torch_csv(schedule), name=name)
     assert again == schedule
-    assert pd.schedules.to_torch_csv(pd.lower(again)) == pd.schedules.to_torch_csv(schedule)
+    assert to_torch_csv(pd.lower(again)) == to_torch_csv(schedule)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 7), (3, 6), (4, 11)])
@@ -85,7 +86,7 @@ def test_two_kinds_of_theirs_are_broken_and_refused() -> None:
         (deferred, "are received in the order in which they are sent"),
     ):
         with pytest.raises(pd.errors.ScheduleError, match=words):
-            pd.schedules.from_torch_csv(torch_schedules.text_of(rows))
+            from_torch_csv(torch_schedules.text_of(rows))
 
 
 # -- ours -----------------------------------------------------------------------------------------------
@@ -115,9 +116,9 @@ def flushing(draw: st.DrawFn) -> pd.Schedule:
 
 @given(flushing())
 def test_ours_return_and_their_loader_takes_them(tmp_path_factory: pytest.TempPathFactory, ours: pd.Schedule) -> None:
-    text, m = pd.schedules.to_torch_csv(ours), ours.microbatches
-    again = pd.schedules.from_torch_csv(text, name=ours.name, plan=ours.plan)
-    assert text == pd.schedules.to_torch_csv(pd.lower(ours)) == pd.schedules.to_torch_csv(again)
+    text, m = to_torch_csv(ours), ours.microbatches
+    again = from_torch_csv(text, name=ours.name, plan=ours.plan)
+    assert text == to_torch_csv(pd.lower(ours)) == to_torch_csv(again)
     workers = range(ours.placement.workers)
     passes = [[[op for op in s.ops(rank, 3 * m) if op.kind != "U"] for rank in workers] for s in (ours, again)]
     assert passes[0] == passes[1]
@@ -127,13 +128,13 @@ def test_ours_return_and_their_loader_takes_them(tmp_path_factory: pytest.TempPa
     loaded = torch_schedules.load(file, ours.placement.stages, ours.placement.workers, m)
     assert loaded.stage_index_to_group_rank == {s: row[0] for s, row in enumerate(ours.placement.ranks)}
     # What their lowering makes of it is consistent by our rules, and the same schedule.
-    assert pd.schedules.from_torch_csv(
-        torch_schedules.text_of(loaded.pipeline_order_with_comms), name=ours.name
-    ) == pd.schedules.from_torch_csv(text, name=ours.name)
+    assert from_torch_csv(torch_schedules.text_of(loaded.pipeline_order_with_comms), name=ours.name) == from_torch_csv(
+        text, name=ours.name
+    )
 
 
 def test_a_column_is_a_step() -> None:
-    assert pd.schedules.to_torch_csv(pd.schedules.build("1f1b", pd.Plan.uniform(3), 3)).splitlines() == [
+    assert to_torch_csv(pd.schedules.build("1f1b", pd.Plan.uniform(3), 3)).splitlines() == [
         "0F0,0F1,0F2,,,0B0,,0B1,,0B2",
         ",1F0,1F1,,1B0,1F2,1B1,,1B2",
         ",,2F0,2B0,2F1,2B1,2F2,2B2",
@@ -153,7 +154,7 @@ def test_a_column_is_a_step() -> None:
 def test_what_cannot_be_written_is_refused(schedule: pd.Schedule, reason: str) -> None:
     for either in (schedule, pd.lower(schedule)):
         with pytest.raises(pd.errors.ScheduleError, match=reason):
-            pd.schedules.to_torch_csv(either)
+            to_torch_csv(either)
 
 
 # -- files that are wrong -------------------------------------------------------------------------------
@@ -225,9 +226,9 @@ WRONG = {
 @pytest.mark.parametrize("story", WRONG)
 def test_wrong_files_are_refused_by_row_column_and_cell(story: str) -> None:
     text, message = WRONG[story]
-    assert pd.schedules.from_torch_csv(PASSES).microbatches == pd.schedules.from_torch_csv(LOWERED).microbatches == 2
+    assert from_torch_csv(PASSES).microbatches == from_torch_csv(LOWERED).microbatches == 2
     with pytest.raises(pd.errors.ScheduleError, match=message) as caught:
-        pd.schedules.from_torch_csv(text, name="mine.csv")
+        from_torch_csv(text, name="mine.csv")
     assert str(caught.value).startswith("schedule 'mine.csv': ")
 
 
@@ -253,11 +254,11 @@ def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> No
             )
     text = "\n".join(",".join(row) for row in rows)
     try:
-        schedule = pd.schedules.from_torch_csv(text)
+        schedule = from_torch_csv(text)
         pd.verify(pd.lower(schedule))
     except pd.errors.ScheduleError:
         return
-    assert pd.schedules.from_torch_csv(pd.schedules.to_torch_csv(schedule)) == schedule
+    assert from_torch_csv(to_torch_csv(schedule)) == schedule
 
 
 # -- run ------------------------------------------------------------------------------------------------
@@ -285,10 +286,10 @@ OF_TWO_RANKS = {"Interleaved1F1B": 4, "LoopedBFS": 5, "InterleavedZeroBubble": 4
     ids=["GPipe", *OF_TWO_RANKS, "v", "neighbours", "any"],
 )
 def test_theirs_and_any_map_of_stages_train_as_plain_pytorch(text: str) -> None:
-    schedule = pd.schedules.from_torch_csv(text)
+    schedule = from_torch_csv(text)
     plan = zoo.plan_of(zoo.make("mlp"), schedule.placement.stages)
     plan = replace(plan, worker_order=schedule.plan.worker_order)
-    check_training(pd.schedules.from_torch_csv(text, plan=plan), plan, schedule.microbatches)
+    check_training(from_torch_csv(text, plan=plan), plan, schedule.microbatches)
 
 
 def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
     """Over two processes PyTorch's runtime does what we have written; ours does it in one, from the same file."""
     file = tmp_path / "ours.csv"
     ours = pd.schedules.build(name, pd.schedules.uniform(name, 2, chunks=chunks), 4)
-    file.write_text(pd.schedules.to_torch_csv(ours))
+    file.write_text(to_torch_csv(ours))
     summed: dict[str, torch.Tensor] = {}
     for gradients in processes.team(2).results(torch_schedules.run, str(file), ours.placement.stages, 4):
         summed |= gradients

@@ -1,4 +1,4 @@
-"""Methods kept apart: not published in full, or the only user of some machinery.
+"""Further methods, one per file: variants of others, those not published in full, and those with own machinery.
 
 The registry scans this folder; nothing else needs it.
 """

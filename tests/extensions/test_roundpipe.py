@@ -13,7 +13,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
 from pipedream.core.units import format_bytes
-from pipedream.experimental.roundpipe import _choose_slots, homes, roundpipe
+from pipedream.extensions.methods.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.prepare import prepare, read_run_phases

@@ -36,6 +36,8 @@ from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules.kit.idioms import SPLIT, B, F, flushing
 
+SUFFIX = ".csv"
+
 _LETTERS = ("F", "B", "I", "W")
 _MESSAGES = {"SEND_F": +1, "RECV_F": -1, "SEND_B": -1, "RECV_B": +1}
 _SHARDS = ("UNSHARD", "RESHARD")
@@ -70,12 +72,7 @@ class _Repeated:
                 yield op._replace(index=op.index + stride)
 
 
-def is_torch_csv(name: str) -> bool:
-    """Returns whether a method's name is such a file."""
-    return name.lower().endswith(".csv")
-
-
-def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
+def load(path: str | Path, plan: Plan | None = None) -> Schedule:
     """Reads a file (`from_torch_csv`); the schedule has the file's name."""
     try:
         text = read_text(path)
@@ -113,7 +110,7 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
     return replace(schedule, claims=Claims(assumption="none: it was read from a file"))
 
 
-def to_torch_csv(schedule: Schedule | Program) -> str:
+def write(schedule: Schedule | Program) -> str:
     """Writes one minibatch of a flushing schedule in PyTorch's notation, passes only: PyTorch adds the messages.
 
     In each column every pass has what it needs from the columns before.

@@ -1,0 +1,1 @@
+"""Schedules in the notation of torch.distributed.pipelining."""
