@@ -19,6 +19,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.host_store import HostVersions
+from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes, EqualReplicas
@@ -30,7 +31,6 @@ from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
-from pipedream.runtime.update.part import StagePart
 
 
 class StageObserver:

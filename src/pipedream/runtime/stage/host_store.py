@@ -36,9 +36,9 @@ from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
+from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.update.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.update.gradients import Gradients
 
 _HEADER_ITEMS = 10

@@ -15,9 +15,9 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
+from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
-from pipedream.runtime.update.part import StagePart
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 

@@ -10,10 +10,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import CaptureError
 from pipedream.runtime.comm.channel import Group, Waiting
+from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import all_reduce_many
-from pipedream.runtime.update.part import StagePart
 from pipedream.runtime.update.reducer import Reducer
 
 

@@ -12,7 +12,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
-from pipedream.runtime.update.part import StagePart
+from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.update.stepped import SteppedWeights
 
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
