@@ -28,11 +28,12 @@ from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.host_store import HostStore, HostVersions, StoreFormat
+from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import CopiedAttributes
-from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.stage_parts import check_parts, make_parts
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.gradients import Gradients
@@ -158,10 +159,14 @@ def make_local_workers(
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
             layers, replica_parameters = blueprint.stages[stage], parameters[stage]
+            copied_attributes = []
             if replica:
                 layers, replica_parameters = _copy_layers(
                     layers, replica_parameters, chain.from_iterable(blueprint.stages)
                 )
+            if placement.replicas[stage] > 1:
+                modules = _list_modules(blueprint.stages[stage]), _list_modules(layers)
+                copied_attributes = [CopiedAttributes(*modules, changing.setdefault(stage, set()))]
             stage_states[stage] = _make_stage_state(
                 blueprint,
                 stage,
@@ -171,11 +176,8 @@ def make_local_workers(
                 copies=copy_tied(replica_parameters, stage, tied) if not replica else None,
                 store=store,
                 replica=replica,
+                parts=copied_attributes,
             )
-            if placement.replicas[stage] > 1:
-                stage_states[stage].copied_attributes = CopiedAttributes(
-                    _list_modules(blueprint.stages[stage]), _list_modules(layers), changing.setdefault(stage, set())
-                )
         ends = WorkerChannels(
             {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
             {n: with_decoding(queues[n], messages, c.carries) for n, c in channels if c.receiver == rank},
@@ -266,9 +268,9 @@ def make_stateless_stages(
             for name, handle in trained.items():
                 module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
         per_update, open_stored = program.updates.per_update[stage], partial(store.open, stage, layout)
-        stateless[stage] = StatelessStage(module, layout, gradients, scale, per_update, open_stored)
-        if program.plan.stages[stage].recompute and not placement.runs_backward_elsewhere(stage):
-            stateless[stage].recomputation = Recomputation(module)
+        recomputes = program.plan.stages[stage].recompute and not placement.runs_backward_elsewhere(stage)
+        parts = [Recomputation(module)] if recomputes else []
+        stateless[stage] = StatelessStage(module, layout, gradients, scale, per_update, open_stored, parts)
     return stateless
 
 
@@ -325,6 +327,7 @@ def _make_stage_state(
     replica: int = 0,
     sharding: StageSharding | None = None,
     boundary: Boundary | None = None,
+    parts: Sequence[StagePart] = (),
 ) -> StageState:
     """`copies` are trained in place of parameters that another stage of this rank holds too."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
@@ -349,43 +352,40 @@ def _make_stage_state(
         layout = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         cpu_optimizer = store.host(stage, replica, parameters, layout)
     counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
-    # Of the programs whose weights change between a forward and its backward.
-    rules = {p.weights.backward_rule for p in programs if p.weights.staleness(stage) or p.weights.predictions(stage)}
-    stage_state = StageState(
-        module=module,
-        versions=HostVersions(parameters, stored)
+    versions = (
+        HostVersions(parameters, stored)
         if stored is not None
-        else Versions(parameters, watched=replica_group is not None),
-        gradients=Gradients(len(parameters)),
-        optimizer=Optimizer(
-            parameters,
-            settings.optimizer,
-            scheduler=settings.scheduler,
-            replicas=plan.replicas[stage],
-            replica_group=replica_group,
-            choices=plan.choices,
-            ema=settings.ema,
-            counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
-            tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
-            loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
-            sharding=sharding,
-            stepped=cpu_optimizer,
-        ),
-        parts=() if cpu_optimizer is None else (cpu_optimizer,),
-        saved_tensor_hooks=SavedTensorHooks(settings.autocast is not None) if "graph" in rules else None,
+        else Versions(parameters, watched=replica_group is not None)
+    )
+    optimizer = Optimizer(
+        parameters,
+        settings.optimizer,
+        scheduler=settings.scheduler,
+        replicas=plan.replicas[stage],
+        replica_group=replica_group,
+        choices=plan.choices,
+        ema=settings.ema,
+        counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
+        tied=[name for weights in blueprint.tied if stage in weights.stages for name in weights.names],
+        loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
+        sharding=sharding,
+        stepped=cpu_optimizer,
     )
     if stored is not None:
-        stored.adopt_averages(stage_state.optimizer.ema)
-    stage_state.check_programs(programs, stage)
-    if stage_state.optimizer.reducer.averages_weights and hasattr(stage_state.optimizer.optimizer, "eval"):
+        stored.adopt_averages(optimizer.ema)
+    facts = StageFacts(stage, programs, module, versions, optimizer)
+    check_parts(facts)
+    if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
         raise ScheduleError(
-            f"sums={plan.choices.sums!r} was asked for with {type(stage_state.optimizer.optimizer).__name__}, which "
+            f"sums={plan.choices.sums!r} was asked for with {type(optimizer.optimizer).__name__}, which "
             "keeps weights of its own that would not be averaged; use another optimizer, or sums='bfloat16'"
         )
     if sharding is not None:
         rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
-        sharding.adapt_optimizer(stage_state.optimizer.optimizer, rotates=rotates)
-    return stage_state
+        sharding.adapt_optimizer(optimizer.optimizer, rotates=rotates)
+    return StageState(
+        module, versions, Gradients(len(parameters)), optimizer, partial(make_parts, facts), lasting_parts=tuple(parts)
+    )
 
 
 def _refuse_mesh(sharding: StageSharding | None) -> None:

@@ -64,7 +64,7 @@ class BackwardRunner:
         stage_state, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
         saved = self._saved_forwards[stage, index]
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting_collectives("repeated forward"):
+            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("repeated forward"):
                 saved.repeat_forward()
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()
@@ -78,7 +78,7 @@ class BackwardRunner:
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
+            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.scale)
                 stage_state.observer.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
@@ -96,7 +96,7 @@ class BackwardRunner:
         message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting_collectives("backward"):
+            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.scale)
                 stage_state.observer.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
@@ -112,7 +112,7 @@ class BackwardRunner:
         hook = self._choose_ready_hook(stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting_collectives("weights' backward"):
+            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, hook)
         self._forwards.offload.end_backward(stage, index)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)

@@ -20,7 +20,8 @@ from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Output, Results
 from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.offload import Offload
-from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
+from pipedream.runtime.stage.part import ForwardFunction
+from pipedream.runtime.stage.recompute import run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.stateless_stage import StatelessStage
@@ -198,11 +199,8 @@ class ForwardRunner:
             return message
         stage_state.keep_sample(message)
         saved, run = self._prepare(stage, index, stage_state, message)
-        with stage_state.forward_context(saved), stage_state.module.counting_collectives("forward"):
-            if stage_state.recomputation is None:
-                result = run(message)
-            else:
-                result = stage_state.recomputation.forward(saved, message, run)
+        with stage_state.pass_parts.forward(saved), stage_state.module.counting_collectives("forward"):
+            result = stage_state.pass_parts.run_forward(saved, message, run)
             stage_state.observer.after_forward(index)
         self.saved_forwards[stage, index] = saved
         if stage < self._last_stage and self._ends_minibatch(index):
@@ -216,7 +214,7 @@ class ForwardRunner:
         result = message
         if message.content is not Content.EMPTY:
             saved, run = self._prepare(stage, index, stage_state, message)
-            with stage_state.forward_context(saved):
+            with stage_state.pass_parts.forward(saved):
                 result = run_without_graph(run, message)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if self._ends_minibatch(index):

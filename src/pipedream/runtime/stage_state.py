@@ -1,7 +1,7 @@
 """The state of a stage on one rank: layers, versions of the weights, optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,29 +12,29 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.host_store import HostVersions
-from pipedream.runtime.stage.part import StagePart
-from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
-from pipedream.runtime.stage.recompute import Recomputation
-from pipedream.runtime.stage.replicas import CopiedAttributes, EqualReplicas
-from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
+from pipedream.runtime.stage.part import PassParts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
-from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageObserver:
-    """Observes a stage until its first update. This base class does nothing."""
+    """Observes a stage until its first update. This base class does nothing.
+
+    Attributes:
+        observes: whether it does anything.
+    """
+
+    observes = False
 
     def before_forward(
         self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
@@ -60,7 +60,6 @@ class StageObserver:
         """Takes the weights, with the gradients of the first update."""
 
 
-_NOTHING = nullcontext()
 _UNOBSERVED = StageObserver()
 
 
@@ -72,25 +71,25 @@ class StageState:
 
     1. `switch_to` sets what depends on the method; `begin` starts a stream.
     2. A forward calls `acquire` for its weights, and runs the layers with `forward`.
-    3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to those of the next update and
-       releases the weights. In a backward in which a sum begins, `gradient_ready` passes them to the reducer instead.
+    3. A backward runs in the context of its parts (`pass_parts`); `add_gradients` then adds its gradients to those of
+       the next update and releases the weights. In a backward in which a sum begins, `gradient_ready` passes them to
+       the reducer instead.
     4. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
        the handles; if a thread makes it, `join_update` waits for it.
     5. `end` ends a stream, at a drain.
 
-    The `parts` take part in 1, 4 and 5, and in checkpoints.
+    The `parts` take part in all of it, and in checkpoints.
 
     Attributes:
-        recomputation: None if forwards keep their graph.
-        predictions: what passes read in place of versions, if the method predicts.
-        saved_tensor_hooks: None without the rule 'graph'.
+        make_parts: returns the parts that a program needs.
+        lasting_parts: parts that all programs share; they come first.
         next_forward: microbatch of the next forward.
         gradient_versions: (microbatch, forward version, backward version) of the next update's gradients.
         observer: compares the first minibatch with the model, until the first update.
         sample_message: the first message of a stage on a mesh, without data.
-        parts: what else takes part in streams, updates and checkpoints.
+        parts: what else takes part, in the order of the calls.
+        pass_parts: what they do in passes.
         weight_choice: which weights the passes read.
-        copied_attributes: of the modules, if there are other replicas in this process.
         overlapped: the newest update, while a thread makes it or after it failed.
     """
 
@@ -98,52 +97,35 @@ class StageState:
     versions: Versions
     gradients: Gradients
     optimizer: Optimizer
-    recomputation: Recomputation | None = None
-    saved_tensor_hooks: SavedTensorHooks | None = None
+    make_parts: Callable[[Program], Iterable[StagePart]]
+    lasting_parts: tuple[StagePart, ...] = ()
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     observer: StageObserver = _UNOBSERVED
     sample_message: Message | None = None
-    copied_attributes: CopiedAttributes | None = None
     overlapped: OverlappedUpdate | None = None
-    parts: tuple[StagePart, ...] = ()
-    predictions: WeightPredictions = field(init=False)
+    parts: tuple[StagePart, ...] = field(init=False, default=())
+    pass_parts: PassParts = field(init=False)
     weight_choice: WeightChoice = field(init=False)
-
-    def __post_init__(self) -> None:
-        group, count, reducer = self.optimizer.replica_group, self.optimizer.replicas, self.optimizer.reducer
-        if group is not None:
-            self.parts = (*self.parts, EqualReplicas(self.module, self.versions, group, count, reducer))
-        self._parts_of_all_methods = self.parts
-
-    def check_programs(self, programs: Iterable[Program], stage: int) -> None:
-        """Raises a `ScheduleError` before a run if the optimizer or a part of the stage does not fit a method."""
-        for program in programs:
-            for part in self.parts:
-                averages_weights = self.optimizer.reducer.averages_weights
-                part.check(program, stage, self.optimizer.optimizer, averages_weights=averages_weights)
-            check_optimizer(program.updates.compensation, self.optimizer.optimizer)
-            if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
-                check_velocity(self.optimizer.optimizer)
 
     def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
         """Switches to another program at a drain, when one version of the weights is left.
 
-        The state of predictions continues if the previous method kept it too. `input_updates` counts the input stage's
+        The state of the parts continues if the previous method kept it too. `input_updates` counts the input stage's
         updates with the previous program.
         """
         rule = program.weights
-        self.weight_choice = choose_weights(rule, self.versions)
         delays = [rule.staleness(at) for at in range(program.placement.stages)]
         updates, mean = program.updates.at_stage(stage, delays), rule.mean_staleness(stage)
         self.optimizer.switch_to(updates, stage, delays[stage], input_updates, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
-        if self.saved_tensor_hooks is not None:
-            self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
-        self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
-        self.predictions = WeightPredictions(rule, stage, self.versions, self.optimizer)
-        self.predictions.restore(self.part_tensors())
-        self.parts = (*self._parts_of_all_methods, self.predictions)
+        tensors = self.part_tensors()
+        self.parts = (*self.lasting_parts, *self.make_parts(program))
+        self.pass_parts = PassParts(self.parts)
+        self.weight_choice = choose_weights(rule, self.versions)
+        for part in self.parts:
+            part.restore(tensors)
+            self.weight_choice = part.choose_weights(self.weight_choice)
 
     def part_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the state of the parts in a checkpoint, by KIND/NAME."""
@@ -174,18 +156,12 @@ class StageState:
 
         Weights that are kept for the backward are released by `add_gradients`.
         """
-        if self.weight_choice.reads_predictions:
-            return self.predictions.acquire(version)
-        weights = self.weight_choice.acquire(version)
-        return weights, weights.version
+        return self.weight_choice.acquire(version)
 
     def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
-        saved.recomputed_weights = self._choose_for_backward(saved)
-        return saved.recomputed_weights
-
-    def _choose_for_backward(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
-        return self.weight_choice.choose_for_backward(saved.weights)
+        saved.recomputed_weights = self.weight_choice.choose_for_backward(saved.weights)
+        return saved.recomputed_weights
 
     def keep_sample(self, message: Message) -> None:
         """Keeps the first message, without its data, for `collectives`; on a mesh only."""
@@ -218,21 +194,10 @@ class StageState:
             return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return StageCollectives(measured, predicted)
 
-    def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.predictions.forward(saved.weights)
-
-    def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
-            return self.saved_tensor_hooks.redirected_to(self._choose_for_backward(saved))
-        return self.predictions.backward(saved.weights)
-
     def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
-        with _NOTHING if self.copied_attributes is None else self.copied_attributes.synchronized():
-            if self.saved_tensor_hooks is None:
-                return self.module.forward(value, weights.leaves, microbatch, first)
-            layers = partial(self.module.forward, value, weights.leaves, microbatch, first)
-            return self.saved_tensor_hooks.run(layers, value, weights)
+        layers = partial(self.module.forward, value, weights.leaves, microbatch, first)
+        return self.pass_parts.run_layers(layers, value, weights)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""
@@ -255,14 +220,14 @@ class StageState:
 
     def compare_first_update(self) -> None:
         """Compares the gradients of the first update, which the handles have, with the model's."""
-        if self.observer is not _UNOBSERVED:
+        if self.observer.observes:
             self.versions.check_handles()  # first: its error, such as for a hook, explains a difference
         self.observer.before_update(self.versions.handles)
 
     @property
     def can_overlap(self) -> bool:
         """Whether a thread may make the next update: only the weights and the optimizer take part in it."""
-        is_alone = self.observer is _UNOBSERVED and all(part.allows_overlap for part in self.parts)
+        is_alone = not self.observer.observes and all(part.allows_overlap for part in self.parts)
         return is_alone and not self.optimizer.compensator.needs_read_weights
 
     def join_update(self, recorder: Recorder, version: int | None = None) -> None:

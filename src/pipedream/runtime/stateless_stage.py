@@ -1,6 +1,6 @@
 """The passes of a stage on a rank without its state: with weights copied from the host store (`stage.host_store`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
-from pipedream.runtime.stage.recompute import Recomputation
+from pipedream.runtime.stage.part import PassParts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule, evaluating
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.stage_state import StageObserver
@@ -31,7 +31,6 @@ class StatelessStage:
     """
 
     observer = StageObserver()
-    recomputation: Recomputation | None = None
 
     def __init__(
         self,
@@ -41,7 +40,9 @@ class StatelessStage:
         scale: float,
         per_update: int,
         open_stored: Callable[[], SharedWeights],
+        parts: Sequence[StagePart] = (),
     ) -> None:
+        self.pass_parts = PassParts([*parts, _CopiesInModules(self)])
         self.module = module
         self.store_format = store_format
         self.gradients = gradients
@@ -126,13 +127,19 @@ class StatelessStage:
     def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         return self.module.forward(value, weights.leaves, microbatch, first)
 
-    def forward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.store_format.installed(self._untrained)
-
-    def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self.store_format.installed(self._untrained)
-
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             self.gradient_versions.append((saved.microbatch, saved.version, saved.version))
+
+
+class _CopiesInModules(StagePart):
+    """Lets the modules hold what passes copy besides weights."""
+
+    def __init__(self, stage: StatelessStage) -> None:
+        self._stage = stage
+
+    def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        return self._stage.store_format.installed(self._stage._untrained)
+
+    backward = forward

@@ -105,11 +105,10 @@ def run_graph_rule(
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     stage = stage_module.StageModule(named, handles, x.device, 0, autocast)
     versions = kept.Versions(handles, single=not led)
-    weights, saved = versions.peek(), saved_tensors.SavedTensorHooks(autocast is not None)
-    saved.switch_to(led)
+    weights, saved = versions.peek(), saved_tensors.SavedTensorHooks(autocast is not None, led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
-    output = saved.run(lambda: stage.forward(value, weights.leaves, 0, is_first=False), value, weights)
+    output = saved.run_layers(lambda: stage.forward(value, weights.leaves, 0, is_first=False), value, weights)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     for number, share in enumerate([0.5, 4.0, factor / 2] if led else [factor]):
         versions.choose_storage({number} if led else ())

@@ -161,6 +161,7 @@ class StageCheck(StageObserver):
     is_whole_update: bool = False
     sharding: StageSharding | None = None
     _ready_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    observes = True
 
     def after_forward(self, index: int) -> None:
         if index == self.run.runner.microbatches - 1:

@@ -12,7 +12,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
-from pipedream.runtime.stage.part import StagePart
+from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.update.stepped import SteppedWeights
 
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
@@ -37,16 +37,24 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
         super().__init__({name: _make_like(handle, places[name]) for name, handle in handles.items()})
         self.begin()
 
-    def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
-        check_movable(optimizer)
-        by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage))
+    @classmethod
+    def check(cls, facts: StageFacts, program: Program) -> None:
+        if not isinstance(facts.optimizer.stepped, cls):
+            return
+        check_movable(facts.optimizer.optimizer)
+        by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(facts.stage))
         reads_both = any(rule.needs_read_weights for rule in program.updates.compensation) or by_velocity
-        if reads_both or averages_weights:
+        if reads_both or facts.optimizer.reducer.averages_weights:
             raise ScheduleError(
                 f"optimizer_state='host' was asked for with {program.name!r}, which "
                 f"{'reads weights beside the state' if reads_both else 'averages weights over replicas'} of its "
                 "optimizer; keep the optimizer on the device"
             )
+
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        stepped = facts.optimizer.stepped
+        return stepped if isinstance(stepped, cls) else None
 
     def begin(self) -> None:
         """Copies the weights, which may have been loaded, from the handles."""

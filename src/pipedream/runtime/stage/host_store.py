@@ -33,11 +33,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
-from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.gradients import Gradients
 
@@ -526,9 +528,8 @@ class HostVersions(Versions):
             leaves = self._store_format.view_ema(self._shared_weights.copies.copy_to_device(self._shared_weights.ema))
         return leaves, self._store_format.installed(self._copy_untrained())
 
-    def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        if weights is None:
-            return super().installed(weights)
+    def installed(self, weights: WeightSet) -> AbstractContextManager[None]:
+        """Returns a context in which the modules hold copies of what else passes with these weights read."""
         return self._store_format.installed(self._load(weights))
 
     def drop_copies(self) -> None:
@@ -551,6 +552,23 @@ class HostVersions(Versions):
         return self._shared_weights.copies.copy_to_store(
             gradients, self._store_format.view_gradients(self._shared_weights.gradients)
         )
+
+
+class CopiesInModules(StagePart):
+    """Lets the modules of a home hold what its passes copy besides weights."""
+
+    def __init__(self, versions: HostVersions) -> None:
+        self._versions = versions
+
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        return cls(facts.versions) if isinstance(facts.versions, HostVersions) else None
+
+    def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        assert saved.weights is not None
+        return self._versions.installed(saved.weights)
+
+    backward = forward
 
 
 def _make_meta(tensor: torch.Tensor) -> torch.Tensor:

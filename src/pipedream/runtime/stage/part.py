@@ -1,15 +1,51 @@
 """The interface of what a stage has besides its layers, the versions of its weights and its optimizer."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
+from pipedream.runtime.update.optimizer import Optimizer
+
+_NOTHING = nullcontext()
+
+RunLayers = Callable[[], Any]
+
+
+class ForwardFunction(Protocol):
+    """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""
+
+    def __call__(self, message: Message, recomputes: bool = False) -> Message:
+        """`recomputes`: whether this is the second forward."""
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the parts of a stage are made from.
+
+    Attributes:
+        programs: of all phases.
+    """
+
+    stage: int
+    programs: Sequence[Program]
+    module: StageModule
+    versions: Versions
+    optimizer: Optimizer
 
 
 class StagePart:
-    """Takes part in a stage's streams, updates and checkpoints. By default it does nothing.
+    """Takes part in a stage's passes, streams, updates and checkpoints. By default it does nothing.
 
     Attributes:
         allows_overlap: a thread may make an update while passes run.
@@ -17,15 +53,41 @@ class StagePart:
 
     allows_overlap = True
 
-    def check(self, program: Program, stage: int, optimizer: torch.optim.Optimizer, *, averages_weights: bool) -> None:
-        """Raises a `ScheduleError` before a run if a method or an optimizer does not fit.
+    @classmethod
+    def check(cls, facts: StageFacts, program: Program) -> None:
+        """Raises a `ScheduleError` before a run if a method or an optimizer does not fit."""
 
-        Args:
-            averages_weights: the replicas average weights instead of summing gradients.
-        """
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        """Returns the part of a stage; None if it has none with this program."""
+        raise NotImplementedError(f"{cls.__name__} is not made from facts")
 
     def begin(self) -> None:
         """Begins a stream."""
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
+        """Returns what chooses the weights of the passes, in place of `choice`."""
+        return choice
+
+    def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        """Returns the context of a forward with training."""
+        return _NOTHING
+
+    def backward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        """Returns the context of a backward, of each half of one, or of a repeated forward."""
+        return _NOTHING
+
+    def run_forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        """Runs a forward that a backward follows. Of a stage's parts at most one overrides it."""
+        return run(message)
+
+    def run_layers(self, layers: RunLayers, value: Any, weights: WeightSet) -> Any:
+        """Runs the layers on `value`, in a forward or when it is repeated."""
+        return layers()
+
+    # -- updates ------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
         """Called before the storage of an update's weights is chosen."""
@@ -35,6 +97,8 @@ class StagePart:
 
     def after_step(self) -> None:
         """Called when the update has its number."""
+
+    # -- drains -------------------------------------------------------------------------------------
 
     def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
@@ -46,3 +110,46 @@ class StagePart:
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Sets its state, of which a checkpoint may lack tensors."""
+
+
+class PassParts:
+    """What parts do in the passes of a stage, which pay only for methods that are overridden.
+
+    Attributes:
+        forward, backward: see `StagePart`; the context of all parts.
+        run_forward, run_layers: see `StagePart`; through all parts, of which the first is the outermost.
+    """
+
+    def __init__(self, parts: Sequence[StagePart]) -> None:
+        nothing = StagePart()
+        self.forward = _join_contexts(_list_overrides(parts, "forward"))
+        self.backward = _join_contexts(_list_overrides(parts, "backward"))
+        run_forward = _list_overrides(parts, "run_forward")
+        assert len(run_forward) <= 1, f"several parts run forwards: {run_forward}"
+        self.run_forward = run_forward[0] if run_forward else nothing.run_forward
+        self.run_layers = nothing.run_layers
+        for outer in reversed(_list_overrides(parts, "run_layers")):
+            self.run_layers = partial(_run_layers_in, outer, self.run_layers)
+
+
+def _list_overrides(parts: Sequence[StagePart], method: str) -> list[Any]:
+    return [getattr(part, method) for part in parts if getattr(type(part), method) is not getattr(StagePart, method)]
+
+
+def _run_layers_in(outer: Any, inner: Any, layers: RunLayers, value: Any, weights: WeightSet) -> Any:
+    return outer(lambda: inner(layers, value, weights), value, weights)
+
+
+def _join_contexts(
+    contexts: Sequence[Callable[[SavedForward], AbstractContextManager[None]]],
+) -> Callable[[SavedForward], AbstractContextManager[None]]:
+    @contextmanager
+    def enter_all(saved: SavedForward) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context(saved))
+            yield
+
+    if len(contexts) > 1:
+        return enter_all
+    return contexts[0] if contexts else StagePart().forward

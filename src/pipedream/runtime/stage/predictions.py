@@ -5,6 +5,8 @@ to the bit afterwards. If the backward must read what its forward read, or sever
 kept. The last update or the average of updates is kept too, and saved in checkpoints.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import sqrt
@@ -14,20 +16,24 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
-from pipedream.runtime.stage.part import StagePart
-from pipedream.runtime.stage.versions import Versions, WeightSet
+from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class WeightPredictions(StagePart):
-    """The weight predictions of one stage; it has none if its rule reads versions.
+    """The weight predictions of one stage.
 
     Raises:
         ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
     """
+
+    allows_overlap = False
 
     def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
         self._stage = stage
@@ -36,7 +42,6 @@ class WeightPredictions(StagePart):
         self._forward = _drop_if_zero(rule.forward_prediction, stage)
         self._backward = _drop_if_zero(rule.backward_prediction, stage)
         self._kept_until = rule.kept_until(stage)
-        self.allows_overlap = not rule.predictions(stage)
         predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
         for prediction in predictions:
             if prediction.by == VELOCITY:
@@ -54,8 +59,22 @@ class WeightPredictions(StagePart):
         self._shared_for: int | None = None
         self._shared_from = 0
 
+    @classmethod
+    def check(cls, facts: StageFacts, program: Program) -> None:
+        if any(prediction.by == VELOCITY for prediction in program.weights.predictions(facts.stage)):
+            check_velocity(facts.optimizer.optimizer)
+
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        if not program.weights.predictions(facts.stage):
+            return None
+        return cls(program.weights, facts.stage, facts.versions, facts.optimizer)
+
     def begin(self) -> None:
         self._shared_for = None
+
+    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
+        return _PredictedChoice(choice, self)
 
     def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
@@ -74,15 +93,15 @@ class WeightPredictions(StagePart):
             self._shared_from = self._versions.newest
         return self._versions.acquire(self._versions.newest), self._shared_from
 
-    def forward(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        """Context of a forward that reads `weights`: the storage holds the prediction."""
+    def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        """Context of a forward: the storage holds the prediction."""
         if self._forward is None or self._kept_until is Kind.BACKWARD:
-            return self._versions.installed(weights)
+            return super().forward(saved)
         return self._write_in_place(self._forward if self._kept_until is None else self._shared)
 
-    def backward(self, weights: WeightSet | None) -> AbstractContextManager[None]:
+    def backward(self, saved: SavedForward) -> AbstractContextManager[None]:
         """Context of a backward: the storage holds its prediction."""
-        return self._versions.installed(weights) if self._backward is None else self._write_in_place(self._backward)
+        return super().backward(saved) if self._backward is None else self._write_in_place(self._backward)
 
     def before_step(self) -> None:
         if DIFFERENCE in self._update_steps:
@@ -146,6 +165,26 @@ class WeightPredictions(StagePart):
         self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
+
+
+class _PredictedChoice(WeightChoice):
+    """Lets forwards acquire predictions; otherwise the choice that it replaces."""
+
+    def __init__(self, choice: WeightChoice, predictions: WeightPredictions) -> None:
+        self._choice = choice
+        self._predictions = predictions
+
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
+        return self._predictions.acquire(version)
+
+    def choose_for_backward(self, weights: WeightSet) -> WeightSet:
+        return self._choice.choose_for_backward(weights)
+
+    def backward_version(self, weights: WeightSet) -> int:
+        return self._choice.backward_version(weights)
+
+    def release(self, weights: WeightSet) -> None:
+        self._choice.release(weights)
 
 
 def _drop_if_zero(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:

@@ -15,30 +15,27 @@ The first forward builds a graph that keeps no tensor, so that it takes the same
 which outputs require a gradient.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.data.rng import read_state, set_state
+from pipedream.runtime.stage.part import ForwardFunction, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.sharding.outside_func import HooksOutsideFunc
-
-
-class ForwardFunction(Protocol):
-    """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""
-
-    def __call__(self, message: Message, recomputes: bool = False) -> Message:
-        """`recomputes`: whether this is the second forward."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class _BufferSlot:
         return isinstance(self.module, _NormBase) and self.module.track_running_stats
 
 
-class Recomputation:
+class Recomputation(StagePart):
     """The two forwards of one stage that recomputes."""
 
     def __init__(self, module: StageModule) -> None:
@@ -75,7 +72,11 @@ class Recomputation:
         # All weights, until the first second forward has shown which ones are written.
         self._written = [(m, n, p) for m in self._modules for n, p in m._parameters.items() if p is not None]
 
-    def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        return cls(facts.module) if program.plan.stages[facts.stage].recompute else None
+
+    def run_forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
         """Runs a forward without a graph; `saved.recompute` repeats it.
 
         Raises:

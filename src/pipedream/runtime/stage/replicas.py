@@ -1,7 +1,8 @@
 """Keeps the replicas of a stage equal: averages BatchNorm's statistics, and rejects any other difference."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import CaptureError
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.stage.part import StagePart
+from pipedream.runtime.stage.part import RunLayers, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.reducer import Reducer
 
@@ -30,6 +32,13 @@ class EqualReplicas(StagePart):
         self._replicas = replicas
         self._initial_counts: list[int] = []
         self._recorded: dict[str, _TensorRecord] = {}
+
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        optimizer, group = facts.optimizer, facts.optimizer.replica_group
+        if group is None:
+            return None
+        return cls(facts.module, facts.versions, group, optimizer.replicas, optimizer.reducer)
 
     def begin(self) -> None:
         norms = self._list_norms()
@@ -93,7 +102,7 @@ class EqualReplicas(StagePart):
         return [m for m in norms.values() if m.track_running_stats]
 
 
-class CopiedAttributes:
+class CopiedAttributes(StagePart):
     """Plain attributes of a stage's modules, and of the copies that a replica in the same process runs.
 
     Changes by the user's loop, such as to ``model.beta``, are copied before each forward; changes by a forward, such as
@@ -109,20 +118,19 @@ class CopiedAttributes:
         self._pairs = [(module, copied, _read_plain(module)) for module, copied in zip(modules, copies, strict=True)]
         self._changed_by_forward = changed_by_forward
 
-    @contextmanager
-    def synchronized(self) -> Iterator[None]:
-        """Context of a forward."""
+    def run_layers(self, layers: RunLayers, value: Any, weights: WeightSet) -> Any:
         for number, (module, copied, copied_values) in enumerate(self._pairs):
             for name, value in _read_plain(module).items():
                 if copied_values.get(name, _ABSENT) != value and (number, name) not in self._changed_by_forward:
                     copied.__dict__[name] = copied_values[name] = value
         old = [_read_plain(copied) for _, copied, _ in self._pairs]
-        yield
+        output = layers()
         for number, (_, copied, _) in enumerate(self._pairs):
             new = _read_plain(copied)
             self._changed_by_forward.update(
                 (number, name) for name in new if new[name] != old[number].get(name, _ABSENT)
             )
+        return output
 
 
 _ABSENT = object()

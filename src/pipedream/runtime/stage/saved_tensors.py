@@ -12,8 +12,8 @@ backward looks up in the version that it reads. What a Python function keeps on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +27,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.offload import SavedTensor, find_offload_hook, unpack
+from pipedream.runtime.stage.part import RunLayers, StageFacts, StagePart
 from pipedream.runtime.stage.split_backward import list_saved_tensors
-from pipedream.runtime.stage.versions import WeightSet
+from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage.versions import WeightChoice, WeightSet
 from pipedream.sharding.parts import like_part, local_part, spec_of
 from pipedream.sharding.sharded_weights import WithReferences
 
@@ -43,27 +46,43 @@ _CHECKPOINT = CheckpointFunction._backward_cls
 """A node that repeats its forward in its backward."""
 
 
-class SavedTensorHooks:
+class SavedTensorHooks(StagePart):
     """Hooks on the tensors that one stage's forwards save. Only the first forward is checked.
 
     Args:
         autocasts: the forward runs under autocast, which saves casts of weights.
-
-    Attributes:
         redirects: graphs keep references to weights, which backwards look up in another version.
     """
 
-    def __init__(self, autocasts: bool = False) -> None:
-        self.redirects = False
+    def __init__(self, autocasts: bool = False, redirects: bool = False) -> None:
+        self.redirects = redirects
         self._autocasts = autocasts
         self._checked = False
         self._redirect_checked = False
         self._target: Mapping[str, torch.Tensor] = {}
 
-    def switch_to(self, redirects: bool) -> None:
-        self.redirects = redirects
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        rules = [other.weights for other in facts.programs]
+        # Of the programs whose weights change between a forward and its backward. All are checked by the first forward.
+        if not any(
+            r.backward_rule == "graph" and (r.staleness(facts.stage) or r.predictions(facts.stage)) for r in rules
+        ):
+            return None
+        rule = program.weights
+        return cls(facts.module.autocasts, rule.backward_rule == "graph" and rule.held_until is not None)
 
-    def run(self, layers: Callable[[], Any], value: Any, weights: WeightSet) -> Any:
+    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
+        self._choice = choice
+        return choice
+
+    def backward(self, saved: SavedForward) -> AbstractContextManager[None]:
+        if not self.redirects:
+            return super().backward(saved)
+        assert saved.weights is not None
+        return self.redirected_to(self._choice.choose_for_backward(saved.weights))
+
+    def run_layers(self, layers: RunLayers, value: Any, weights: WeightSet) -> Any:
         """Runs the layers. Raises a `ScheduleError` as `watching` does, or if a layer saves tensors in its own way
         (checkpointing, offloading) or a function keeps a weight that cannot be redirected.
         """

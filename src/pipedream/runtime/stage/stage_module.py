@@ -430,6 +430,11 @@ class StageModule:
         """Returns the context of a pass on a mesh."""
         return _NOTHING if self.sharding is None else self.sharding.enter_pass(what)
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether the layers and the loss compute in another dtype than that of the weights."""
+        return self._autocast is not None
+
     def autocasting(self) -> AbstractContextManager[Any]:
         """Returns the context of the layers and the loss."""
         if self._autocast is None:

@@ -156,10 +156,6 @@ class Versions:
     def withdraw(self) -> None:
         """Follows an announced update that failed."""
 
-    def installed(self, weights: WeightSet | None) -> AbstractContextManager[None]:
-        """Returns a context in which the modules hold what else passes with these weights read, such as buffers."""
-        return _NOTHING
-
     def reading(
         self, averages: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
@@ -332,7 +328,7 @@ def requires_grad_changed(name: str) -> CaptureError:
 class WeightChoice:
     """Chooses the weights that a stage's passes read. This class stashes: a backward reads its forward's weights.
 
-    Any may be a prediction from the version in the table.
+    Where a method predicts weights, a forward reads a prediction from the version in the table.
 
     | `backward_rule` | `held_until` | a forward reads | its backward reads |
     | --- | --- | --- | --- |
@@ -341,18 +337,17 @@ class WeightChoice:
     | recompute, graph | FORWARD | its version, not kept | the newest |
     | recompute, graph | BACKWARD | its version, kept | what `WeightRule.backward_reader` chooses |
 
-    Attributes:
-        reads_predictions: a forward may read a prediction instead.
     """
-
-    reads_predictions = True
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
 
-    def acquire(self, version: int) -> WeightSet:
-        """Returns the weights for a forward; `release` follows its backward."""
-        return self._versions.acquire(version)
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
+        """Returns the weights for a forward, and the version that they are or are predicted from.
+
+        `release` follows the backward.
+        """
+        return self._versions.acquire(version), version
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:
         return weights
@@ -381,10 +376,8 @@ class _NewerChoice(WeightChoice):
 class _PassingChoice(_NewerChoice):
     """No set is kept for a backward."""
 
-    reads_predictions = False
-
-    def acquire(self, version: int) -> WeightSet:
-        return self._versions.peek(version)
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
+        return self._versions.peek(version), version
 
     def release(self, weights: WeightSet) -> None:
         """Does nothing."""

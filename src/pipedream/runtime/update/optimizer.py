@@ -20,7 +20,7 @@ from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.agreement import make_reducer
-from pipedream.runtime.update.compensation import Compensator
+from pipedream.runtime.update.compensation import Compensator, check_optimizer
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
 from pipedream.sharding.stage import StageSharding
@@ -139,6 +139,10 @@ class Optimizer:
         self.compensator = self._make_compensator(updates.compensation, staleness)
         for name, tensors in old_state.items():
             self.compensator.load(name, tensors)
+
+    def check(self, updates: UpdateRule) -> None:
+        """Raises a `ScheduleError` if a compensation is not defined for the optimizer."""
+        check_optimizer(updates.compensation, self.optimizer)
 
     def switch_mode(self, mode: Literal["train", "eval"]) -> bool:
         """Calls the optimizer's own ``train()`` or ``eval()``, which may move weights. Returns whether it has them."""
