@@ -16,7 +16,7 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import MeshSearch
+from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 

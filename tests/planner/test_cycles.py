@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream.planner import MeshSearch, SearchSpace, cycles
+from pipedream.extensions.meshes.search import MeshSearch
+from pipedream.planner import SearchSpace, cycles
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.pipeline_search import PipelineSearch
 from tests.planner.planned import random_chain, search_plan

@@ -5,6 +5,7 @@ What may be offered, under the names of their modules:
 | module | offers | read by |
 | --- | --- | --- |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
+| `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

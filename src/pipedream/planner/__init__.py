@@ -11,7 +11,6 @@ from pipedream.planner.comparison import (
     with_score as with_score,
 )
 from pipedream.planner.manual import check_cuts as check_cuts, manual_plan as manual_plan, place_of as place_of
-from pipedream.planner.mesh_search import MeshSearch as MeshSearch
 from pipedream.planner.search import (
     SHAPES as SHAPES,
     PlanSearch as PlanSearch,

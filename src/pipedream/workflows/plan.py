@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
-from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -25,7 +24,6 @@ from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner.tables.search_space import list_savings
 from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.meshes import add_mesh, advise_mesh, choose_meshes, take_one_rank
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
@@ -53,11 +51,7 @@ def make_plan(profile: Profile, request: PlanRequest) -> Plan:
     if request.allow_approximate:
         return plan_and_compare(profile, request).plan
     profile, request = _fill_in_cluster(request, profile)
-    if request.mesh == AUTO:
-        return _strip_search_costs(_search_meshes(profile, request).plan, profile, request)
-    with _suggest_on_shortage(profile, request):
-        comparison = _plan_once(*_project_to_rank(profile, request))
-        return _strip_search_costs(add_mesh(comparison.plan, request.mesh), profile, request)
+    return _strip_search_costs(_compare(profile, request)[0].plan, profile, request)
 
 
 def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
@@ -79,21 +73,27 @@ def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str
     if request.allow_approximate:
         return _compare_approximations(profile, replace(request, allow_approximate=False), names)
     profile, request = _fill_in_cluster(request, profile)
-    if request.mesh == AUTO:
-        comparison = _search_meshes(profile, request, names)
-        best_plan = comparison.plan
-    else:
-        mesh = request.mesh
-        with _suggest_on_shortage(profile, request):
-            profile, request = _project_to_rank(profile, request)
-            comparison = _plan_once(profile, request, names)
-        best_plan = add_mesh(comparison.plan, mesh)
-    best_plan = _strip_search_costs(best_plan, profile, request)
+    comparison, profile, request = _compare(profile, request, names)
+    best_plan = _strip_search_costs(comparison.plan, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
     references = tuple(_list_references(profile, request, comparison.candidates))
     return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
+
+
+def _compare(
+    profile: Profile, request: PlanRequest, names: Sequence[str] = ()
+) -> tuple[planner.Comparison, Profile, PlanRequest]:
+    """Returns the comparison, and the profile and request of what its plan's workers are: of a mesh, a rank each."""
+    for offer in list_offers("planning"):
+        if offer.takes(request):
+            comparison, profile, request = offer.compare(profile, request, names)
+            return comparison, profile, request
+    if request.mesh:
+        raise PlanError(f"mesh={request.mesh!r} was asked for, but no extension here plans meshes; leave it out")
+    with suggest_on_shortage(profile, request):
+        return plan_once(profile, request, names), profile, request
 
 
 def _compare_approximations(profile: Profile, request: PlanRequest, names: Sequence[str]) -> planner.Comparison:
@@ -112,13 +112,14 @@ def _compare_approximations(profile: Profile, request: PlanRequest, names: Seque
 
 
 @contextmanager
-def _suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[None]:
+def suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[None]:
     """Context that adds to a shortage of memory what would save some."""
     try:
         yield
     except ShortageError as error:
         savings, bases = _describe_savings(request, error), _describe_bases(profile, request)
-        raise error.reworded("; ".join([str(error), *savings, *bases, *advise_mesh(profile, request)])) from None
+        advice = [text for offer in list_offers("planning") for text in offer.advise(profile, request)]
+        raise error.reworded("; ".join([str(error), *savings, *bases, *advice])) from None
 
 
 def _describe_savings(request: PlanRequest, error: ShortageError) -> Iterator[str]:
@@ -214,21 +215,7 @@ def _add_copy_rate(request: PlanRequest) -> PlanRequest:
     return replace(request, cluster=replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices)))
 
 
-def _search_meshes(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
-    score_once = cache(methods.score_if_quick)
-
-    def score_plan(plan: Plan) -> planner.Score:
-        return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
-
-    compare = partial(_plan_once, names=names, score_plan=score_plan)
-    return choose_meshes(profile, request, compare, score_plan)
-
-
-def _project_to_rank(profile: Profile, request: PlanRequest) -> tuple[Profile, PlanRequest]:
-    return take_one_rank(profile, request, _plan_once) if request.mesh else (profile, request)
-
-
-def _plan_once(
+def plan_once(
     profile: Profile,
     request: PlanRequest,
     names: Sequence[str] = (),
@@ -315,7 +302,7 @@ def _list_references(
         )
         try:
             plan = _strip_search_costs(
-                _plan_once(profile, reference).plan, profile, reference
+                plan_once(profile, reference).plan, profile, reference
             )  # not what else would fit
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))

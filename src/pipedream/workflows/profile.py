@@ -38,11 +38,13 @@ from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.meshes import NOT_MEASURED
 from pipedream.workflows.probe import measure_runtime
 
 MAX_RANKS = 8
 """Ranks of the largest meshes that are measured by default."""
+
+NOT_MEASURED = "not measured, a rank of "
+"""Prefix of a profile's notes about meshes that are not legal for its model."""
 
 
 def profile(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import inf
 from typing import Any, NoReturn
 
@@ -12,14 +12,15 @@ from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import ALWAYS
-from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
+from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
+from pipedream.extensions.meshes.rank_profile import profile_of_rank
+from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, takes_long
-
-NOT_MEASURED = "not measured, a rank of "
-"""Prefix of a profile's notes about meshes that are not legal for its model."""
+from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, score_if_quick, takes_long
+from pipedream.workflows.plan import plan_once, suggest_on_shortage
+from pipedream.workflows.profile import NOT_MEASURED
 
 Compare = Callable[..., planner.Comparison]
 """Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
@@ -27,7 +28,34 @@ Compare = Callable[..., planner.Comparison]
 _SLOWER_FACTORS = (1.0, 2.0, 4.0, 16.0)  # of `SearchVariant`
 
 
-def advise_mesh(profile: Profile, request: PlanRequest) -> Iterator[str]:
+def takes(request: PlanRequest) -> bool:
+    """Returns whether a request is one for meshes."""
+    return bool(request.mesh)
+
+
+def compare(
+    profile: Profile, request: PlanRequest, names: Sequence[str] = ()
+) -> tuple[planner.Comparison, Profile, PlanRequest]:
+    """Plans for meshes; returns the comparison, and the profile and request of what its plan's workers are.
+
+    Args:
+        names: the methods that the schedule 'auto' compares; () compares all that are allowed.
+    """
+    if request.mesh == AUTO:
+        score_once = cache(score_if_quick)
+
+        def score_plan(plan: Plan) -> planner.Score:
+            return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
+
+        compare_workers = partial(plan_once, names=names, score_plan=score_plan)
+        return choose_meshes(profile, request, compare_workers, score_plan), profile, request
+    with suggest_on_shortage(profile, request):
+        rank, rank_request = take_one_rank(profile, request, plan_once)
+        comparison = plan_once(rank, rank_request, names)
+    return replace(comparison, plan=add_mesh(comparison.plan, request.mesh)), rank, rank_request
+
+
+def advise(profile: Profile, request: PlanRequest) -> Iterator[str]:
     """Yields the advice to use a mesh where memory is short, if the request names none."""
     if request.mesh or request.workers_and_links.workers < 2:
         return
@@ -71,8 +99,6 @@ def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> t
 
 def add_mesh(plan: Plan, mesh: str) -> Plan:
     """Turns a plan for single ranks of meshes into the plan for the meshes."""
-    if not mesh:
-        return plan
     meshed, sizes = plan.with_mesh(mesh), {mesh.size for mesh in meshes_of(mesh)}
     if len(sizes) > 1 and meshed.ranks > plan.cluster.workers:
         raise PlanError(
@@ -299,7 +325,7 @@ class _MixedSearch:
     profile: Profile
     request: PlanRequest
     meshes: Sequence[Mesh]
-    _searches: dict[int, planner.MeshSearch] = field(default_factory=dict)
+    _searches: dict[int, MeshSearch] = field(default_factory=dict)
 
     def plan_finalists(self) -> list[tuple[Plan, str]]:
         """Returns the distinct plans of several searches, each with its search in words."""
@@ -351,11 +377,11 @@ class _MixedSearch:
             return (1,) * (len(self._places) + 1)
         return shape
 
-    def _search(self, parts: int) -> planner.MeshSearch:
+    def _search(self, parts: int) -> MeshSearch:
         request = self.request
         if parts not in self._searches:
             recomputes = schedules.properties_of(request.schedule).recomputes
-            self._searches[parts] = planner.MeshSearch.of(
+            self._searches[parts] = MeshSearch.of(
                 self.profile,
                 request.workers_and_links,
                 self.meshes,

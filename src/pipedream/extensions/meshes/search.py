@@ -1,4 +1,4 @@
-"""The search for cuts, replicas and meshes together (`planner.dynamic_program.mesh_program`).
+"""The search for cuts, replicas and meshes together (`program`).
 
 The program that bounds from below is solved first. If its plan takes no longer than the bound and fits, it is optimal.
 If not, the exact program is solved, or where that is too large the one that bounds from above; the plan's bound then
@@ -21,12 +21,12 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.extensions.meshes.program import MeshPeriods, MeshProgram
+from pipedream.extensions.meshes.space import MeshSpace, StageChoice
 from pipedream.planner.arrays import Tables
 from pipedream.planner.cycles import shorten_cycle
-from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.recurrence import Shortage, refuse
 from pipedream.planner.search import parse_counts, search_with_message_memory
-from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
 
 _MAX_WORK = 3e8

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
+from pipedream.extensions.meshes.costs import MeshCosts, MeshState, MeshWorkers
+from pipedream.extensions.meshes.space import StageChoice
 from pipedream.planner.arrays import FloatArray, IntArray, Tables
-from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState, MeshWorkers
 from pipedream.planner.dynamic_program.recurrence import find_spans, states_of_counts
-from pipedream.planner.tables.mesh_space import StageChoice
 
 _Cost = Callable[[MeshWorkers, int | None, int | None], FloatArray]
 

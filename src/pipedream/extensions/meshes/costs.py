@@ -1,4 +1,4 @@
-"""Seconds and bytes of each stage of a pipeline with meshes: arrays [from, to] for `mesh_program`."""
+"""Seconds and bytes of each stage of a pipeline with meshes: arrays [from, to] for `program`."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipedream.extensions.meshes.space import MeshSite, MeshSpace
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray, Tables
 from pipedream.planner.dynamic_program.recurrence import least_need, limit_costs, spread
-from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace
 from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes
 
 MESH_PROGRAMS = ("below", "exact", "above")

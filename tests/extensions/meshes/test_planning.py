@@ -16,7 +16,7 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.model.profile import RankProfile
-from pipedream.workflows import meshes
+from pipedream.extensions.meshes import planning
 from tests.planner.planned import compare
 
 LAYOUT = pd.Layout("batch:data,d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
@@ -93,9 +93,9 @@ def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypa
         except pd.errors.PlanError as error:
             return str(error)
 
-    chosen, compare_on = choose(), meshes._SingleMesh.compare_on
-    monkeypatch.setattr(meshes._SingleMesh, "compare_on", lambda *args, rival_s=0.0: compare_on(*args))
-    monkeypatch.setattr(meshes._SingleMesh, "compute_bound_s", lambda *_: 0.0)
+    chosen, compare_on = choose(), planning._SingleMesh.compare_on
+    monkeypatch.setattr(planning._SingleMesh, "compare_on", lambda *args, rival_s=0.0: compare_on(*args))
+    monkeypatch.setattr(planning._SingleMesh, "compute_bound_s", lambda *_: 0.0)
     assert choose() == chosen
 
 

@@ -1,0 +1,1 @@
+"""Meshes: workers of several ranks, which hold parts of tensors (docs/meshes.md)."""
