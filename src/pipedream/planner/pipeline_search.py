@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import inf, isqrt
+from math import isqrt
 
 import numpy as np
 
@@ -135,8 +135,7 @@ class PipelineSearch:
         longest = min(len(self.coarse_space.positions) - 1, self.workers)
         if longest < 2:
             return None
-        best = self._find_best(self.coarse_space, straight_states(longest), None, allow_single_stage=False)
-        return None if best is None or best.bound_s == inf else best
+        return self._find_best(self.coarse_space, straight_states(longest), None, allow_single_stage=False)
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
         if len(counts) == 1:

@@ -238,8 +238,6 @@ def search_with_message_memory(
         if not space.cluster.is_limited or limit_s < least.bound_s < inf:
             return least
         least = space.with_bytes(least)
-        if least.bound_s == inf:  # nothing fits
-            return replace(least, bound_s=0.0)
         if least.first_stage_over_memory is None:
             return least
         plans = [*_spare_memory(space, search, least)]
@@ -348,7 +346,7 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
     if not plans:
         shortages = searches.shortage_of_counts((workers,)), searches.shortage_of_pipelines(all_workers)
         refuse(min(shortages, key=lambda shortage: shortage.missing_bytes), f"plans ({kinds})")
-    fastest = min(plans, key=lambda plan: (plan.bound_s == inf, plan.slowest_stage_s))
+    fastest = min(plans, key=lambda plan: plan.slowest_stage_s)
     return replace(fastest, bound_s=min(plan.bound_s for plan in plans)), pipeline
 
 
