@@ -233,7 +233,7 @@ class VerticalSync(WeightRule):
     def _find_steady(self, stage: int) -> range:
         """Returns one cycle of a stage's updates after the warm-up."""
         cycle = lcm(*self.replicas)
-        first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
+        first = -(-self._rounds_late * self.replicas[0] // cycle) * cycle  # from here on no stamp is raised to 0
         return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
 
 
