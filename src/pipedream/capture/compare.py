@@ -301,6 +301,7 @@ def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> tor
     """Numbers that differ from place to place, without a random generator."""
     numbers = torch.arange(count, device=device, dtype=torch.float64)
     return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
+    # Multiples of an irrational number spread evenly; from 0.5 on, so that no place counts for nothing.
 
 
 def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:

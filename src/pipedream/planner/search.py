@@ -88,8 +88,7 @@ class PlanSearch:
         else:
             plan = replace(self, space=with_slower_links(self.space, link_factor))._find_fitting(shape, inf)
             plan = replace(plan, cluster=self.space.cluster, bound_s=0.0)
-        exceeds_limit = limit_s < inf and plan.slowest_stage_s > limit_s
-        return plan if exceeds_limit else apply_depth(self.space, plan, in_flight)
+        return plan if plan.slowest_stage_s > limit_s else apply_depth(self.space, plan, in_flight)
 
     def _find_fitting(self, shape: str | tuple[int, ...], limit_s: float) -> Plan:
         space, profile = self.space, self.space.profile

@@ -115,7 +115,7 @@ def _build_tree(cluster: Cluster) -> _Node:
         components = []
         for first, end in pairwise(starts):
             parts = tuple(nodes[indices[first] : indices[end]])
-            components.append(_Node(find_kind((len(starts), *sorted(part.kind for part in parts))), parts=parts))
+            components.append(_Node(find_kind(("parts", *sorted(part.kind for part in parts))), parts=parts))
         nodes, inner_starts = components, starts
     return nodes[0]
 
@@ -181,10 +181,9 @@ class WorkerLine:
         before: list[FloatArray] = []
         after: list[FloatArray] = []
         weights: list[FloatArray] = []
-        sum_share = (
-            np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.all_reduce), 0)
-            / replicas
-        ) * self.terms.sums.share
+        sum_bytes = all_reduce_bytes(1, replicas, how=self.cluster.all_reduce)
+        # A tree's formula holds from two replicas on.
+        sum_share = np.where(replicas > 1, sum_bytes, 0) / replicas * self.terms.sums.share
         reach = np.zeros(first.shape, dtype=int)
         for number, level in enumerate(self.cluster.levels):
             runs, rate = self._runs[number], level.link_bytes_per_s

@@ -111,7 +111,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
         yield from _describe_function(value, depth)
     elif isinstance(value, type):
         yield f"{value.__qualname__} {_describe_source(value)}".rstrip()
-    elif callable(value) and not isinstance(value, torch.dtype) and hasattr(value, "__dict__"):
+    elif callable(value) and hasattr(value, "__dict__"):
         yield f"{getattr(value, '__qualname__', type(value).__qualname__)} {_describe_source(type(value))}".rstrip()
         yield from _describe_numbers(_read_variables(value))
     else:
