@@ -26,8 +26,8 @@ from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import source_of, split_arguments, with_place
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
-_ROW = 1 << 16  # numbers that are summed in float32
-_LARGE = 1 << 22  # bytes of a parameter
+_ROW = 1 << 16  # larger tensors are summed by rows: weights for each of their numbers would take as much memory
+_LARGE = 1 << 22  # bytes of a parameter whose memory is worth the time to free it at once
 
 
 def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool) -> tuple[LayerGraph, Refused]:
@@ -37,19 +37,19 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         CaptureError: the split model's results differ from the model's.
     """
     recording = _record(model, inputs, devices, training=True)
-    evaluation: Recording | None = None
+    evaluation: Recording | None = None  # most models run alike in both modes, and need no second recording
     refused: Refused = {}
     replayed: list[str] = []
     attributes = recording.attributes
     rounds = 2 if attributes else 1  # what it keeps from one batch to the next is read in the second
     both_modes = _Trial(model, inputs, devices, compares, rounds).run_both_modes
-    while True:
+    while True:  # ends: each round refuses one more cut, replays one more function or records the evaluation
         graph, refused = build_graph(model, recording, refused, replayed, evaluation)
         if not graph.calls:
             return graph, refused
         try:
             parts = both_modes(graph, range(len(graph.layers) + 1))
-            if compares:
+            if compares:  # with one slice, which is the model, but draws random numbers as the layers do
                 _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, recording)
             return graph, refused
         except _EvaluationDiffers as differs:
@@ -111,6 +111,7 @@ def _record(
             raise explain_failure(model, training, error) from error
     if recording.changed_by_forward <= changed_by_forward:
         return recording
+    # It has to know these buffers from its start: what is computed with them belongs to one stage.
     return _record(model, inputs, devices, training, changed_by_forward | recording.changed_by_forward)
 
 
@@ -146,7 +147,7 @@ class _Trial:
                 attributes = dict.fromkeys([*slices, -1], Attributes([model]))
                 output: dict[str, torch.Tensor] = {}
                 for _ in range(self.rounds):
-                    output.clear()
+                    output.clear()  # else it would last until the next batch has ended
                     output = self._run(graph, slices, training, attributes)
                 if self.compares:
                     measurements.append(_fingerprint_all(model, output, training, gradients))
@@ -168,7 +169,7 @@ class _Trial:
             except CutFailed as error:
                 raise _LayerFailed(error.call, error) from error
             except Exception as error:
-                if not first:
+                if not first:  # it begins as the model does, so no cut is at fault
                     raise explain_failure(self.model, training, error) from error
                 raise _LayerFailed(graph.layers[first].name, error) from error
             if self.rounds > 1:
@@ -186,7 +187,7 @@ def _fingerprint_all(
 ) -> Measured:
     numbers: Numbers = {path: fingerprint(leaf) for path, leaf in outputs.items()}
     floats = [leaf for leaf in outputs.values() if leaf.requires_grad] if training else []
-    outputs.clear()
+    outputs.clear()  # of the caller too: what no backward needs is freed before it
     if floats:
         try:
             torch.autograd.backward(floats, [_make_weights_like(leaf) for leaf in floats])
@@ -260,7 +261,7 @@ def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
     handles = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_leaf:
-            watch: Any = parameter.register_post_accumulate_grad_hook
+            watch: Any = parameter.register_post_accumulate_grad_hook  # torch gives it no types
             handles.append(watch(collect(name)))
     try:
         yield numbers
@@ -276,10 +277,10 @@ def _return_memory() -> None:
 
 
 def fingerprint(tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
-    """Returns sums in float64, or in float32 for large tensors of lower precision; makes no copies.
+    """Returns sums in float64, or in float32 for large tensors of at most that precision, to copy none of float32.
 
     Args:
-        factor: by which the tensor was multiplied; 0 is taken for 1.
+        factor: by which the tensor was multiplied; 0 is taken for 1, as all sums are then 0.
     """
     with torch.no_grad():
         dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -300,11 +301,12 @@ def fingerprint(tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
 def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers that differ from place to place, without a random generator."""
     numbers = torch.arange(count, device=device, dtype=torch.float64)
-    return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
     # Multiples of an irrational number spread evenly; from 0.5 on, so that no place counts for nothing.
+    return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
 
 
 def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:
+    # Not cached: as large as an output.
     return _spread_numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
 
 

@@ -40,6 +40,7 @@ def shorten_cycle(plan: Plan, workers: int, search: Callable[[int], Plan | None]
                 best = other
         if best is not None and best.slowest_stage_s <= plan.slowest_stage_s * (1 + MAX_LOSS):
             break
+    # The bound is that of all plans, also of those that cannot be proved.
     return plan if best is None else replace(best, bound_s=min(plan.bound_s, best.slowest_stage_s))
 
 
@@ -52,7 +53,7 @@ def list_cycles(counts: Sequence[int], workers: int, limit: int) -> list[int]:
     for cycle in range(1, limit + 1):
         row = np.arange(1, min(workers, cycle) + 1)
         row = row[cycle % row == 0]
-        divisors[int(np.lcm.reduce(row))] = row
+        divisors[int(np.lcm.reduce(row))] = row  # the smallest number with these divisors
     largest = (n for n in divisors if not any(multiple in divisors for multiple in range(2 * n, limit + 1, n)))
     exact_counts = np.array(counts)
 

@@ -32,8 +32,8 @@ _FEW_WORKERS = 8  # with more, only numbers of stages that leave no worker idle 
 _VERY_FEW_WORKERS = 4  # up to here all replica counts are
 _SLOWER = (2.0, 4.0, 16.0)  # of random plans on up to 5 workers, these found the most that the other finalists lack
 
-_LARGE = 1e8  # (layers times workers) squared
-_SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages
+_LARGE = 1e8  # (layers times workers) squared, above which a search may take seconds
+_SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages; each is a search
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class PlanSearch:
         """
         if link_factor == 1:
             plan = self._find_fitting(shape, limit_s)
-        else:
+        else:  # on slower links neither the limit nor the bound means anything
             plan = replace(self, space=with_slower_links(self.space, link_factor))._find_fitting(shape, inf)
             plan = replace(plan, cluster=self.space.cluster, bound_s=0.0)
         return plan if plan.slowest_stage_s > limit_s else apply_depth(self.space, plan, in_flight)
@@ -95,6 +95,7 @@ class PlanSearch:
         workers, longest = space.cluster.workers, len(space.positions) - 1
         narrower_searches: list[Callable[[SearchSpace], Plan]] = []
         if shape in ("any", "pipeline"):
+            # Plans of these shapes may fit where one that keeps the same memory free at every stage does not.
             sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
             narrower_searches = [
                 partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes
@@ -234,7 +235,7 @@ def search_with_message_memory(
     """
     try:
         least = search(space)
-        if not space.cluster.is_limited or limit_s < least.bound_s < inf:
+        if not space.cluster.is_limited or least.bound_s > limit_s:
             return least
         least = space.with_bytes(least)
         if least.first_stage_over_memory is None:
@@ -276,11 +277,12 @@ def _spare_memory(
         if plan.bound_s >= rival_s:
             return
         yield plan
+        # At least doubled, so that it ends: another plan may need more memory for its messages.
         too_little, enough = enough, enough + max(enough, _count_missing_bytes(plan))
         plan = search_sparing(enough)
     if plan is not None:
         yield plan
-    for _ in range(_SPARE_STEPS if enough else 0):
+    for _ in range(_SPARE_STEPS if enough else 0):  # with less kept free, a faster plan may fit
         middle = (too_little + enough) // 2
         plan = search_sparing(middle)
         if plan is not None:

@@ -35,7 +35,7 @@ def list_orders(cluster: Cluster, max_orders: int) -> tuple[tuple[tuple[int, ...
     if count <= max_orders:
         return tuple(root.orders(interleave=True)), f"in any of {count} orders of those that differ"
     count = root.count(interleave=False)
-    if count < max_orders:
+    if count < max_orders:  # the cluster's own order may be one more
         others = (order for order in root.orders(interleave=False) if order != own_order)
         return (own_order, *others), f"in the cluster's order or any of {count} that keep like ones adjacent"
     return (own_order,), "in the cluster's order only"
@@ -59,7 +59,7 @@ class _Node:
             for kind, count in kind_counts.items():
                 total *= part_orders[kind] ** count
             return total
-        return factorial(len(kind_counts)) * prod(part_orders.values())
+        return factorial(len(kind_counts)) * prod(part_orders.values())  # like parts all have the same order inside
 
     def orders(self, *, interleave: bool) -> Iterator[tuple[int, ...]]:
         """Yields its orders, its own first; without `interleave`, only those that keep like parts adjacent."""
@@ -150,12 +150,12 @@ class WorkerLine:
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
-        """Returns the sites as `Site.of` does for stages between neighbours on the line."""
+        """Returns the sites as `Site.of` does for stages between neighbours on the line, but many at once."""
         numbers, ports = self._list_columns(first, replicas)
         distinct: dict[tuple[float, ...], Site] = {}
         sites = []
         rows = np.stack([*numbers, *chain.from_iterable(ports)], axis=-1)
-        kinds = len(ports[0])
+        kinds = len(ports[0])  # few rows differ, and a Site takes long to make
         for row in map(tuple, rows.tolist()):
             if row not in distinct:
                 count, speed, memory, rate, latency_s, *loads = row
@@ -197,11 +197,13 @@ class WorkerLine:
                 before, after, weights = [s_per_byte], [s_per_byte], [sum_s_per_byte]
                 continue
             run_before, run_after = runs.index[first - 1], runs.index[np.minimum(last + 1, len(self.order) - 1)]
+            # At the ends of the line, where an index wraps or stays, further workers are assumed in other components.
             is_entered = (first == 0) | (run_before != first_run)
             is_exited = (last == len(self.order) - 1) | (run_after != last_run)
             start = np.minimum(runs.ends[first_run] - first, replicas) / replicas / message_rate
             end = np.where(is_split, (last + 1 - runs.starts[last_run]) / replicas / message_rate, 0.0)
             between = np.where(is_split, runs.largest(first_run + 1, last_run), 0) / replicas / message_rate
+            # Unless the neighbour stage lies in the same component, each port carries the messages of its workers.
             before += [start * is_entered, end, between]
             after += [start * (is_exited | is_split), end * is_exited, between]
             weights += [sum_s_per_byte, sum_s_per_byte, np.where(between > 0, sum_s_per_byte, 0.0)]
@@ -246,6 +248,7 @@ class _ComponentRuns:
         return cls(np.cumsum(begins) - 1, starts, ends, RunExtremes.of(ends - starts, np.maximum))
 
     def largest(self, first: IntArray, end: IntArray) -> IntArray:
+        # Clipped, because `where` looks up empty runs too.
         largest: IntArray = np.where(
             first < end, self.sizes.between(np.minimum(first, end - 1).clip(0), end.clip(1)), 0
         )

@@ -19,7 +19,7 @@ from pipedream.core.units import format_bytes, format_number, format_seconds
 
 
 def _check_not_negative(costs: LayerProfile | RankProfile | Profile) -> None:
-    for name, value in vars(costs).items():
+    for name, value in vars(costs).items():  # the fixed seconds of passes may be negative
         if name.endswith(("_s", "_bytes", "_flops")) and not name.endswith("ward_fixed_s") and value < 0:
             raise ValueError(f"{name} cannot be negative, found {value}")
 
@@ -64,7 +64,7 @@ class LayerProfile:
     backward_spread_s: float = 0.0
     arriving_bytes: int = 0
     leaving_bytes: int = 0
-    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})
+    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})  # files keep the older name
     backward_bytes: int = 0
     largest_parameter_bytes: int = 0
     forward_flops: int = 0
@@ -247,6 +247,7 @@ class Profile(Tabular, Artifact):
         parts = min(microbatches, self.parts)
 
         def join_fixed(whole_s: float, fixed_s: float) -> tuple[float, float]:
+            # Each part takes the fixed seconds, and whole_s has them once.
             return (whole_s, fixed_s) if fixed_s >= 0 else (max(0.0, whole_s + (parts - 1) * fixed_s), 0.0)
 
         layers = []

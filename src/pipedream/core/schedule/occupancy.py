@@ -82,6 +82,7 @@ def occupancy_in(rules: Rules, stage: int, in_flight: int, deferred: int = 0) ->
     return StageOccupancy(
         in_flight,
         versions=rules.weights.versions(stage) + rules.weights.buffers(stage),
+        # A stage's own bytes have one set of gradients.
         kept_tensors=rules.updates.kept_tensors(rules.weights.staleness(stage)) + rules.gradient_sets - 1,
         deferred=deferred,
         weights_on_host=rules.placement.shares_weights,
@@ -99,14 +100,15 @@ def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     if schedule.placement.runs_backward_elsewhere(stage):
         return _count_waiting(schedule, stage), 0
     replicas = schedule.plan.replicas[stage]
-    last_warmup = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
+    # A flush begins anew after a minibatch; any other order is full after in_flight + 1 forwards of each replica.
+    first_repeated = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
     last_kind = find_last_kind(schedule.kinds)
     in_flight = most_in_flight = deferred = most_deferred = 0
     for kind, op_stage, index, _ in schedule.order(schedule.placement.ranks[stage][0]):
         if op_stage != stage:
             continue
         if kind is Kind.FORWARD:
-            if index >= last_warmup:
+            if index >= first_repeated:
                 break
             in_flight += 1
             most_in_flight = max(most_in_flight, in_flight)
@@ -120,7 +122,10 @@ def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
 
 
 def _count_waiting(rules: Rules, stage: int) -> int:
-    """Returns the most inputs from forwards on another rank that wait for their backwards."""
+    """Returns the most inputs from forwards on another rank that wait for their backwards.
+
+    Forwards are at most `staleness` minibatches ahead of the backwards.
+    """
     return rules.microbatches * (1 + rules.weights.staleness(stage))
 
 
@@ -133,6 +138,7 @@ def count_most_in_flight(program: Program, total: int | None = None) -> tuple[in
         return program.plan.in_flight
     counts = []
     last_kind = find_last_kind(program.kinds)
+    # In a longer run the counts only repeat.
     steady_total = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted_total = steady_total if total is None else min(steady_total, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
@@ -178,7 +184,7 @@ class MethodOccupancy:
                 Plan.uniform(2, replicas=(replicas, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
             )
             occupancy = self.of_plan(small)[0]
-            if self.versions_grow_with_stages:
+            if self.versions_grow_with_stages:  # the least of any stage but the last, with any number of them
                 occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
             self._of_stages[key] = occupancy
         return self._of_stages[key]
@@ -199,8 +205,10 @@ class OccupancyRule:
         """
         if self.method is None:
             versions = self.versions(in_flight, update_delay)
-            return StageOccupancy(in_flight, versions, flushes=versions == 1)
-        share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
+            return StageOccupancy(in_flight, versions, flushes=versions == 1)  # one is enough only if updates wait
+        # Replicas matter only through their share of a minibatch, so the fewest with that share stand for all of
+        # them; a plan with an update delay needs two.
+        share = -(-self.microbatches // replicas)
         return self.method.of_stage(in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay))
 
     def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:

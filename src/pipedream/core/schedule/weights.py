@@ -99,7 +99,7 @@ class WeightRule(NamedKind, ABC):
             step: the stage's number of replicas.
             total: microbatches in the run; None while unknown.
         """
-        coming = count(microbatch, step) if total is None else range(microbatch, total, step)
+        coming = count(microbatch, step) if total is None else range(microbatch, total, step)  # ends: versions grow
         versions = (self.forward_version(stage, k) for k in coming)
         return frozenset(takewhile(lambda version: version <= newest, versions))
 
@@ -310,6 +310,7 @@ class Latest(WeightRule):
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         replicas = self.replicas[stage]
+        # The first microbatch of a replica in the group makes the prediction that its others read.
         group_start = microbatch - microbatch % self.shares_prediction
         reader = microbatch if self.shares_prediction == 1 else group_start + (microbatch - group_start) % replicas
         return max(0, (reader - self._count_late_microbatches(stage)) // self.per_update[stage])
@@ -320,7 +321,7 @@ class Latest(WeightRule):
         return microbatch // self.per_update[stage]
 
     def versions(self, stage: int) -> int:
-        if self.backward_rule != "stash":
+        if self.backward_rule != "stash":  # a prediction that forwards share is a set of its own
             return 1 if self.kept_until(stage) is None else 2
         if self.kept_until(stage) is None:
             return self.staleness(stage) + 1
@@ -341,11 +342,13 @@ class Latest(WeightRule):
             return None
         if self.backward_rule == "stash":
             return Kind.BACKWARD
+        # With as many replicas, each has one microbatch of a group, and no other one to keep the prediction for.
         return Kind.FORWARD if self.shares_prediction > self.replicas[stage] else None
 
     def buffers(self, stage: int) -> int:
+        # The optimizer itself keeps the velocity.
         computed_from = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
-        # The weights are copied while a prediction occupies their storage.
+        # The weights are copied while a prediction occupies their storage, and before a step that enters an average.
         has_copy = AVERAGE in computed_from or (self.backward_rule != "stash" and bool(self.predictions(stage)))
         return has_copy + len(computed_from)
 

@@ -30,6 +30,7 @@ SAME_CALLS = (
     "given alone"
 )
 
+# An object's address, and the number of a rank's own device.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=cuda):\d+")
 _MAX_DEPTH = 5  # functions in functions
 
@@ -41,6 +42,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
     """
     if group is None:
         return
+    # Digests first: texts may be long, and seldom differ.
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in settings.items()}
     try:
         rows = [dict(row) for row in gather_json(digests, group)]
@@ -51,7 +53,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
     differing = [name for name in names if len({row[name] for row in rows if name in row}) > 1]
     if not differing:
         return
-    if CALL in differing:
+    if CALL in differing:  # other settings differ because the calls do
         differing = [CALL]
     own_texts = {name: settings[name] for name in differing if name in settings}
     texts = gather_json(own_texts, group)
@@ -102,6 +104,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _describe_items(value.items(), depth)
     elif isinstance(value, (list, tuple, set, frozenset)):
+        # A set's own order differs from process to process, as the hashes of texts do.
         for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
             yield from _describe(item, depth + 1)
     elif inspect.ismethod(value):
@@ -125,7 +128,7 @@ def _describe_items(items: Iterable[tuple[Any, Any]], depth: int) -> Iterator[st
 
 def _describe_function(function: Callable[..., Any], depth: int) -> Iterator[str]:
     code = function.__code__
-    if not is_users_file(code.co_filename):
+    if not is_users_file(code.co_filename):  # a library's name says enough
         yield function.__qualname__
         return
     yield f"{function.__qualname__}, code {_compute_digest(_describe_code(code))}"
@@ -146,7 +149,7 @@ def _describe_function(function: Callable[..., Any], depth: int) -> Iterator[str
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:
+    except ValueError:  # empty: its variable has no value yet
         return False
 
 
@@ -166,7 +169,7 @@ def _describe_code(code: CodeType) -> str:
 
 
 def _describe_constant(value: Any) -> str:
-    if isinstance(value, CodeType):
+    if isinstance(value, CodeType):  # its repr has an address
         return _describe_code(value)
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 

@@ -19,7 +19,7 @@ _HOLDERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 def find_generators(roots: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, Any]:
     """Returns path -> generator that objects hold in attributes, small containers, and functions; no global one."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")  # if nobody has imported it, nobody holds its generators
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     ids = {id(torch.default_generator)}
     if numpy is not None:
@@ -37,6 +37,7 @@ def find_values(
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
         for path, value in level:
+            # Equal numbers may be one object, and are still several values.
             if isinstance(value, kinds) and (isinstance(value, (int, float)) or id(value) not in ids):
                 values[path] = value
             elif not isinstance(value, _HOLD_NONE) and id(value) not in ids:
@@ -48,6 +49,7 @@ def find_values(
 
 def _list_items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, FunctionType):
+        # An empty cell has no contents to read.
         return enumerate(cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
     if isinstance(value, (MethodType, BuiltinFunctionType)):
         return [("__self__", value.__self__)]

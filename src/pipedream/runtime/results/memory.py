@@ -88,7 +88,7 @@ class MemoryMeter:
     def reserved_bytes(self) -> int:
         if self._device is not None:
             return torch.cuda.max_memory_reserved(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def keep_freed_memory(peak_bytes: int = 0, free_bytes: int = sys.maxsize) -> None:
@@ -106,7 +106,7 @@ def keep_freed_memory(peak_bytes: int = 0, free_bytes: int = sys.maxsize) -> Non
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None and not user_settings and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
         is_scarce = peak_bytes > _SCARCE_SHARE * free_bytes
-        set_option(_TRIM_THRESHOLD, 1 << (17 if is_scarce else 28))
+        set_option(_TRIM_THRESHOLD, 1 << (17 if is_scarce else 28))  # 17 is glibc's own
         set_option(_MMAP_THRESHOLD, 1 << (22 if is_scarce else 25))
 
 
@@ -122,7 +122,7 @@ def tensor_bytes(*roots: Any) -> int:
         visited_ids.add(id(item))
         if isinstance(item, torch.Tensor):
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-            to_visit.append(item.grad if item.is_leaf else None)
+            to_visit.append(item.grad if item.is_leaf else None)  # of others torch warns
         elif isinstance(item, nn.Module):
             to_visit.extend((*item.parameters(), *item.buffers()))
         elif isinstance(item, torch.optim.Optimizer):
