@@ -23,7 +23,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
-WITHOUT_TORCH += ("layouts.description", "layouts.report", "layouts.search")
+WITHOUT_TORCH += ("extensions.codecs", "layouts.description", "layouts.report", "layouts.search")
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:

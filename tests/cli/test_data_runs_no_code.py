@@ -1,5 +1,6 @@
 """A plan or a checkpoint that names a method's Python file does not run it; only the user does, by naming it."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from marks import slow
 from torch import nn
 
 import pipedream as pd
-from pipedream.schedules import registry
+from pipedream.core.door import _run_bytes
 
 METHOD = """
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_the_user_may_name_it(method: Path, answer: Answer) -> None:
     assert answer("simulate", "plan.json") == by_name, "with the plan's microbatches"
 
 
+@pytest.mark.parametrize("texts", [{"messages": {"activations": "mine.py"}}, {"messages": "mine.py"}])
+def test_a_choice_of_a_plan(texts: dict[str, Any], method: Path, refused: Refused) -> None:
+    data = json.loads(pd.Plan.uniform(2, replicas=(2, 1)).to_json())
+    Path("plan.json").write_text(json.dumps(data | texts))
+    assert "'mine.py' is a Python file, which is not run because a plan or" in refused("simulate", "plan.json")
+    with pytest.raises(pd.PipelineError, match="name it yourself"):
+        pd.Plan.load("plan.json").choosing(activations="host")
+    assert not ran(method)
+
+
 def test_a_plan_in_python(method: Path) -> None:
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "sample": torch.zeros(4, 3)}
     for verb in (pd.simulate, partial(pd.Pipeline, nn.Sequential(nn.Linear(3, 2)), **options)):
@@ -99,7 +110,7 @@ def test_train_from_a_checkpoint(phases: Any, method: Path, run_command: Run, re
     options: dict[str, Any] = {"schedule": None if phases else "mine.py", "phases": phases, "workers": 1}
     pd.run(space["recipe"], out="run", quiet=True, minibatches=2, **options)
     method.with_suffix(".ran").unlink()
-    registry._run_file.cache_clear()
+    _run_bytes.cache_clear()
     resume = ("train", "recipe.py", "--resume", "run")
     assert f"the checkpoint run/checkpoints/minibatch-00000002 {NAMED}" in refused(*resume)
     assert NAMED in refused(*resume, "--schedule", "auto")

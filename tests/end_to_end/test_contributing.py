@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, "A new schedule", followed step by step with the file that it shows."""
+"""CONTRIBUTING.md's sections on a new schedule, encoding and others, followed step by step with the files they show."""
 
 import re
 import shlex
@@ -15,23 +15,59 @@ from torch.nn import functional as F
 from training import assert_equal, batches, piped, plain
 
 from pipedream import cli
+from pipedream.core.errors import BAD_CALL
 
 ROOT = Path(__file__).parents[2]
 
 
-def steps() -> str:
+SCHEDULE = "A new schedule"
+
+
+def steps(section: str = SCHEDULE) -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    return text.split("## A new schedule\n")[1].split("\n## ")[0]
+    return text.split(f"## {section}\n")[1].split("\n## ")[0]
 
 
-def blocks(language: str) -> list[str]:
-    """Returns the fenced blocks of a language within the steps, where they are indented."""
-    texts = re.findall(rf"^ *```{language}\n(.*?)^ *```$", steps(), re.M | re.S)
+def blocks(language: str, section: str = SCHEDULE) -> list[str]:
+    """Returns the fenced blocks of a language within a section's steps, where they are indented."""
+    texts = re.findall(rf"^ *```{language}\n(.*?)^ *```$", steps(section), re.M | re.S)
     return [textwrap.dedent(block) for block in texts]
 
 
 def commands(block: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines()]
+
+
+FILES = {"A new encoding of messages": "cut.py"}
+"""Section -> the file that it shows."""
+
+
+def write_file(section: str) -> str:
+    """Step 1: the file, in the working directory. Returns the check of step 2."""
+    assert f"Write the file `{FILES[section]}`" in steps(section)
+    text, check = blocks("python", section)
+    Path(FILES[section]).write_text(text, encoding="utf-8")
+    return check
+
+
+@pytest.mark.parametrize("section", FILES)
+def test_what_a_file_adds_is_checked(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(write_file(section), "step 2", "exec"), {})
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("section", FILES)
+def test_what_a_file_adds_is_trained_with(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_file(section)
+    ((_, recipe, *options),) = commands(blocks("sh", section)[0])
+    train = [sys.executable, "-m", "pipedream", "train", str(ROOT / recipe), "--minibatches", "3"]
+    assert subprocess.run([*train, *options, "--out", "run"]).returncode == 0
+    resumed = subprocess.run([*train, "--resume", "run"], capture_output=True, text=True)
+    assert resumed.returncode == BAD_CALL, "a checkpoint alone runs no file"
+    assert f"'{FILES[section]}" in resumed.stderr
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
-from pipedream.runtime.comm.encoding import with_decoding, with_encoding
+from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.splitter import BatchDim
 from pipedream.runtime.failure.activity import Activity

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
 from pipedream.core.hardware.survey import lower_quartile
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.plan.messages import ENCODINGS
+from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.assemble import Blueprint, Settings
-from pipedream.runtime.comm.encoding import decode, encode
+from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
@@ -127,7 +127,7 @@ def measure_encodings() -> dict[str, float]:
     def run(encoding: str) -> None:
         decode(*encode(tensor, encoding))
 
-    seconds = {encoding: _measure_s(partial(run, encoding), _MINIBATCHES[1]) for encoding in ENCODINGS[1:]}
+    seconds = {encoding: _measure_s(partial(run, encoding), _MINIBATCHES[1]) for encoding in list_encodings()}
     group = world_group() if is_distributed() else None
     rows = gather_json(seconds, group)
     return {encoding: median(row[encoding] for row in rows) / 2 / tensor.nbytes for encoding in seconds}

@@ -9,19 +9,16 @@ these (``horizons=3/2/1``), or None (``none``).
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
-from hashlib import sha256
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
+from pipedream.core.door import run_file
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import name_and_options
@@ -208,20 +205,9 @@ def _split_name(name: str) -> tuple[str, str]:
     return (path, method_name) if mark and path.lower().endswith(".py") else (name, "")
 
 
-@cache
 def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
-    """Returns the methods that a file declares; runs it again only if its bytes have changed."""
-    name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
-    spec = spec_from_file_location(name, path)
-    assert spec is not None
-    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module
-    try:
-        # Not by its loader: the bytecode cache notices a changed file only by seconds and size.
-        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:
-        del sys.modules[name]
-        raise ScheduleError(f"the schedule {path} failed with {type(error).__name__}: {error}; fix the file") from error
-    methods = getattr(module, "METHODS", ())
+    """Returns the methods that a file declares."""
+    methods = getattr(run_file(path, text, "schedule", ScheduleError), "METHODS", ())
     if not isinstance(methods, tuple) or not all(isinstance(method, Method) for method in methods):
         raise ScheduleError(f"METHODS of {path} must be a tuple of Method, found {methods!r}")
     return methods

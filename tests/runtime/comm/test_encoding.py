@@ -8,11 +8,13 @@ from encoded import rounded
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan.messages import BLOCK, ENCODINGS, MessageEncoding
+from pipedream.core.plan.codec import list_encodings
+from pipedream.core.plan.message_encoding import MessageEncoding
 from pipedream.core.plan.placement import Carries
-from pipedream.runtime.comm import channel, encoding as codec, message as wire
+from pipedream.runtime.comm import channel, encoded as codec, message as wire
+from pipedream.runtime.comm.blocks import BLOCK
 
-CODED = ENCODINGS[1:]
+CODED = list_encodings()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 STAGE_ORDERS = {
     "rows": lambda x: x,

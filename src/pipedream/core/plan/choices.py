@@ -16,7 +16,7 @@ from pipedream.core.flags import option
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
-from pipedream.core.plan.messages import MessageEncoding
+from pipedream.core.plan.message_encoding import MessageEncoding
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
 
@@ -69,7 +69,7 @@ class Choices:
     """
 
     sums: SumMethod = _choice(SumMethod(), SumMethod.parse, SUMS_METAVAR)
-    messages: MessageEncoding = _choice(MessageEncoding(), MessageEncoding.parse, "ENCODING[,ENCODING]")
+    messages: MessageEncoding = _choice(MessageEncoding(), MessageEncoding.read, "ENCODING[,ENCODING]")
     activations: str = _choice("", _read_activations, f"{NONE}|{HOST}")
     optimizer_state: str = _choice(DEVICE, _read_optimizer_state, f"{DEVICE}|{HOST}")
     recompute: str = _choice(NEVER, _read_recompute, "|".join(RECOMPUTING), **NOT_STORED)
@@ -83,7 +83,7 @@ class Choices:
         """Returns each choice of the first that makes it: the command, else the checkpoint, the plan, the recipe.
 
         Each of them has attributes or items of these names. What is missing, empty, or the default in `Choices`
-        chooses nothing.
+        chooses nothing. A file that only the checkpoint or the plan names is refused.
         """
         texts: dict[str, Any] = {}
         for source in (recipe, plan, checkpoint, command):
@@ -91,7 +91,9 @@ class Choices:
             if cls(**of_source).recompute == ALWAYS:
                 texts.pop("activations", None)  # only inputs would be left to move
             texts |= of_source
-        return cls(**texts)
+        choices = cls(**texts)
+        choices.messages.check_opened()
+        return choices
 
     @property
     def hosts_optimizers(self) -> bool:

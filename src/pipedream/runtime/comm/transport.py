@@ -35,7 +35,7 @@ from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.encoding import with_decoding, with_encoding
+from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
 from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink

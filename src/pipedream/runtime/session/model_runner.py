@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
-from pipedream.runtime.comm.encoding import apply_messages
+from pipedream.runtime.comm.encoded import apply_messages
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in, to_device
 from pipedream.runtime.data.generators import find_values

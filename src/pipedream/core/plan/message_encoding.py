@@ -1,0 +1,108 @@
+"""The MessageEncoding: the encoding of tensors between workers, and its costs.
+
+Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
+and tensors below `MIN_ENCODED_BYTES` are sent unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipedream.core.door import is_file
+from pipedream.core.errors import PipelineError
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.codec import CODECS, list_encodings
+from pipedream.core.plan.placement import Carries
+
+FULL = "full"
+
+MIN_ENCODED_BYTES = 1024
+"""Size from which on tensors are encoded. Plans count smaller ones as encoded, too."""
+
+
+@dataclass(frozen=True)
+class MessageEncoding:
+    """The encodings of activations and of gradients, names of `Codec` or 'full'.
+
+    Attributes:
+        value_bits: bits of a value that is not encoded.
+    """
+
+    activations: str = FULL
+    gradients: str = FULL
+    value_bits: int = 32
+
+    def __post_init__(self) -> None:
+        for name in (self.activations, self.gradients):
+            if name != FULL and not (is_file(name) or CODECS.has(name)):
+                raise PipelineError(
+                    f"messages={name!r} was asked for; the encodings are {', '.join([FULL, *list_encodings()])}, or "
+                    "FILE.py with one of yours, one for all messages or two, for activations and for gradients"
+                )
+
+    @classmethod
+    def read(cls, value: Any) -> MessageEncoding:
+        """Reads a user's choice, as `parse` does, and opens the files that it names."""
+        messages = cls.parse(value)
+        for name in filter(is_file, () if messages is value else messages.names):
+            CODECS.open_file(name)
+        return messages
+
+    @classmethod
+    def parse(cls, value: str | Sequence[str] | MessageEncoding | None, value_bits: int = 32) -> MessageEncoding:
+        """Reads a choice: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
+
+        Raises:
+            PipelineError: no such encoding.
+        """
+        if isinstance(value, MessageEncoding):
+            return value
+        names = value.split(",") if isinstance(value, str) else list(value or [FULL])
+        if len(names) > 2 or not all(isinstance(name, str) for name in names):
+            raise PipelineError(f"messages={value!r} was asked for; give one encoding, or two: activations, gradients")
+        return cls(names[0].strip(), names[-1].strip(), value_bits)
+
+    def check_opened(self) -> None:
+        """Raises a `PipelineError` if an encoding is a file that the user has not named."""
+        for name in self.names if self else ():
+            self._share(name)
+
+    def __bool__(self) -> bool:
+        return self.activations != FULL or self.gradients != FULL
+
+    def __str__(self) -> str:
+        return ",".join(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.activations, self.gradients)))
+
+    def encoding(self, carries: Carries) -> str:
+        return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, FULL)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Bytes on the wire for each byte of an activation, and of a gradient."""
+        return self._share(self.activations), self._share(self.gradients)
+
+    def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
+        """Returns costs for each byte before encoding, the mean of an activation and its gradient."""
+        if not self:
+            return runtime
+        added_s = 0.0
+        for encoding in (self.activations, self.gradients):
+            like = encoding if encoding == FULL else CODECS.find(encoding).costs_like or encoding
+            saved_s = (1 - self._share(encoding)) * runtime.message_s_per_byte
+            added_s += runtime.encodings_s_per_byte.get(like, 0.0) - saved_s
+        return replace(runtime, encoding_s_per_byte=added_s / 2)
+
+    def _share(self, encoding: str) -> float:
+        return 1.0 if encoding == FULL else min(1.0, CODECS.find(encoding).bits / self.value_bits)
+
+
+def names_encoding(text: str) -> bool:
+    """Returns whether a text chooses encodings, not sums."""
+    first = text.split(",")[0]
+    return first == FULL or CODECS.has(first)
