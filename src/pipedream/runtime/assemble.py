@@ -27,6 +27,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.stage.copied_weights import CopiedWeights, CopiesInstalled
 from pipedream.runtime.stage.host_store import HostStore, HostVersions, StoreFormat
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.recompute import Recomputation
@@ -34,11 +35,12 @@ from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_parts import check_parts, make_parts
+from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.stepped import LossFactor
 from pipedream.runtime.update.tied_weights import TiedGradientSum, copy_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
@@ -184,11 +186,11 @@ def make_local_workers(
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
-        stateless = make_stateless_stages(blueprint, rank, parameters.__getitem__, store)
+        on_copies = make_passes_on_copies(blueprint, rank, parameters.__getitem__, store)
         groups = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
             _make_worker(
-                blueprint, rank, stage_states, stateless, ends, everyone.member(rank), groups, rank, Activity()
+                blueprint, rank, stage_states, on_copies, ends, everyone.member(rank), groups, rank, Activity()
             )
         )
     return workers
@@ -198,7 +200,7 @@ def make_distributed_worker(
     blueprint: Blueprint,
     rank: int,
     parameters: Mapping[int, dict[str, nn.Parameter]],
-    stateless: dict[int, StatelessStage],
+    on_copies: dict[int, StagePasses],
     connections: Connections,
     shardings: Mapping[int, StageSharding],
     store: HostStore,
@@ -236,7 +238,7 @@ def make_distributed_worker(
         blueprint,
         rank,
         stage_states,
-        stateless,
+        on_copies,
         WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
         connections.sum_over(connections.everyone),
         tied_groups,
@@ -245,16 +247,16 @@ def make_distributed_worker(
     )
 
 
-def make_stateless_stages(
+def make_passes_on_copies(
     blueprint: Blueprint, rank: int, find_trained: Callable[[int], dict[str, nn.Parameter]], store: HostStore
-) -> dict[int, StatelessStage]:
-    """Returns the stages whose passes on a rank copy weights; to be called before layers that share a parameter are
+) -> dict[int, StagePasses]:
+    """Returns the passes of a rank that copy weights, by stage; to be called before layers that share a parameter are
     separated.
 
     Args:
         find_trained: returns the trained parameters of a stage.
     """
-    stateless = {}
+    on_copies = {}
     settings, placement, program = blueprint.settings, blueprint.placement, blueprint.program
     passes = (placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
     for stage in sorted({stage for row in passes for stage, _ in row}):
@@ -263,15 +265,16 @@ def make_stateless_stages(
         module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
         layout = _make_store_format(blueprint, stage, module)
         gradients = Gradients(len(trained))
-        scale = 1.0 if settings.scaling is None else settings.scaling.scale
+        loss_scale = LossFactor() if settings.scaling is None else LossScale(settings.scaling)
         if store.is_shared and placement.ranks[stage] != (rank,):
             for name, handle in trained.items():
                 module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
         per_update, open_stored = program.updates.per_update[stage], partial(store.open, stage, layout)
         recomputes = program.plan.stages[stage].recompute and not placement.runs_backward_elsewhere(stage)
-        parts = [Recomputation(module)] if recomputes else []
-        stateless[stage] = StatelessStage(module, layout, gradients, scale, per_update, open_stored, parts)
-    return stateless
+        weights = CopiedWeights(layout, per_update, open_stored)
+        parts: list[StagePart] = [Recomputation(module)] if recomputes else []
+        on_copies[stage] = StagePasses(module, weights, gradients, loss_scale, [*parts, CopiesInstalled(weights)])
+    return on_copies
 
 
 def _make_store_format(blueprint: Blueprint, stage: int, module: StageModule) -> StoreFormat:
@@ -383,9 +386,7 @@ def _make_stage_state(
     if sharding is not None:
         rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
         sharding.adapt_optimizer(optimizer.optimizer, rotates=rotates)
-    return StageState(
-        module, versions, Gradients(len(parameters)), optimizer, partial(make_parts, facts), lasting_parts=tuple(parts)
-    )
+    return StageState(module, versions, optimizer, partial(make_parts, facts), parts)
 
 
 def _refuse_mesh(sharding: StageSharding | None) -> None:
@@ -400,7 +401,7 @@ def _make_worker(
     blueprint: Blueprint,
     rank: int,
     stage_states: dict[int, StageState],
-    stateless: dict[int, StatelessStage],
+    on_copies: dict[int, StagePasses],
     channels: WorkerChannels,
     everyone: Group,
     tied: Sequence[tuple[TiedWeights, Group]],
@@ -431,7 +432,7 @@ def _make_worker(
         program=program,
         evaluation=blueprint.evaluation,
         stage_states=stage_states,
-        stateless=stateless,
+        stage_passes=stage_states | on_copies,
         senders=channels.senders,
         receivers=channels.receivers,
         results=results,

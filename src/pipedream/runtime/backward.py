@@ -14,8 +14,7 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.stage.stage_module import SavedForward
-from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.stateless_stage import StatelessStage
+from pipedream.runtime.stage_passes import StagePasses
 
 
 class BackwardRunner:
@@ -61,45 +60,45 @@ class BackwardRunner:
 
     def repeat_forward(self, stage: int, index: int) -> None:
         """Repeats a forward whose graph was not kept, while the gradients of its outputs are on their way."""
-        stage_state, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
+        passes, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
         saved = self._saved_forwards[stage, index]
         if saved.weights is not None:
-            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("repeated forward"):
+            with passes.pass_parts.backward(saved), passes.module.counting_collectives("repeated forward"):
                 saved.repeat_forward()
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()
 
     def run(self, stage: int, index: int) -> None:
         """Runs a B: computes the gradients of the weights and of the received tensors."""
-        stage_state, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
+        passes, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
         saved = self._saved_forwards.pop((stage, index))
         message = self._take_gradients(stage, index)
-        hook = self._choose_ready_hook(stage, index, stage_state)
+        hook = self._choose_ready_hook(stage, index, passes)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.scale)
-                stage_state.observer.before_backward(saved, output_gradients)
-                weight_gradients, input_gradients = stage_state.module.backward(
-                    saved, output_gradients, stage_state.gradients.accumulators, hook
+            with passes.pass_parts.backward(saved), passes.module.counting_collectives("backward"):
+                output_gradients = saved.output_gradients(message, passes.loss_scale.value)
+                passes.observer.before_backward(saved, output_gradients)
+                weight_gradients, input_gradients = passes.module.backward(
+                    saved, output_gradients, passes.gradients.accumulators, hook
                 )
         self._forwards.offload.end_backward(stage, index)
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)
+        self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
         self._send_back(stage, index, saved, input_gradients, message)
-        self._end_backward("B", stage, index, stage_state, start)
+        self._end_backward("B", stage, index, passes, start)
 
     def run_inputs(self, stage: int, index: int) -> None:
         """Runs an I: the half of a backward for which the previous stage waits."""
-        stage_state, start = self._begin_backward(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
+        passes, start = self._begin_backward(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
         saved = self._saved_forwards[stage, index]
         message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.scale)
-                stage_state.observer.before_backward(saved, output_gradients)
-                input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
+            with passes.pass_parts.backward(saved), passes.module.counting_collectives("backward"):
+                output_gradients = saved.output_gradients(message, passes.loss_scale.value)
+                passes.observer.before_backward(saved, output_gradients)
+                input_gradients = passes.module.backward_inputs(saved, output_gradients)
         self._forwards.offload.end_backward(stage, index)
         self._send_back(stage, index, saved, input_gradients, message)
         self._recorder.note("I", stage, self._stream.offset + index, start)
@@ -107,68 +106,63 @@ class BackwardRunner:
 
     def run_weights(self, stage: int, index: int) -> None:
         """Runs a W: the other half of a backward."""
-        stage_state, start = self._begin_backward(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
+        passes, start = self._begin_backward(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
         saved = self._saved_forwards.pop((stage, index))
-        hook = self._choose_ready_hook(stage, index, stage_state)
+        hook = self._choose_ready_hook(stage, index, passes)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.pass_parts.backward(saved), stage_state.module.counting_collectives("weights' backward"):
-                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, hook)
+            with passes.pass_parts.backward(saved), passes.module.counting_collectives("weights' backward"):
+                weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
         self._forwards.offload.end_backward(stage, index)
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=hook is not None)
-        self._end_backward("W", stage, index, stage_state, start)
+        self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
+        self._end_backward("W", stage, index, passes, start)
 
-    def _begin_backward(
-        self, kind: Kind, stage: int, index: int, task: str
-    ) -> tuple[StageState | StatelessStage, Moment]:
+    def _begin_backward(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StagePasses, Moment]:
         self._activity.begin(task)
         self._forwards.offload.begin_backward(kind, stage, index)
-        stage_state = self._forwards.find_passes(stage)
+        passes = self._forwards.stage_passes[stage]
         if self._lacks_forward(stage, index):
             # It ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(
-                stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
+                stage, index, passes, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
             )
-        return stage_state, self._recorder.mark()
+        return passes, self._recorder.mark()
 
     def _lacks_forward(self, stage: int, index: int) -> bool:
         return self._runs_backward_elsewhere[stage] and (stage, index) not in self._saved_forwards
 
     def _choose_ready_hook(
-        self, stage: int, index: int, stage_state: StageState | StatelessStage
+        self, stage: int, index: int, passes: StagePasses
     ) -> Callable[[int, torch.Tensor], None] | None:
         """Returns the hook that takes gradients to a sum over the replicas that has begun."""
         if (stage, index) not in self._begun_sums:
             return None
         self._begun_sums.discard((stage, index))
-        assert isinstance(stage_state, StageState)
-        return stage_state.gradient_ready if stage_state.optimizer.reducer.sums_in_backward else None
+        return passes.choose_ready_hook()
 
     def _add_gradients(
         self,
-        stage_state: StageState | StatelessStage,
+        passes: StagePasses,
         saved: SavedForward,
         gradients: list[torch.Tensor | None],
         *,
         is_last: bool,
     ) -> None:
-        stage_state.add_gradients(saved, gradients)
-        if is_last and isinstance(stage_state, StageState):
+        passes.add_gradients(saved, gradients)
+        if is_last:
             # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
-            stage_state.optimizer.reducer.close(stage_state.gradients, float(self._is_stop_requested()))
+            passes.close_sum(float(self._is_stop_requested()))
 
-    def _end_backward(
-        self, kind: str, stage: int, index: int, stage_state: StageState | StatelessStage, start: Moment
-    ) -> None:
+    def _end_backward(self, kind: str, stage: int, index: int, passes: StagePasses, start: Moment) -> None:
         self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
-            stage_state.join_update(self._recorder)  # it still reads the memory that gradients are copied to
-            stage_state.finish_minibatch()
+            passes.join_update(self._recorder)  # it still reads the memory that gradients are copied to
+            passes.finish_minibatch()
             if self._placement.rotates:  # the update is made on another rank
-                for microbatch, *versions in stage_state.gradient_versions:
+                for microbatch, *versions in passes.gradient_versions:
                     row = (*versions, index // self._stream.split)
                     self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)
-                stage_state.gradient_versions.clear()
+                passes.gradient_versions.clear()
         self._activity.end()
 
     def _take_gradients(self, stage: int, index: int) -> Message | None:
@@ -191,7 +185,7 @@ class BackwardRunner:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
-        self._forwards.find_passes(stage).observer.before_send_back(index, input_gradients)
+        self._forwards.stage_passes[stage].observer.before_send_back(index, input_gradients)
         results = self._results.take_carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(

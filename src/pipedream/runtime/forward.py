@@ -23,8 +23,8 @@ from pipedream.runtime.stage.offload import Offload
 from pipedream.runtime.stage.part import ForwardFunction
 from pipedream.runtime.stage.recompute import run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.stateless_stage import StatelessStage
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ForwardRunner:
     """Runs the forwards of a rank. Lifecycle: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
-        stateless: stage -> its passes here, where they copy the weights.
+        stage_passes: stage -> its passes here.
         admit: takes a microbatch from the data; returns None at its end.
 
     Attributes:
@@ -67,7 +67,7 @@ class ForwardRunner:
         self,
         rank: int,
         stage_states: dict[int, StageState],
-        stateless: dict[int, StatelessStage],
+        stage_passes: Mapping[int, StagePasses],
         admit: Callable[[int], Message | None],
         mailbox: Mailbox,
         scorer: Scorer,
@@ -78,7 +78,7 @@ class ForwardRunner:
     ) -> None:
         self._rank = rank
         self._stage_states = stage_states
-        self._stateless = stateless
+        self.stage_passes = stage_passes
         self._admit = admit
         self._mailbox = mailbox
         self._scorer = scorer
@@ -124,7 +124,7 @@ class ForwardRunner:
         return self._fetch(stage, index, 0, changes_buffers=True)
 
     def _fetch(self, stage: int, index: int, version: int, *, changes_buffers: bool) -> Waiting[None] | None:
-        pending = self._stateless[stage].begin_pass(index, version, changes_buffers=changes_buffers)
+        pending = self.stage_passes[stage].store.begin_pass(index, version, changes_buffers=changes_buffers)
         if not pending.ready():
             return self._await(pending, stage, index)
         pending.result()
@@ -139,35 +139,31 @@ class ForwardRunner:
         stream = self._stream
         start = self._recorder.mark()
         self._activity.begin("a forward" if stream.trains else "a forward without training")
-        stage_state = self.find_passes(stage)
+        passes = self.stage_passes[stage]
         if not stream.trains:
             is_empty = message.content is Content.EMPTY
-            result = message if is_empty else self._run_without_backward(stage, index, stage_state, message)
-            stage_state.finish_minibatch()
+            result = message if is_empty else self._run_without_backward(stage, index, passes, message)
+            passes.finish_minibatch()
         elif self._program.placement.runs_backward_elsewhere(stage):
-            result = self._run_remote(stage, index, stage_state, message)
+            result = self._run_remote(stage, index, passes, message)
         else:
-            result = self._run_local(stage, index, stage_state, message)
+            result = self._run_local(stage, index, passes, message)
         if stage < self._last_stage:
             self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
         else:
             self._mailbox.drop(Carries.INPUT, stage, index)
         self._activity.end()
-        stage_state.next_forward = self._program.placement.next_forward(stage, index)
+        passes.next_forward = self._program.placement.next_forward(stage, index)
         self._recorder.note("F", stage, stream.offset + index, start)
         if stage == self._last_stage and stream.trains:
             minibatch = stream.minibatch(index)
             # This minibatch's results are complete if the next forward of this replica belongs to a later one.
-            if stream.minibatch(stage_state.next_forward) > minibatch:
+            if stream.minibatch(passes.next_forward) > minibatch:
                 self._results.complete(minibatch, index)
         if stream.predicts and self._rank == 0 and index - self.received_outputs >= self._program.plan.in_flight[0]:
             # Receive outputs as they come, so that no worker has to keep many.
             return self._yield_output()
         return None
-
-    def find_passes(self, stage: int) -> StageState | StatelessStage:
-        """Returns what runs the passes of a stage on this rank."""
-        return self._stateless.get(stage) or self._stage_states[stage]
 
     def receive_output(self) -> Waiting[Output]:
         """Receives the next output of a prediction."""
@@ -176,67 +172,63 @@ class ForwardRunner:
         owner = self._program.placement.rank_of(self._last_stage, index, forward=True)
         return self._results.receive_output(index, owner)
 
-    def recompute(
-        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
-    ) -> SavedForward:
+    def recompute(self, stage: int, index: int, passes: StagePasses, message: Message) -> SavedForward:
         """Returns the saved forward of a stage that ran on another rank; the backward repeats it from `message`."""
-        stage_state.next_forward = index + 1
+        passes.next_forward = index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), index)
-        saved, run = self._prepare(stage, index, stage_state, message)
+        saved, run = self._prepare(stage, index, passes, message)
         saved.recompute = lambda: run(message, True)
         return saved
 
     def _yield_output(self) -> Generator[Any, None, None]:
         yield (yield from self.receive_output())
 
-    def _run_local(self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message) -> Message:
+    def _run_local(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
         """Runs a forward of a stage of this rank, and saves what its backward needs."""
         if message.content is Content.EMPTY:
             self.saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
             if stage == self._last_stage:
                 self._results.add(self._stream.minibatch(index), message, self._results.zeros)
             return message
-        stage_state.keep_sample(message)
-        saved, run = self._prepare(stage, index, stage_state, message)
-        with stage_state.pass_parts.forward(saved), stage_state.module.counting_collectives("forward"):
-            result = stage_state.pass_parts.run_forward(saved, message, run)
-            stage_state.observer.after_forward(index)
+        passes.pass_parts.receive(message)
+        saved, run = self._prepare(stage, index, passes, message)
+        with passes.pass_parts.forward(saved), passes.module.counting_collectives("forward"):
+            result = passes.pass_parts.run_forward(saved, message, run)
+            passes.observer.after_forward(index)
         self.saved_forwards[stage, index] = saved
         if stage < self._last_stage and self._ends_minibatch(index):
-            stage_state.finish_minibatch()
+            passes.finish_minibatch()
         return result
 
-    def _run_remote(
-        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
-    ) -> Message:
+    def _run_remote(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
         """Runs a forward on copied weights; sends its input to the rank of the backward, which repeats it."""
         result = message
         if message.content is not Content.EMPTY:
-            saved, run = self._prepare(stage, index, stage_state, message)
-            with stage_state.pass_parts.forward(saved):
+            saved, run = self._prepare(stage, index, passes, message)
+            with passes.pass_parts.forward(saved):
                 result = run_without_graph(run, message)
         self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if self._ends_minibatch(index):
-            stage_state.finish_minibatch()
+            passes.finish_minibatch()
         return result
 
     def _ends_minibatch(self, index: int) -> bool:
         return (index + 1) % self._stream.split == 0
 
     def _prepare(
-        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
+        self, stage: int, index: int, passes: StagePasses, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns the saved forward, and the function that runs the forward and fills it in."""
-        weights, version = stage_state.acquire(self._program.weights.forward_version(stage, index))
+        weights, version = passes.acquire(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.wants, index, version)
         targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last_stage else None
 
         def run(message: Message, recomputes: bool = False) -> Message:
             if stage == 0:
-                value = stage_state.module.prepare_input(self._unpack_value(message), message.samples)
+                value = passes.module.prepare_input(self._unpack_value(message), message.samples)
             else:
-                value, saved.graph_inputs = stage_state.module.enter(message.structure, message.tensors, message.wants)
+                value, saved.graph_inputs = passes.module.enter(message.structure, message.tensors, message.wants)
                 # The gradients travel back in the shards in which the tensors came.
                 crossings, _ = read_crossings(message.structure)
                 gradient_crossings = [
@@ -245,19 +237,19 @@ class ForwardRunner:
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
             if index == 0 and not recomputes:
                 # Before the stage's own forward, which may write into its input and its buffers.
-                stage_state.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)
-            read_weights = stage_state.read_for_recomputation(saved) if recomputes else weights
-            resident = partial(_list_resident, stage_state.module, read_weights.leaves, value if stage == 0 else None)
+                passes.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)
+            read_weights = passes.read_for_recomputation(saved) if recomputes else weights
+            resident = partial(_list_resident, passes.module, read_weights.leaves, value if stage == 0 else None)
             with self.offload.packing(stage, index, resident):
                 with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
-                    output = stage_state.forward(value, read_weights, self._stream.offset + index, stage == 0)
+                    output = passes.forward(value, read_weights, self._stream.offset + index, stage == 0)
                 if targets is None:
-                    structure, saved.outputs = stage_state.module.pack_output(output, message.samples)
+                    structure, saved.outputs = passes.module.pack_output(output, message.samples)
                     wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                     return message.with_tensors(structure, saved.outputs, wants, version)
-                output = stage_state.module.gather_output(output)
+                output = passes.module.gather_output(output)
                 minibatch = self._stream.minibatch(index)
-                with stage_state.module.autocasting():
+                with passes.module.autocasting():
                     value, saved.loss_weight, saved.scale = self._scorer.score(
                         minibatch, message, output, self._unpack_targets(targets), recomputes
                     )
@@ -266,13 +258,11 @@ class ForwardRunner:
 
         return saved, run
 
-    def _run_without_backward(
-        self, stage: int, index: int, stage_state: StageState | StatelessStage, message: Message
-    ) -> Message:
-        leaves, context = stage_state.reading(self._stream.ema)
+    def _run_without_backward(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
+        leaves, context = passes.reading(self._stream.ema)
         is_scored = stage == self._last_stage and not self._stream.predicts
         with torch.no_grad(), context:
-            module = stage_state.module
+            module = passes.module
             if stage == 0:
                 value = module.prepare_input(self._unpack_value(message), message.samples)
             else:
@@ -285,7 +275,7 @@ class ForwardRunner:
             if self._stream.predicts:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
-                with stage_state.module.autocasting():
+                with passes.module.autocasting():
                     targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message

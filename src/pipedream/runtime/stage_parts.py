@@ -10,8 +10,10 @@ from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import EqualReplicas
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
+from pipedream.runtime.stage.without_data import SampleMessage
 
 PARTS: tuple[type[StagePart], ...] = (
+    SampleMessage,
     CpuOptimizerWeights,
     EqualReplicas,
     SavedTensorHooks,

@@ -1,112 +1,63 @@
 """The state of a stage on one rank: layers, versions of the weights, optimizer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from pipedream.core.errors import WorkerError
-from pipedream.core.model.collective import StageCollectives
-from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
-from pipedream.runtime.comm.message import Message
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.host_store import HostVersions
-from pipedream.runtime.stage.part import PassParts, StagePart
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
-from pipedream.runtime.stage.without_data import drop_data, predict_collectives
+from pipedream.runtime.stage.part import StagePart
+from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.versions import Versions, WeightSet, choose_weights
+from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
-class StageObserver:
-    """Observes a stage until its first update. This base class does nothing.
-
-    Attributes:
-        observes: whether it does anything.
-    """
-
-    observes = False
-
-    def before_forward(
-        self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
-    ) -> None:
-        """Takes the input of the layers for the first microbatch; `targets` are those of the last stage."""
-
-    def after_forward(self, index: int) -> None:
-        """Called after the forward of a microbatch."""
-
-    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Takes the gradients of the stage's outputs."""
-
-    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient that is about to be summed over the replicas."""
-
-    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        """Takes the gradients of the weights, which are multiplied by `factor`."""
-
-    def before_send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Takes the gradients of the received tensors."""
-
-    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights, with the gradients of the first update."""
-
-
-_UNOBSERVED = StageObserver()
-
-
-@dataclass
-class StageState:
+class StageState(StagePasses):
     """A stage replica on its rank: layers, weights and optimizer.
 
     Life of a stage's state:
 
     1. `switch_to` sets what depends on the method; `begin` starts a stream.
-    2. A forward calls `acquire` for its weights, and runs the layers with `forward`.
-    3. A backward runs in the context of its parts (`pass_parts`); `add_gradients` then adds its gradients to those of
-       the next update and releases the weights. In a backward in which a sum begins, `gradient_ready` passes them to
-       the reducer instead.
-    4. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
+    2. Passes run (`StagePasses`). In a backward in which a sum begins, `gradient_ready` takes gradients to the reducer.
+    3. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
        the handles; if a thread makes it, `join_update` waits for it.
-    5. `end` ends a stream, at a drain.
+    4. `end` ends a stream, at a drain.
 
     The `parts` take part in all of it, and in checkpoints.
 
-    Attributes:
+    Args:
         make_parts: returns the parts that a program needs.
         lasting_parts: parts that all programs share; they come first.
-        next_forward: microbatch of the next forward.
-        gradient_versions: (microbatch, forward version, backward version) of the next update's gradients.
-        observer: compares the first minibatch with the model, until the first update.
-        sample_message: the first message of a stage on a mesh, without data.
-        parts: what else takes part, in the order of the calls.
-        pass_parts: what they do in passes.
-        weight_choice: which weights the passes read.
+
+    Attributes:
         overlapped: the newest update, while a thread makes it or after it failed.
     """
 
-    module: StageModule
-    versions: Versions
-    gradients: Gradients
-    optimizer: Optimizer
-    make_parts: Callable[[Program], Iterable[StagePart]]
-    lasting_parts: tuple[StagePart, ...] = ()
-    next_forward: int = 0
-    gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    observer: StageObserver = _UNOBSERVED
-    sample_message: Message | None = None
-    overlapped: OverlappedUpdate | None = None
-    parts: tuple[StagePart, ...] = field(init=False, default=())
-    pass_parts: PassParts = field(init=False)
-    weight_choice: WeightChoice = field(init=False)
+    def __init__(
+        self,
+        module: StageModule,
+        versions: Versions,
+        optimizer: Optimizer,
+        make_parts: Callable[[Program], Iterable[StagePart]],
+        lasting_parts: Iterable[StagePart] = (),
+    ) -> None:
+        super().__init__(module, versions, Gradients(len(versions.handles)), optimizer.loss_scale)
+        versions.averages = optimizer.ema
+        self.versions = versions
+        self.optimizer = optimizer
+        self._make_parts = make_parts
+        self._lasting_parts = tuple(lasting_parts)
+        self.overlapped: OverlappedUpdate | None = None
 
     def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
         """Switches to another program at a drain, when one version of the weights is left.
@@ -120,12 +71,9 @@ class StageState:
         self.optimizer.switch_to(updates, stage, delays[stage], input_updates, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         tensors = self.part_tensors()
-        self.parts = (*self.lasting_parts, *self.make_parts(program))
-        self.pass_parts = PassParts(self.parts)
-        self.weight_choice = choose_weights(rule, self.versions)
+        self.set_parts((*self._lasting_parts, *self._make_parts(program)), choose_weights(rule, self.versions))
         for part in self.parts:
             part.restore(tensors)
-            self.weight_choice = part.choose_weights(self.weight_choice)
 
     def part_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the state of the parts in a checkpoint, by KIND/NAME."""
@@ -142,81 +90,21 @@ class StageState:
             yield from part.end()
         self.versions.rewind()
 
-    @property
-    def scale(self) -> float:
-        """The factor on the loss."""
-        return self.optimizer.scale
-
-    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
-        return self.versions.reading(self.optimizer.ema if ema else {})
-
-    def acquire(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
-
-        Weights that are kept for the backward are released by `add_gradients`.
-        """
-        return self.weight_choice.acquire(version)
-
-    def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
-        assert saved.weights is not None
-        saved.recomputed_weights = self.weight_choice.choose_for_backward(saved.weights)
-        return saved.recomputed_weights
-
-    def keep_sample(self, message: Message) -> None:
-        """Keeps the first message, without its data, for `collectives`; on a mesh only."""
-        if self.sample_message is None and self.module.sharding is not None:
-            self.sample_message = drop_data(message)
-
-    def collectives(self, program: Program, stage: int, needs_norms: bool) -> StageCollectives:
-        """Returns the collectives of the first microbatch and update, on a mesh.
-
-        Args:
-            program: that the first microbatch was trained with.
-            needs_norms: of each update's gradients.
-        """
-        assert self.module.sharding is not None
-        assert self.sample_message is not None
-        measured = self.module.sharding.collectives
-        ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
-        try:
-            predicted = predict_collectives(
-                self.module,
-                self.versions.peek().leaves,
-                self.sample_message,
-                is_first=stage == 0,
-                is_last=stage == program.placement.stages - 1,
-                splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
-                recomputes=program.plan.stages[stage].recompute,
-                needs_norms=needs_norms,
-            )
-        except Exception as error:  # of the user's layers
-            return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return StageCollectives(measured, predicted)
-
     def forward(self, value: Any, weights: WeightSet, microbatch: int, first: bool) -> Any:
         self.module.check_unchanged()
-        layers = partial(self.module.forward, value, weights.leaves, microbatch, first)
-        return self.pass_parts.run_layers(layers, value, weights)
+        return super().forward(value, weights, microbatch, first)
+
+    def choose_ready_hook(self) -> Callable[[int, torch.Tensor], None] | None:
+        return self.gradient_ready if self.optimizer.reducer.sums_in_backward else None
+
+    def close_sum(self, stop_request: float) -> None:
+        self.optimizer.reducer.close(self.gradients, stop_request)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""
         complete = self.gradients.complete(index, gradient)
         self.observer.gradient_ready(index, complete)
         self.optimizer.reducer.put(index, complete)
-
-    def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        self.observer.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
-        self.gradients.add(gradients, saved.loss_weight)
-        if saved.weights is not None:
-            read = self.weight_choice.backward_version(saved.weights)
-            self.gradient_versions.append((saved.microbatch, saved.version, read))
-            self.weight_choice.release(saved.weights)
-
-    def finish_minibatch(self) -> None:
-        """Drops copied weights and moves gradients, after the last forward, or backward, of a minibatch."""
-        self.versions.drop_copies()
-        self.gradients.replace(*self.versions.copy_gradients_to_handles(self.gradients.accumulators))
 
     def compare_first_update(self) -> None:
         """Compares the gradients of the first update, which the handles have, with the model's."""
@@ -248,7 +136,7 @@ class StageState:
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
-        self.observer = _UNOBSERVED
+        self.observer = UNOBSERVED
         for part in self.parts:
             part.before_update()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator

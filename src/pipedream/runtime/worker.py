@@ -27,6 +27,7 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import (
     StageState,
     check_finite,
@@ -35,7 +36,6 @@ from pipedream.runtime.stage_state import (
     find_not_finite,
     finish_updates,
 )
-from pipedream.runtime.stateless_stage import StatelessStage
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 _ADVICE = {
@@ -96,7 +96,8 @@ class Worker:
         process: this rank among all ranks of the job, for errors.
         program: of the first phase, verified.
         evaluation: a program without backwards.
-        stateless: stage -> its passes here, where they copy the weights.
+        stage_states: of the stages that are updated here.
+        stage_passes: of the stages whose passes run here; a state, or passes on copies of the weights.
 
     Attributes:
         input_updates: updates that the input stage has made with this program.
@@ -111,7 +112,7 @@ class Worker:
         program: Program,
         evaluation: Program,
         stage_states: dict[int, StageState],
-        stateless: dict[int, StatelessStage],
+        stage_passes: Mapping[int, StagePasses],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
@@ -123,7 +124,7 @@ class Worker:
         self.rank = rank
         self._process = process
         self.stage_states = stage_states
-        self.stateless = stateless
+        self.stage_passes = stage_passes
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
@@ -142,7 +143,7 @@ class Worker:
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
         forwards = self._forwards = ForwardRunner(
-            rank, stage_states, stateless, self._admit, mailbox, scorer, results, self.recorder, activity, device
+            rank, stage_states, stage_passes, self._admit, mailbox, scorer, results, self.recorder, activity, device
         )
         self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(

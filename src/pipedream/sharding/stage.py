@@ -158,6 +158,7 @@ class StageSharding:
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
+        first_message: that the stage has received, without data.
         sample_memory: called in a backward where much memory is taken: with each gradient of a weight.
     """
 
@@ -177,6 +178,7 @@ class StageSharding:
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh, group)
         self.steps_whole_weights = False
+        self.first_message: Any = None
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, *, rotates: bool) -> None:
         """Decides whether the optimizer needs whole weights in its step; one that rotates them does."""

@@ -33,7 +33,8 @@ from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.reference_run import ReferenceRun
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage_state import StageObserver, StageState
+from pipedream.runtime.stage_passes import StageObserver
+from pipedream.runtime.stage_state import StageState
 from pipedream.sharding.outside_func import HooksOutsideFunc
 from pipedream.sharding.stage import StageSharding
 

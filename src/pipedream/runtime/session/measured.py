@@ -18,6 +18,7 @@ from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.memory import tensor_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.stage.without_data import SampleMessage
 from pipedream.runtime.worker import Worker
 
 _log = logging.getLogger("pipedream")
@@ -138,7 +139,7 @@ def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int 
     peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
     rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
     # What others' stages have in the host store counts at their homes.
-    modules = (stateless.module for worker in workers for stateless in worker.stateless.values())
+    modules = (passes.module for worker in workers for passes in worker.stage_passes.values())
     tensors_bytes = tensor_bytes(*(worker.stage_states for worker in workers), *modules)
     return tensors_bytes + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
 
@@ -190,7 +191,8 @@ def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | 
             if sharding is not None and sharding.is_first and sharding.collectives:
                 program = workers_here.blueprint.programs[min(worker.trained)]
                 needs_norms = worker.update_barrier.needs_norms
-                local_stages[stage] = encode(stage_state.collectives(program, stage, needs_norms))
+                sample = next(part for part in stage_state.parts if isinstance(part, SampleMessage))
+                local_stages[stage] = encode(sample.compare(program, needs_norms=needs_norms))
     by_stage: dict[int, StageCollectives] = {}
     for text in gather_texts(json.dumps(local_stages), workers_here.group):
         for stage, data in json.loads(text).items():

@@ -24,7 +24,7 @@ from pipedream.runtime.assemble import (
     connect,
     make_distributed_worker,
     make_local_workers,
-    make_stateless_stages,
+    make_passes_on_copies,
 )
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
@@ -265,7 +265,7 @@ def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Co
         connections.everyone if blueprint.placement.shares_weights else None, blueprint.device
     )
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    stateless = make_stateless_stages(
+    on_copies = make_passes_on_copies(
         blueprint,
         workers_here.worker_rank,
         lambda stage: parameters.select_trained(model, by_stage[stage]),
@@ -280,7 +280,7 @@ def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Co
         blueprint,
         workers_here.worker_rank,
         trained,
-        stateless,
+        on_copies,
         connections,
         workers_here.shardings,
         workers_here.store,

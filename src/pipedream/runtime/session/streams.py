@@ -147,7 +147,8 @@ class Streams:
         try:
             with workers_here.reporting():
                 sources = workers_here.data.open_evaluation(loader, adapt)
-            with evaluating(stage_state.module for _, stage_state in workers_here.stage_states):
+            passes = [passes for worker in workers_here.workers for passes in worker.stage_passes.values()]
+            with evaluating(stage_passes.module for stage_passes in passes):
                 yield sources
         finally:
             workers_here.data.close_evaluation()

@@ -520,11 +520,9 @@ class HostVersions(Versions):
     def _copy_untrained(self) -> list[torch.Tensor]:
         return [tensor.to(self._shared_weights.copies.device, copy=True) for tensor in self._store_format.untrained]
 
-    def reading(
-        self, averages: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         leaves, _ = self._shared_weights.copy(self.newest)
-        if averages:
+        if ema and self.averages:
             leaves = self._store_format.view_ema(self._shared_weights.copies.copy_to_device(self._shared_weights.ema))
         return leaves, self._store_format.installed(self._copy_untrained())
 
@@ -532,26 +530,21 @@ class HostVersions(Versions):
         """Returns a context in which the modules hold copies of what else passes with these weights read."""
         return self._store_format.installed(self._load(weights))
 
-    def drop_copies(self) -> None:
+    def end_passes(self, gradients: Gradients) -> None:
         for weights in self._copies.values():
             weights.leaves.clear()
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
         if self._untrained is not None:
             buffers, self._untrained = self._untrained[self._store_format.frozen :], None
-            slots = self._store_format.untrained[self._store_format.frozen :]
+            home_buffers = self._store_format.untrained[self._store_format.frozen :]
             for number, (buffer, (copied, version)) in enumerate(zip(buffers, self._copied_buffers, strict=True)):
                 is_written = number in self._store_format.statistics or buffer._version != version
                 if is_written or buffer is not copied:
-                    slots[number].copy_(buffer)  # the host waits for its GPU
+                    home_buffers[number].copy_(buffer)  # the host waits for its GPU
             self._copied_buffers = []
         self._shared_weights.copies.note_dropped()
-
-    def copy_gradients_to_handles(
-        self, gradients: list[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        return self._shared_weights.copies.copy_to_store(
-            gradients, self._store_format.view_gradients(self._shared_weights.gradients)
-        )
+        slots = self._store_format.view_gradients(self._shared_weights.gradients)
+        gradients.replace(*self._shared_weights.copies.copy_to_store(gradients.accumulators, slots))
 
 
 class CopiesInModules(StagePart):

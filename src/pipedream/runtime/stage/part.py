@@ -71,6 +71,9 @@ class StagePart:
         """Returns what chooses the weights of the passes, in place of `choice`."""
         return choice
 
+    def receive(self, message: Message) -> None:
+        """Takes the message that a forward, whose backward follows, begins with."""
+
     def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
         """Returns the context of a forward with training."""
         return _NOTHING
@@ -116,12 +119,15 @@ class PassParts:
     """What parts do in the passes of a stage, which pay only for methods that are overridden.
 
     Attributes:
+        receive: see `StagePart`; calls all parts.
         forward, backward: see `StagePart`; the context of all parts.
         run_forward, run_layers: see `StagePart`; through all parts, of which the first is the outermost.
     """
 
     def __init__(self, parts: Sequence[StagePart]) -> None:
         nothing = StagePart()
+        receive = _list_overrides(parts, "receive")
+        self.receive = nothing.receive if not receive else partial(_call_all, receive)
         self.forward = _join_contexts(_list_overrides(parts, "forward"))
         self.backward = _join_contexts(_list_overrides(parts, "backward"))
         run_forward = _list_overrides(parts, "run_forward")
@@ -134,6 +140,11 @@ class PassParts:
 
 def _list_overrides(parts: Sequence[StagePart], method: str) -> list[Any]:
     return [getattr(part, method) for part in parts if getattr(type(part), method) is not getattr(StagePart, method)]
+
+
+def _call_all(methods: Sequence[Callable[[Message], None]], message: Message) -> None:
+    for method in methods:
+        method(message)
 
 
 def _run_layers_in(outer: Any, inner: Any, layers: RunLayers, value: Any, weights: WeightSet) -> Any:

@@ -29,6 +29,8 @@ import torch
 from pipedream.core.errors import CaptureError, parameter_hooked
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import WeightRule
+from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.update.gradients import Gradients
 
 _NOTHING = nullcontext()
 
@@ -65,8 +67,41 @@ class WeightSet:
             self.ready(number, gradient)
 
 
-class Versions:
-    """The weight sets of one stage replica.
+class WeightStore:
+    """The weights that the passes of a stage on one rank read."""
+
+    def acquire(self, version: int) -> WeightSet:
+        """Returns a version for a forward, which must `release` it after its backward."""
+        raise NotImplementedError
+
+    def release(self, weights: WeightSet) -> None:
+        """Follows a backward."""
+
+    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
+        raise NotImplementedError
+
+    def begin_pass(self, index: int, version: int, *, changes_buffers: bool) -> Pending[None]:
+        """Returns the wait for what the pass of microbatch `index` reads: weights and, if it changes them, buffers."""
+        raise NotImplementedError(f"passes do not wait for {type(self).__name__}")
+
+    def end_passes(self, gradients: Gradients) -> None:
+        """Drops what was copied for the passes of a minibatch, and moves their gradients to where they are summed."""
+
+    # -- updates --------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Lets other ranks read the newest version."""
+
+    def announce(self) -> None:
+        """Lets other ranks of this process wait for a version that a thread makes."""
+
+    def withdraw(self) -> None:
+        """Follows an announced update that failed."""
+
+
+class Versions(WeightStore):
+    """The weight sets of one stage replica, at its home.
 
     Args:
         handles: the user's trained parameters, by name.
@@ -76,6 +111,7 @@ class Versions:
     Attributes:
         newest: version that the handles hold.
         peak: the most versions kept at once since `switch_to`.
+        averages: of the weights over time, by name; empty if the optimizer keeps none.
     """
 
     def __init__(self, handles: Mapping[str, torch.nn.Parameter], watched: bool = False, single: bool = False) -> None:
@@ -91,6 +127,7 @@ class Versions:
         self._next_set: WeightSet | None = None
         self._note_written()
         self.peak = 1
+        self.averages: dict[str, torch.Tensor] = {}
 
     @property
     def kept_count(self) -> int:
@@ -111,7 +148,6 @@ class Versions:
         return [*self._sets.values(), *self._predictions.values(), *self._free]
 
     def acquire(self, version: int) -> WeightSet:
-        """Returns a version for a forward, which must `release` it after its backward."""
         weights = self._sets[version]
         weights.readers += 1
         return weights
@@ -145,31 +181,8 @@ class Versions:
             weights.version = -1
             self._free.append(weights)
 
-    # -- overridden in `host_store.HostVersions` ---------------------------------------------------------
-
-    def publish(self) -> None:
-        """Lets other ranks read the newest version."""
-
-    def announce(self) -> None:
-        """Follows `choose_storage` of an update that a thread makes."""
-
-    def withdraw(self) -> None:
-        """Follows an announced update that failed."""
-
-    def reading(
-        self, averages: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
-        return averages or self.peek().leaves, _NOTHING
-
-    def drop_copies(self) -> None:
-        """Drops the copies made for the passes of a minibatch."""
-
-    def copy_gradients_to_handles(
-        self, gradients: list[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor | None], torch.cuda.Event | None]:
-        """Returns a minibatch's gradients on the handles' device, and the event to wait for before they are read."""
-        return gradients, None
+    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
+        return self.averages if ema and self.averages else self.peek().leaves, _NOTHING
 
     def free_unread(self, upcoming: Collection[int]) -> None:
         """Frees older sets that have no readers and whose version is not in `upcoming`, which later forwards read."""
@@ -339,15 +352,15 @@ class WeightChoice:
 
     """
 
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
 
     def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and the version that they are or are predicted from.
 
         `release` follows the backward.
         """
-        return self._versions.acquire(version), version
+        return self._store.acquire(version), version
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:
         return weights
@@ -356,7 +369,7 @@ class WeightChoice:
         return weights.version
 
     def release(self, weights: WeightSet) -> None:
-        self._versions.release(weights)
+        self._store.release(weights)
 
 
 class _NewerChoice(WeightChoice):
@@ -364,6 +377,7 @@ class _NewerChoice(WeightChoice):
 
     def __init__(self, versions: Versions, reader: Callable[[WeightSet], WeightSet] | None) -> None:
         super().__init__(versions)
+        self._versions = versions
         self._reader = reader
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:

@@ -4,6 +4,8 @@ The layers are copied with tensors that have sizes but no numbers (torch's FakeT
 or sent, and the user's own modules do not change.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +14,57 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from pipedream.core.model.collective import Collective
+from pipedream.core.model.collective import Collective, StageCollectives
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
+from pipedream.sharding.stage import StageSharding
+
+
+class SampleMessage(StagePart):
+    """Keeps the first message of a stage, without its data, from which its collectives are predicted."""
+
+    def __init__(self, facts: StageFacts, sharding: StageSharding) -> None:
+        self._facts = facts
+        self._sharding = sharding
+
+    @classmethod
+    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+        sharding = facts.module.sharding
+        return None if sharding is None else cls(facts, sharding)
+
+    def receive(self, message: Message) -> None:
+        if self._sharding.first_message is None:
+            self._sharding.first_message = drop_data(message)
+
+    def compare(self, program: Program, *, needs_norms: bool) -> StageCollectives:
+        """Returns the collectives of the first microbatch and update, measured and predicted.
+
+        Args:
+            program: that the first microbatch was trained with.
+            needs_norms: of each update's gradients.
+        """
+        stage, module = self._facts.stage, self._facts.module
+        measured = self._sharding.collectives
+        ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
+        try:
+            predicted = predict_collectives(
+                module,
+                self._facts.versions.peek().leaves,
+                self._sharding.first_message,
+                is_first=stage == 0,
+                is_last=stage == program.placement.stages - 1,
+                splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
+                recomputes=program.plan.stages[stage].recompute,
+                needs_norms=needs_norms,
+            )
+        except Exception as error:  # of the user's layers
+            return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return StageCollectives(measured, predicted)
 
 
 def drop_data(message: Message) -> Message:
