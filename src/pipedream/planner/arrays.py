@@ -26,7 +26,7 @@ _Array = TypeVar("_Array", bound=NDArray[Any])
 
 _KEPT_BYTES = 2**29
 
-_HALF = 52  # bits: two such halves of a whole number are exact as floating-point numbers
+_HALF = 52  # bits: two such halves of a whole number, and their differences, are exact as floating-point numbers
 
 
 class Tables(dict[Any, Any]):
@@ -42,7 +42,10 @@ class Tables(dict[Any, Any]):
 
 @dataclass(frozen=True, eq=False)
 class ExactSums:
-    """Seconds of all layers before each place, as whole numbers over a power of two: differences are rounded once."""
+    """Seconds of all layers before each place, as whole numbers over a power of two: differences are rounded once.
+
+    So equal layers take equal seconds at any place, and ties between plans are exact.
+    """
 
     whole: WholeArray
     scale: int
@@ -58,7 +61,7 @@ class ExactSums:
     @cached_property
     def _halves(self) -> tuple[FloatArray, FloatArray] | None:
         """None: they do not fit, and whole numbers, which take many times as long, are subtracted."""
-        if max(self.whole) >> 2 * _HALF or self.scale >> 900:
+        if max(self.whole) >> 2 * _HALF or self.scale >> 900:  # divided by more, a half may lose bits
             return None
         high, low = self.whole >> _HALF, self.whole & (1 << _HALF) - 1
         return high.astype(float) * (2.0**_HALF / self.scale), low.astype(float) / self.scale
@@ -94,7 +97,7 @@ class RunExtremes:
         """Returns the extremes of the numbers first <= i < end; of `first` alone if that run is empty."""
         first = np.minimum(first, self.tables.shape[1] - 1)
         if len(self.tables) == 1:  # a row of one, or of equal numbers
-            return self.tables[0][np.broadcast_arrays(first, end)[0]]
+            return self.tables[0][np.broadcast_arrays(first, end)[0]]  # in the shape of both
         length = np.maximum(np.asarray(end) - first, 1)
-        power = np.frexp(length)[1] - 1
+        power = np.frexp(length)[1] - 1  # floor(log2), exactly
         return self.extreme(self.tables[power, first], self.tables[power, first + length - (1 << power)])

@@ -14,11 +14,13 @@ from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 @dataclass(frozen=True)
 class MessageBuffers:
-    """The workers that one replica of a stage exchanges messages with.
+    """What the message buffers of one replica of a stage depend on.
 
     Attributes:
-        before, after: their numbers in the previous and the next stage.
+        before, after: how many workers of the previous and the next stage it exchanges messages with.
         waiting: sent gradients that the previous stage may not have read.
+        posted: receives that each channel posts ahead, at the least depth that lowering gives it.
+        sums: replicas sum their gradients, in buckets.
     """
 
     before: int = 1
@@ -31,9 +33,11 @@ class MessageBuffers:
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[MessageBuffers, ...]:
     """Returns the peers of one replica of each stage.
 
-    With n in flight there may be n + 1 unread gradients, as all other backwards have ended before a forward.
+    A sender of gradients keeps its last n + 1, n being in flight at the previous stage: that stage may not have read
+    them (`runtime.comm.transport`).
     """
     peers = []
+    # Round robin: the microbatches of a replica in one common round all come from, or go to, different workers.
     for s, count in enumerate(replicas):
         before = lcm(replicas[s - 1], count) // count if s else 0
         after = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
@@ -52,7 +56,7 @@ class StageSizes:
         frozen_bytes: the part of `parameter_bytes` that is not trained, with one version and no gradient.
         freed_before_peak_bytes: what a backward that makes all gradients itself saves against the sum of activations,
             gradients and temporary bytes, because it frees activations before the last gradient exists. A microbatch
-            saves at least its share of that, because gradients are as large.
+            saves at least its share of that: its activations are smaller, but its gradients are not.
     """
 
     parameter_bytes: Numbers
@@ -79,7 +83,7 @@ ELSEWHERE = ("host_bytes", "moved_bytes")
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one replica of a stage at one moment, by kind.
+    """Bytes of one replica of a stage at one moment, by kind. In a plan they are numbers, in a search arrays.
 
     Attributes:
         optimizer_bytes: includes what compensations keep.
@@ -89,7 +93,7 @@ class StageMemory:
         moved_bytes: offloaded activations (`Choices.activations`).
     """
 
-    DROPPED: ClassVar[frozenset[str]] = frozenset({"snapshot_bytes"})
+    DROPPED: ClassVar[frozenset[str]] = frozenset({"snapshot_bytes"})  # plan files of older versions still load
 
     weight_bytes: int = 0
     stash_bytes: int = 0
@@ -97,7 +101,7 @@ class StageMemory:
     gradient_bytes: int = 0
     activation_bytes: int = 0
     message_bytes: int = 0
-    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})
+    temporary_bytes: int = field(default=0, metadata={"json": "working_bytes"})  # its name in files
     host_bytes: int = 0
     moved_bytes: int = 0
 
@@ -133,8 +137,8 @@ def bucket_bytes(sizes: StageSizes, peers: MessageBuffers) -> Numbers:
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool, peers: MessageBuffers) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
-    As many messages may be unread as the other stage has in flight, plus one. Without recomputation, activations
-    include all outputs but the last.
+    A gradient is as large as the output that it belongs to. As many outputs may be unread as are in flight, plus one;
+    without recomputation, activations include all but the last.
     """
     received = peers.before * peers.posted + peers.waiting
     sent = peers.after * (peers.posted + 1) + (in_flight if recompute else 0)

@@ -28,6 +28,7 @@ class Op(NamedTuple):
 
     Attributes:
         index: the microbatch, from 0; for an update, the version that it makes, from 1.
+        replica: follows from a microbatch (`Placement.replica`); an update is made by every replica.
     """
 
     kind: Kind
@@ -50,7 +51,7 @@ def find_gradient_kind(kinds: Collection[Kind]) -> Kind:
 
 
 def data_requirements(op: Op, placement: Placement, kinds: Collection[Kind] = ()) -> tuple[Op, ...]:
-    """Returns the ops whose results an op reads, except for weights (`Rules.requires`).
+    """Returns the ops whose results a pass reads, except for weights; for these, and for updates, see `Rules.requires`.
 
     Args:
         kinds: of the schedule; I and W among them replace B.

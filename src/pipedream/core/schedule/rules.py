@@ -62,7 +62,10 @@ class UpdateRule:
         return replace(self, compensation=tuple(rule.at_stage(stage, delays) for rule in self.compensation))
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
-        """Returns the factor on the user's learning rate at a stage; `rounds` are updates of the input stage."""
+        """Returns the factor on the user's learning rate at a stage; `rounds` are updates of the input stage.
+
+        An update of n times the input stage's microbatches gets n times the rate, as in PipeDream.
+        """
         return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)
 
 
@@ -150,6 +153,7 @@ class Rules:
 
         A pass needs what it reads, and the update that makes its version. An update needs the gradients of all its
         microbatches, and the previous update. The first backward of a rank's turn continues from that of another rank.
+        Sums over ranks, which may couple updates, are no ops: see `program.list_waits`.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:
@@ -158,7 +162,8 @@ class Rules:
             gradients = tuple(Op(last_kind, stage, k, self.placement.replica(stage, k)) for k in members)
             return (*gradients, Op(kind, stage, index - 1, replica)) if index > 1 else gradients
         inputs = data_requirements(op, self.placement, self.kinds)
-        # Gradients, and buffers, which at the last stage the forward changes.
+        # A turn continues from the sums of gradients and the buffers of the rank before. A backward changes both, as it
+        # repeats its forward; at the last stage it does not, so the forward changes the buffers.
         changes = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.placement.runs_backward_elsewhere(stage))
         if changes and self.trains and self.placement.begins_turn(index):
             inputs = (*inputs, Op(Kind.BACKWARD, stage, index - 1, replica))
@@ -167,7 +172,7 @@ class Rules:
 
     def _find_awaited_version(self, op: Op) -> int:
         kind, stage, index, _ = op
-        if kind is Kind.WEIGHT_GRADIENT or not self.trains:
+        if kind is Kind.WEIGHT_GRADIENT or not self.trains:  # the first half of the backward has already waited
             return 0
         version = self.weights.forward_version(stage, index)
         if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):

@@ -55,7 +55,7 @@ def run_alone(waiting: Waiting[Result]) -> Result:
 
 
 def run_together(waits: Iterable[Waiting[None]]) -> None:
-    """Runs generators to their ends, in this thread; they may wait only for each other."""
+    """Runs generators to their ends, in this thread; they may wait only for each other, or this never returns."""
     waiting: dict[Waiting[None], Pending[Any] | None] = dict.fromkeys(waits)
     while waiting:
         for generator, pending in list(waiting.items()):
@@ -101,7 +101,10 @@ class Receiver(ABC):
 
 
 class PeerReceiver(Receiver, Pending[Message]):
-    """A receiving end whose `result` waits for another process's next message."""
+    """A receiving end whose `result` waits for another process's next message.
+
+    Messages are received one at a time and in order, so it is its own `Pending`.
+    """
 
     def receive(self) -> Pending[Message]:
         return self
@@ -134,7 +137,7 @@ class ConnectionReceiver(PeerReceiver):
 
 def drain(ends: Sequence[Sender | Receiver]) -> None:
     """Completes pending transfers on channels whose messages have all been received; the ranks of both ends call it."""
-    for end in ends:
+    for end in ends:  # first at all, because the receivers of both ranks wait for it
         if isinstance(end, Sender):
             end.begin_drain()
     for kind in (Receiver, Sender):
@@ -238,7 +241,7 @@ class LocalGroup:
                 other.copy_(total)
 
     def is_complete(self, turn: int) -> bool:
-        return turn not in self._contributed
+        return turn not in self._contributed  # summed: a member asks only after it has contributed
 
 
 class _LocalMember(Group):

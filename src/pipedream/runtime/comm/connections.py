@@ -181,6 +181,7 @@ def connect_groups(
     sums_device = weights_device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = _list_worker_ranks(meshes)
+    # So far of workers, now of ranks.
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
     connector, memory, upward = _connect_memory(everyone, pairs, device)
     links = {}
@@ -213,7 +214,7 @@ def _connect_memory(
     addresses, names = zip(*map(json.loads, gather_texts(own_address, everyone)), strict=True)
     upward = everyone
     if len(set(addresses)) > 1 or not all(names):
-        upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone
+        upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone  # never None
     connector = _Connector(dist.get_rank(everyone), addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
     try:
@@ -259,7 +260,7 @@ def _connect_leaders(everyone: dist.ProcessGroup, first_ranks: Sequence[int]) ->
     if len(first_ranks) == dist.get_world_size(everyone):
         return everyone
     group = _make_group(first_ranks, torch.device("cpu"))
-    return group if dist.get_rank(everyone) in first_ranks else None
+    return group if dist.get_rank(everyone) in first_ranks else None  # torch gives others a marker
 
 
 def _connect_meshes(
@@ -275,7 +276,7 @@ def _connect_meshes(
             continue
         device_mesh = _make_device_mesh(device.type, ranks, mesh)
         if device.type == "cuda" and dist.get_rank() in ranks:
-            for mesh_group in device_mesh.get_all_groups():
+            for mesh_group in device_mesh.get_all_groups():  # made with torch's default timeout
                 set_timeout(_NCCL_TIMEOUT, mesh_group)
         group = _make_group(ranks, torch.device("cpu"))
         on_device = group if device.type == "cpu" else _make_group(ranks, device)

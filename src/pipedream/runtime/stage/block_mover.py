@@ -62,7 +62,9 @@ class BlockMover:
         self._changed = threading.Condition(self.lock)
         self._device = device
         self._choose_next = choose_next
-        self._window_bytes = self._resident_bytes = self._ahead_bytes = 0
+        self._window_bytes = 0
+        self._resident_bytes = 0  # on the device, and not `needed`: still to be copied
+        self._ahead_bytes = 0  # of `needed` blocks
         self._newest: Block | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -83,7 +85,7 @@ class BlockMover:
         with self.lock:
             if block is not self._newest:
                 self.flush()
-            if block.memory is None or not block.saves:
+            if block.memory is None or not block.saves:  # new, or copied and dropped already
                 block.memory = memory
                 self._resident_bytes += block.size
             block.saves += 1
@@ -95,7 +97,7 @@ class BlockMover:
             self._raise_if_failed()
 
     def flush(self) -> None:
-        """Copies the last block of a forward."""
+        """Lets the newest block be copied, as another one comes or the forward has ended."""
         with self.lock:
             block, self._newest = self._newest, None
             if block is not None:
@@ -109,13 +111,14 @@ class BlockMover:
                 self._changed.wait()
             self._raise_if_failed()
             memory = block.memory
+        # Without the lock; nobody else loads a block that is `needed`.
         memory = self._copy_back(block) if memory is None else memory
         with self.lock:
             block.memory = memory
             block.unpacks_left -= 1
-            if block.unpacks_left <= 0 and (self.is_last_pass or block.is_away):
+            if block.unpacks_left <= 0 and (self.is_last_pass or block.is_away):  # else `send_away` copies it first
                 self.drop(block)
-        if self._stream is not None:
+        if self._stream is not None:  # allocated on the mover's stream, the memory must outlive its use on this one
             data = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
             data.record_stream(torch.cuda.current_stream(self._device))
         return memory
@@ -154,7 +157,7 @@ class BlockMover:
         block.unpacks_left = block.tensors
         if block.is_away:
             self.drop(block)
-        elif block.needed and block.memory is not None:
+        elif block.needed and block.memory is not None:  # others wait to be copied since their forward
             block.needed = False
             self._ahead_bytes -= block.size
             self._resident_bytes += block.size
@@ -188,7 +191,7 @@ class BlockMover:
                     if not block.needed and block.memory is not None:
                         self.drop(block)
                 self._changed.notify_all()
-            del memory
+            del memory  # not kept while this waits for the next block
 
     def _load_blocks(self) -> None:
         while True:
@@ -198,7 +201,7 @@ class BlockMover:
                 if self._closed or block is None:
                     return
                 self._mark_needed(block)
-                if block.memory is not None:
+                if block.memory is not None:  # it never left, and now stays
                     continue
                 block.is_loading = True
             try:
@@ -208,7 +211,7 @@ class BlockMover:
                 return
             with self.lock:
                 block.is_loading = False
-                block.memory = memory if block.needed else None
+                block.memory = memory if block.needed else None  # its backward may have ended meanwhile
                 self._changed.notify_all()
             del memory
 
@@ -223,7 +226,7 @@ class BlockMover:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(block.ready)
             host.copy_(data, non_blocking=True)
-            self._stream.synchronize()
+            self._stream.synchronize()  # the block's memory is dropped next
         return host
 
     def _copy_back(self, block: Block) -> torch.UntypedStorage:

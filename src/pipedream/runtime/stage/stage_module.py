@@ -195,7 +195,7 @@ class StageModule:
             for slot, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in names
         ]
-        self._names_by_layer: list[list[str]] = []
+        self._names_by_layer: list[list[str]] = []  # sharded weights are gathered layer by layer
         unassigned = dict(names)
         for _, layer in layers:
             self._names_by_layer.append(
@@ -229,6 +229,7 @@ class StageModule:
         try:
             with self.autocasting(), self._enter_pass("forward"), self._other_generators.seeding(microbatch):
                 for name, layer, call, is_slice, draws_nothing in self._calls:
+                    # A hook may draw, and so may what the user calls instead of the layer.
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not draws_nothing:
                         states = states or self.generators.states()
@@ -291,6 +292,7 @@ class StageModule:
                 crossing if self.sharding.is_sharded(tensor) else self._boundary.whole(tensor.shape)
                 for tensor, crossing in zip(tensors, crossings, strict=True)
             ]
+        # Receivers restore the order of dimensions in memory, such as channels_last.
         crossings = [
             crossing._replace(order=dimension_order(tensor))
             for tensor, crossing in zip(tensors, crossings, strict=True)
@@ -337,6 +339,7 @@ class StageModule:
                     _engine_run_backward(
                         outputs, output_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
+            # None: no output with a gradient depends on it.
             input_gradients = [getattr(node, "gradient", None) for node in saved.graph_inputs]
             return [leaf.grad for leaf in leaves], input_gradients
         finally:
@@ -351,7 +354,7 @@ class StageModule:
         with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("backward"):
             input_gradients, saved.deferred = split_backward(outputs, output_gradients, entries)
         saved.graph_inputs = ()
-        saved.outputs = ()
+        saved.outputs = ()  # they would keep the part of the graph that the second half does not need
         return input_gradients
 
     def backward_weights(
@@ -423,7 +426,7 @@ class StageModule:
     def with_layers(
         self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], sharding: StageSharding
     ) -> StageModule:
-        """Returns a stage of other layers that runs like this one, but not compiled."""
+        """Returns a stage of other layers, for shapes alone, that runs like this one but is not compiled."""
         return StageModule(layers, handles, self.device, 0, self._autocast, None, sharding, self._boundary)
 
     def _enter_pass(self, what: str) -> AbstractContextManager[None]:
