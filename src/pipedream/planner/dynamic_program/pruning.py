@@ -42,23 +42,25 @@ def prune_places(
     first_plan = replace(pipelines, space=with_positions(space, thin_out(space, first))).best()
     if first_plan is None:
         return pipelines
-    low, high = 0.0, first_plan.slowest_stage_s
+    work_s = float(sum(space.passes_s(0, len(space.profile.layers))))
+    low = work_s / workers / max(site.speed for row in sites.values() for site in row)
+    high = first_plan.slowest_stage_s
     before, after = fewest_workers(space, high, sites, workers)
     is_kept = before + after <= workers
     # What is counted exactly has a plan: all counted stages are allowed, wherever they are, and memory is unlimited.
     every = {(w, count) for w in range(1, workers + 1) for count in sites if count <= w}
     is_exact = space.cluster.is_flat and not space.cluster.is_limited and space.choices.recompute != "always"
     is_exact &= pipelines.starts is None and set(pipelines.states) == every
-    work_s = float(sum(space.passes_s(0, len(space.profile.layers))))
     while not is_enough(is_kept.sum()) and high - low > _CLOSE * high:
-        low = low or work_s / workers / max(site.speed for row in sites.values() for site in row)
         middle = (low + high) / 2
+        # A single stage matters to before[-1] alone: both ends are kept anyway.
         before, after = fewest_workers(space, middle, sites, workers, allow_single_stage=single)
         if before[-1] > workers:
             low = middle
         elif is_exact:
             high, is_kept = middle, before + after <= workers
         else:
+            # A plan found within `middle` is the best: every place of a better one is kept.
             pruned = _keep(pipelines, before + after <= workers)
             if min(pruned.periods.values()) <= middle:
                 return pruned
@@ -117,7 +119,8 @@ def _find_least_replicas(
         i, j, available, needs = i[open_now], j[open_now], available[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
         for site in row:
-            # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
+            # An all-reduce never overlaps with forwards, which quickly rules out most pairs. Its bytes alone, however
+            # they are divided into buckets, bound it from below.
             weight_bytes, forward_s = trained[j[tried]] - trained[i[tried]], forward[j[tried]] - forward[i[tried]]
             sum_s = site.sum_link._replace(latency_s=0.0).all_reduce_s(weight_bytes, count, site.sum_costs)
             pairs = tried[sum_s + forward_s / site.speed <= count * period_s]
@@ -125,7 +128,7 @@ def _find_least_replicas(
             passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
             fits = space.period_s(passes_s, cuts[a], cuts[b], site) <= period_s
             least[a[fits], b[fits]] = count
-            needs[pairs[fits]] = np.inf
+            needs[pairs[fits]] = np.inf  # their fewest replicas are known, as counts increase
             tried = tried[needs[tried] <= count]
     return least
 
@@ -136,7 +139,7 @@ def thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
     sums = ExactSums(space.forward.whole + space.backward.whole, space.forward.scale)
     done_s = np.asarray(sums.between(0, cuts), dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)
-    order = 1 + np.lexsort((np.arange(len(cuts))[1:-1], space.crossing[cuts][1:-1], shares[1:-1]))
+    order = 1 + np.lexsort((space.crossing[cuts][1:-1], shares[1:-1]))  # without the ends; stable
     starts = np.flatnonzero(np.diff(shares[order], prepend=-1.0))
     indices = {0, len(cuts) - 1, *order[starts].tolist()}
     return tuple(space.positions[i] for i in sorted(indices))

@@ -56,11 +56,11 @@ class RngStates(NamedTuple):
     @classmethod
     def from_json(cls, states: Mapping[str, Any]) -> RngStates:
         version, words, normal = states["python"]
-        numpy = states.get("numpy")
+        name, keys, *rest = states["numpy"]
         return cls(
             _decode_tensor(states["torch"]),
             (version, tuple(_unpack_words(words).tolist()), normal),
-            None if numpy is None else (numpy[0], _unpack_words(numpy[1]), *numpy[2:]),
+            (name, _unpack_words(keys), *rest),
         )
 
 
@@ -89,7 +89,7 @@ def read_state(generator: Any) -> Any:
         return _encode_tensor(generator.get_state())
     if isinstance(generator, random.Random):
         return to_json(generator.getstate())
-    if hasattr(generator, "bit_generator"):
+    if hasattr(generator, "bit_generator"):  # NumPy's Generator; below, its RandomState
         return _encode_arrays(generator.bit_generator.state)
     return _encode_arrays(generator.get_state(legacy=False))
 
@@ -111,9 +111,9 @@ def seed_generator(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state  # it has no method to seed it
     else:
-        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)  # NumPy takes 32 bits
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def preserved_rng(loader: Any) -> Iterator[None]:
 def seeded_rng(seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     """Seeds the global CPU generators, and `generators`, and restores them at the end."""
     states = RngStates.read()
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU's too
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
@@ -173,22 +173,16 @@ class DataOrder:
 
     def __init__(self) -> None:
         self._states: RngStates | None = None
-        self._inside = False
 
     @contextmanager
     def drawing(self, only_torch: bool = False) -> Iterator[None]:
-        """Activates the state; `only_torch` if nothing else draws inside."""
-        if self._inside:
-            yield
-            return
+        """Activates the state, never twice at a time; `only_torch` if nothing else draws inside."""
         mine = self._read_states()
         others = RngStates.read(only_torch)
         (RngStates(mine.torch, None, None) if only_torch else mine).apply()
-        self._inside = True
         try:
             yield
         finally:
-            self._inside = False
             drawn = RngStates.read(only_torch)
             self._states = mine._replace(torch=drawn.torch) if only_torch else drawn
             others.apply()
@@ -201,7 +195,7 @@ class DataOrder:
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
         self._states = RngStates.from_json(state)
         for path, generator in find_in_loader(loader).items():
-            if path in state["generators"]:
+            if path in state["generators"]:  # a loader may have one now that it did not have then
                 set_state(generator, state["generators"][path])
 
     def _read_states(self) -> RngStates:
@@ -241,7 +235,7 @@ def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
         return {_BYTES: base64_of(value)}
     if isinstance(value, list):
         return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):  # a named one would come back as a plain one
         return {_TUPLE: [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -277,5 +271,5 @@ def base64_of(content: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytearray:
-    """Inverse of `base64_of`."""
+    """Inverse of `base64_of`; torch.frombuffer warns if it cannot write to them."""
     return bytearray(base64.b64decode(text))

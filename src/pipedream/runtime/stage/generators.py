@@ -101,4 +101,4 @@ class OtherGenerators:
             yield
             if layer.training and not self.own_generators:
                 new = RngStates.read().to_json()
-                self.may_draw = any(old[kind] != new[kind] for kind in ("python", "numpy") if kind in old)
+                self.may_draw = any(old[kind] != new[kind] for kind in ("python", "numpy"))
