@@ -97,9 +97,7 @@ class PlanSearch:
         if shape in ("any", "pipeline"):
             # Plans of these shapes may fit where one that keeps the same memory free at every stage does not.
             sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-            narrower_searches = [
-                partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes
-            ]
+            narrower_searches = [partial(self._search, shape=(workers // stages,) * stages) for stages in sizes]
             narrower_searches += [] if self.all_workers else [self._plan_straight]
         plan = search_with_message_memory(space, partial(self._search, shape=shape), narrower_searches, limit_s)
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
@@ -116,18 +114,13 @@ class PlanSearch:
     def _make_new_searches(self, space: SearchSpace) -> PipelineSearch:
         return replace(PipelineSearch.of(space), describes_alternatives=self.describes_alternatives)
 
-    def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
-        return _add_bound(_plan_with_counts(self._make_searches(space), counts), space, space)
-
     def _plan_straight(self, space: SearchSpace) -> Plan:
         searches = self._make_searches(space)
         plan = searches.best_straight
         if plan is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
-        return _add_bound(
-            replace(plan, note=f"{best} among straight pipelines"), space, self._make_searches(space).coarse_space
-        )
+        return _add_bound(replace(plan, note=f"{best} among straight pipelines"), space, searches.coarse_space)
 
     def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
         searches = self._make_searches(space)

@@ -146,7 +146,7 @@ class WorkerLine:
 
     def take_last(self, workers: int) -> tuple[int, ...]:
         """Returns `Plan.worker_order` of a plan on the last `workers` of the line; () if it is the default."""
-        order = self.order[len(self.order) - workers :]
+        order = self.order[len(self.order) - workers :]  # in a flat cluster as good as any others
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
