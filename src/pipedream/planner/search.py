@@ -100,6 +100,7 @@ class PlanSearch:
             narrower_searches = [partial(self._search, shape=(workers // stages,) * stages) for stages in sizes]
             narrower_searches += [] if self.all_workers else [self._plan_straight]
         plan = search_with_message_memory(space, partial(self._search, shape=shape), narrower_searches, limit_s)
+        # What keeps layers in one stage matters only where there could be several.
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
         return plan
@@ -431,7 +432,7 @@ def _add_bound(plan: Plan, space: SearchSpace, searched: SearchSpace) -> Plan:
         if space.spare_bytes:
             return plan  # the best only of those that keep this memory free
         is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
-        if is_chain or plan.bound_s < period_s:
+        if is_chain or plan.bound_s < period_s:  # all cuts of a chain are tried; a lower bound proves no optimum
             return plan
         return replace(plan, note=f"{plan.note}; optimal: the {cuts} cuts of the graph that can matter were all tried")
     bound_s = min(least_period_s(space), period_s)
