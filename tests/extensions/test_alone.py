@@ -1,0 +1,63 @@
+"""The core works without extensions, and with any one of them alone: no extension needs another."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from marks import slow
+
+import pipedream
+
+PACKAGE = Path(pipedream.__file__).parent
+EXTENSIONS = sorted(path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py"))
+
+PROGRAM = """
+import sys
+import pipedream as pd
+from pipedream.core.extensions import list_offers
+from pipedream.testing.checks import small_trainings
+
+assert pd.__file__.startswith(sys.argv[1]), pd.__file__
+profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)
+for name in ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "chimera"):
+    assert pd.simulate(pd.plan(profile, pd.Cluster.flat(2), schedule=name)).makespan_s > 0
+    next(iter(small_trainings(name))).check(1e-9)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("kept", [slow(name, id=name or "none") for name in ("", *EXTENSIONS)])
+def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, kept: str) -> None:
+    def leave_out(folder: str, names: list[str]) -> list[str]:
+        others = {*EXTENSIONS} - {kept} if Path(folder).name == "extensions" else set()
+        return [name for name in names if name in others or name == "__pycache__"]
+
+    shutil.copytree(PACKAGE, tmp_path / "pipedream", ignore=leave_out)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "trained\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("pd.plan(profile, pd.Cluster.flat(2), strategy='2bw')", "strategy '2bw' is not known, and no extension here"),
+        ("pd.plan(profile, pd.Cluster.flat(2), mesh='model:2')", "no extension here plans meshes; leave it out"),
+        ("pd.schedules.load_schedule('mine.csv')", "no extension here reads such files"),
+        ("pd.schedules.build('roundpipe', pd.Plan.uniform(2))", "schedule 'roundpipe' is not known"),
+    ],
+)  # fmt: skip
+def test_a_missing_extension_is_named(call: str, words: str) -> None:
+    program = (
+        "import pipedream.extensions\n"
+        "pipedream.extensions.__path__ = []\n"
+        "import pipedream as pd\n"
+        "profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)\n"
+        f"try:\n    {call}\nexcept pd.PipelineError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert words in done.stdout, done.stderr
