@@ -47,6 +47,7 @@ TORCH_PACKAGES = (
     "profiler",
     "runtime",
     "sharding",
+    "tensors",
     "testing",
 )
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
-from pipedream.sharding.outside_func import HooksOutsideFunc
-from pipedream.sharding.parts import local_part
+from pipedream.tensors.outside_func import HooksOutsideFunc
+from pipedream.tensors.parts import local_part
 
 _MARK = "pipedream: a section begins"
 

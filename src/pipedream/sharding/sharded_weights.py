@@ -21,7 +21,8 @@ import torch.distributed as dist
 from pipedream.core.box import memory_order
 from pipedream.sharding import functions
 from pipedream.sharding.functions import put_in_order
-from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of
+from pipedream.sharding.parts import runs_early
+from pipedream.tensors.parts import like_part, local_part, spec_of
 
 # The names of torch 2.13 on; the earlier ones warn there.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

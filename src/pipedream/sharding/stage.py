@@ -40,9 +40,10 @@ from pipedream.sharding.functions import (
     wrap_whole,
 )
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from pipedream.sharding.parts import like_part, local_part, runs_early
+from pipedream.sharding.parts import runs_early
 from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
-from pipedream.sharding.whole_weights import steps_each_element
+from pipedream.tensors.elementwise import steps_each_element
+from pipedream.tensors.parts import like_part, local_part
 
 
 class _StageGenerator(_random.OffsetBasedRNGTracker):

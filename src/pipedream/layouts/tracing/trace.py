@@ -21,7 +21,7 @@ from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, 
 from pipedream.layouts.tracing.registry import REGISTRY, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
 from pipedream.sharding.local_rules import bind_arguments
-from pipedream.sharding.whole_weights import steps_each_element
+from pipedream.tensors.elementwise import steps_each_element
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return their operand; autograd calls it for each tensor that it keeps."""

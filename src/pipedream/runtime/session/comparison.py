@@ -35,8 +35,8 @@ from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
-from pipedream.sharding.outside_func import HooksOutsideFunc
 from pipedream.sharding.stage import StageSharding
+from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _log = logging.getLogger("pipedream")
 

@@ -18,7 +18,7 @@ from pipedream.core.plan.activations import WINDOW_SHARE
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.block_mover import Block, BlockMover
-from pipedream.sharding.outside_func import HooksOutsideFunc
+from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)

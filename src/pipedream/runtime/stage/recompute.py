@@ -35,7 +35,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.data.rng import read_state, set_state
 from pipedream.runtime.stage.part import ForwardFunction, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.sharding.outside_func import HooksOutsideFunc
+from pipedream.tensors.outside_func import HooksOutsideFunc
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from pipedream.runtime.stage.part import RunLayers, StageFacts, StagePart
 from pipedream.runtime.stage.split_backward import list_saved_tensors
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightChoice, WeightSet
-from pipedream.sharding.parts import like_part, local_part, spec_of
-from pipedream.sharding.sharded_weights import WithReferences
+from pipedream.tensors.parts import like_part, local_part, spec_of
 
 _PACKED_OUTPUTS = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights internally: name -> index of the output that is the copy."""
@@ -156,7 +155,7 @@ class SavedTensorHooks(StagePart):
         for node in _walk_nodes(outputs):
             reason = "the backward rule 'graph' uses the activations of the forward and"
             hooks = [s.unpack_hook for s in list_saved_tensors(node)]
-            hooks = [hook.around if isinstance(hook, WithReferences) else hook for hook in hooks]
+            hooks = [getattr(hook, "around", hook) for hook in hooks]  # of a mesh: they pass on what they do not know
             if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack, unpack) for hook in hooks):
                 raise ScheduleError(
                     f"{reason} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from pipedream.core.errors import ScheduleError
-from pipedream.sharding.whole_weights import steps_each_element
+from pipedream.tensors.elementwise import steps_each_element
 
 _STEPS = 12  # some estimates change only after a few
 

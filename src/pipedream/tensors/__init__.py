@@ -1,0 +1,1 @@
+"""What all packages that compute say of tensors and optimizers of torch."""
