@@ -39,6 +39,7 @@ BASES_NAMES = {
 TORCH_PACKAGES = (
     "capture",
     "experts",
+    "extensions.meshes",
     "hf",
     "layouts.layer",
     "layouts.step",

@@ -23,7 +23,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
-WITHOUT_TORCH += ("extensions.codecs", "layouts.description", "layouts.report", "layouts.search")
+WITHOUT_TORCH += ("extensions.codecs", "extensions.methods", "extensions.meshes.planning", "extensions.torch_csv")
+WITHOUT_TORCH += ("extensions.two_bw", "layouts.description", "layouts.report", "layouts.search")
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:

@@ -6,6 +6,7 @@ What may be offered, under the names of their modules:
 | --- | --- | --- |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
+| `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

@@ -9,6 +9,5 @@ from pipedream.profiler.device import (
 )
 from pipedream.profiler.estimate import estimate as estimate
 from pipedream.profiler.measure import measure as measure
-from pipedream.profiler.ranks import OneRank as OneRank, one_rank as one_rank
 from pipedream.profiler.stopwatch import Stopwatch as Stopwatch
 from pipedream.profiler.update import all_parameters as all_parameters

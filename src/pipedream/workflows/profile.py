@@ -5,7 +5,7 @@ Only rank 0 profiles, unless all are asked to run the layers: then the others' f
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,14 +21,14 @@ from pipedream.capture import (
     stand_ins,
 )
 from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import describe_slowness
-from pipedream.plan_request import AUTO, NO_MESH
+from pipedream.plan_request import NO_MESH
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
@@ -42,9 +42,6 @@ from pipedream.workflows.probe import measure_runtime
 
 MAX_RANKS = 8
 """Ranks of the largest meshes that are measured by default."""
-
-NOT_MEASURED = "not measured, a rank of "
-"""Prefix of a profile's notes about meshes that are not legal for its model."""
 
 
 def profile(
@@ -135,7 +132,6 @@ def profile(
     measure = partial(
         profiler.measure, device=device, scheduler=scheduler, warmup=warmup, runs=runs, seed=seed, parts=parts, **shared
     )
-    layout = layout or Layout()
     make = partial(_measure, model, inputs, layout, meshes, finest, batch_dim, measure)
     # Without an optimizer, whose copies of all weights would take the machine's memory once for each rank.
     run_layers = partial(_measure, model, inputs, layout, (), finest, batch_dim, partial(measure, optimizer=None))
@@ -167,7 +163,7 @@ def _estimate(model: Any, inputs: Any, dtype: Any, finest: bool, **options: Any)
 def _measure(
     model: Any,
     inputs: Any,
-    layout: Layout,
+    layout: Layout | None,
     meshes: Sequence[str] | str,
     finest: bool,
     batch_dim: BatchDim,
@@ -192,16 +188,12 @@ def _measure(
 
     part_of = take_part if is_chain else lambda only, *sizes: (take_part(only[0], *sizes),)
     measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
-    names = layout.of_model(model)
-    measure_rank = partial(_measure_rank, captured, arguments, names, torch_device=torch_device, measure=measure)
-    if isinstance(meshes, str):
-        parameters = profiler.all_parameters(captured.layers, captured.graph)
-        names.check(parameters, [layer.name for layer in captured.graph.layers], ())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        candidates = names.candidates(shapes, options["samples"], _parse_max_ranks(meshes))
-        ranks, notes = _measure_legal_meshes(candidates, measure_rank)
-    else:
-        ranks, notes = [measure_rank(Mesh(mesh)) for mesh in meshes], []
+    ranks: Sequence[RankProfile] = ()
+    notes: list[str] = []
+    if meshes:
+        if not (offers := list_offers("profiling")):
+            raise ProfileError(f"meshes={meshes!r} was given, but no extension here measures meshes; leave it out")
+        ranks, notes = offers[0].measure_ranks(captured, arguments, model, layout, meshes, torch_device, measure)
     begin_times = CoreTimes.now()
     profile = measure()
     slowness = begin_times.slowness_until(CoreTimes.now())
@@ -209,53 +201,6 @@ def _measure(
         notes = [*notes, f"while the layers were measured, {busy}: their seconds may be too long; profile again"]
     profiler.release_cache(torch_device)
     return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes))
-
-
-def _parse_max_ranks(meshes: str) -> int:
-    """Returns the most ranks that a mesh may have by the text 'auto' or 'auto:N'."""
-    auto, _, max_ranks = meshes.partition(":")
-    if auto != AUTO or (max_ranks and not (max_ranks.isdecimal() and int(max_ranks) > 1)):
-        raise ProfileError(
-            f"meshes={meshes!r} was given; give 'auto', 'auto:4' for meshes of at most 4 ranks, or meshes such as "
-            "('model:2', 'data:2')"
-        )
-    return int(max_ranks or MAX_RANKS)
-
-
-def _measure_legal_meshes(
-    candidates: Mapping[Mesh, str], measure_rank: Callable[[Mesh], RankProfile]
-) -> tuple[list[RankProfile], list[str]]:
-    """Returns a rank of each legal mesh, and why the others are left out."""
-    ranks, problems = [], {mesh: why for mesh, why in candidates.items() if why}
-    for mesh, why in candidates.items():
-        if not why:
-            try:
-                ranks.append(measure_rank(mesh))
-            except (PlanError, ProfileError) as error:
-                problems[mesh] = str(error)
-    meshes_by_reason: dict[str, list[str]] = {}
-    for mesh, why in problems.items():
-        meshes_by_reason.setdefault(why, []).append(str(mesh))
-    notes = [f"{NOT_MEASURED}{' or '.join(names)}: {why}" for why, names in meshes_by_reason.items()]
-    return ranks, notes if candidates else [f"{NOT_MEASURED}any mesh: the layout has no rule"]
-
-
-def _measure_rank(
-    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, torch_device: Any, measure: partial[Profile]
-) -> RankProfile:
-    layers, graph = captured.layers, captured.graph
-    layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
-    options = measure.keywords
-    with profiler.one_rank(layers, graph, layout, mesh, torch_device) as rank:
-        profile = measure(call=rank.call, enter_backward=rank.enter_backward)
-        with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
-            forward, backward, update = rank.collectives(arguments, options["autocast"])
-        sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
-        costs = tuple(replace(layer, output_bytes=output, gathered_bytes=gathered) for layer, output, gathered in sizes)
-    values: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
-    values |= {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout)}
-    values |= {"layers": costs, "forward": tuple(forward), "backward": tuple(backward), "update": update}
-    return RankProfile(**values)
 
 
 def _find_loss_weight(model: Any, inputs: Any) -> str:

@@ -20,7 +20,9 @@ from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, score_if_quick, takes_long
 from pipedream.workflows.plan import plan_once, suggest_on_shortage
-from pipedream.workflows.profile import NOT_MEASURED
+
+NOT_MEASURED = "not measured, a rank of "
+"""Prefix of a profile's notes about meshes that are not legal for its model."""
 
 Compare = Callable[..., planner.Comparison]
 """Plans for single ranks: (profile of a rank, request without a mesh, rival_s=seconds of a pipeline to beat)."""
