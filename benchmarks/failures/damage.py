@@ -47,8 +47,9 @@ def saved(folder: Path) -> Path:
 
 def read(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
     """Reads all of a checkpoint."""
-    manifest = folders.read_manifest(path)
-    tensors = pieces.read_tensors(path, manifest, manifest.tensors)
+    checkpoint = folders.SavedCheckpoint.at(path)
+    manifest = folders.read_manifest(checkpoint)
+    tensors = pieces.read_tensors(checkpoint, manifest, manifest.tensors)
     return manifest, {name: bytes(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()}
 
 

@@ -37,8 +37,9 @@ from pipedream.options import PipelineOptions, compile_arguments, keywords, plai
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
-from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath, any_path
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint
 from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
+from pipedream.runtime.checkpoint.stores import Folder, open_store
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
@@ -111,7 +112,7 @@ class Pipeline:
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
-        self._checkpoint: AnyPath | None = None
+        self._checkpoint: SavedCheckpoint | None = None
         saver = self._session.checkpointer
         self.check_savable, self.is_saving = saver.check_savable, saver.writer.is_writing
         self._callbacks = tuple(options.callbacks)
@@ -240,16 +241,16 @@ class Pipeline:
 
     def save(
         self,
-        folder: str | os.PathLike[str] | RemotePath,
+        folder: Folder,
         *,
         keep: int | None = None,
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
-    ) -> AnyPath:
+    ) -> Path | str:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
         Drains first. An incomplete checkpoint is never visible. Every rank calls it, in or after its loop. A machine
-        that does not see rank 0's folder keeps its own part in one of the same name.
+        that does not see rank 0's folder keeps its own part in one of the same name. Returns the path or the address.
 
         Args:
             folder: of this run's checkpoints alone; or a URL of fsspec, such as ``s3://bucket/run``.
@@ -266,16 +267,16 @@ class Pipeline:
         saved_extra = copy_json(self.extra, "extra")  # the loop's own lists grow while it is written
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
         listening = [callback for callback in self._callbacks if callback.follows_checkpoints]
-        options: dict[str, Any] = {"wait": wait or bool(listening), "extra": saved_extra}
-        path = self._session.checkpointer.save(any_path(folder), self._request, position, keep=keep, **options)
-        if path != self._checkpoint and listening:
+        options: dict[str, Any] = {"keep": keep, "wait": wait or bool(listening), "extra": saved_extra}
+        checkpoint = self._session.checkpointer.save(open_store(folder), self._request, position, **options)
+        if checkpoint != self._checkpoint and listening:
             self._local.any_rank(False)  # rank 0 has completed it
             for callback in listening:
-                callback.on_checkpoint(self, cast(Path, path))
-        self._checkpoint = path
-        return path
+                callback.on_checkpoint(self, cast(Path, checkpoint.location))
+        self._checkpoint = checkpoint
+        return checkpoint.location
 
-    def load(self, folder: str | os.PathLike[str] | RemotePath) -> tuple[int, int]:
+    def load(self, folder: Folder) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
 
         With the same plan, schedule and data, training continues bit for bit like a run that was only drained there.
@@ -287,12 +288,12 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self._begin_collective_call("load()")
-        path, manifest = self._session.checkpointer.read_newest(any_path(folder))
+        checkpoint, manifest = self._session.checkpointer.read_newest(open_store(folder))
         self._training.enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
         self._streams.skip_comparison()
-        self._session.checkpointer.restore(path, manifest)
+        self._session.checkpointer.restore(checkpoint, manifest)
         self._training.restore(manifest)
-        self.extra, self._checkpoint = manifest.extra, path
+        self.extra, self._checkpoint = manifest.extra, checkpoint
         load_states(self._callbacks, manifest.callbacks)
         return self.position
 

@@ -1,5 +1,6 @@
 """CONTRIBUTING.md's sections on a new schedule, encoding and others, followed step by step with the files they show."""
 
+import os
 import re
 import shlex
 import shutil
@@ -14,8 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from training import assert_equal, batches, piped, plain
 
+import pipedream as pd
 from pipedream import cli
 from pipedream.core.errors import BAD_CALL
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore
+from tests.runtime.checkpoint import saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +134,63 @@ for path, text in make_docs.make_pages().items():
     assert "last_first.svg <svg" in done.stdout
     assert "| bubble, over one minibatch | 0.2727 | 0.2727 |" in done.stdout
     assert "It shows what a method's file contains." in done.stdout
+
+
+STORE = "A new checkpoint store"
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Step 1: the file, in a folder that becomes the working directory."""
+    (path := tmp_path / "database.py").write_text(blocks("python", STORE)[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(CheckpointStore, "kinds", [*CheckpointStore.kinds])
+    monkeypatch.delitem(sys.modules, "database", raising=False)
+    return path
+
+
+def test_a_store_keeps_checkpoints_where_it_is_imported(database: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step 2: they are whole, pruned, resumed from exactly, set aside by a run that goes back, and never shared."""
+    whole = saving.run("folder", epochs=3)
+    names = {
+        "pd": pd,
+        "model": nn.Sequential(nn.Linear(4, 4)),
+        "plan": pd.Plan.uniform(1, 1.0, 1.0, 0.0),
+        "options": {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "sample": torch.ones(2, 4)},
+        "batches": [(torch.ones(2, 4), torch.ones(2, 4))] * 5,
+    }
+    exec(blocks("python", STORE)[1], names)
+    assert saving.names("run.sqlite") == ["minibatch-00000010"]
+    saving.run("other.sqlite", epochs=2)
+    state = saving.run("other.sqlite", epochs=3, resume="other.sqlite")
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+    assert cli.main(["checkpoint", "verify", "other.sqlite"]) == 0
+    assert capsys.readouterr().out.count("intact") == 3
+    saving.run("other.sqlite", epochs=2, resume="other.sqlite/minibatch-00000005")
+    assert saving.names("other.sqlite")[-1] == "minibatch-00000015.replaced"
+    assert saving.load("other.sqlite") == (2, 0)
+    files = sorted(path.name for path in database.parent.iterdir() if path.name != "__pycache__")
+    assert files == ["database.py", "folder", "other.sqlite", "run.sqlite"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_store_is_found_in_its_folder(database: Path) -> None:
+    """Step 3, in a copy of the package."""
+    folder = re.search(r"`(src/pipedream/\S+/stores/)`", steps(STORE))
+    assert folder is not None
+    copy = database.parent / "copy"
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    database.rename(copy / folder[1] / database.name)
+    (database.parent / "examples").symlink_to(ROOT / "examples")
+    for command in commands(blocks("sh", STORE)[0]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipedream", *command],
+            capture_output=True,
+            text=True,
+            cwd=database.parent,
+            env=os.environ | {"PYTHONPATH": str(copy / "src")},
+        )
+        assert done.returncode == 0, done.stderr
+    assert "resum" in done.stdout

@@ -19,7 +19,7 @@ from zoo import alike_layers
 import pipedream as pd
 from pipedream.cli.sweep import _split_values
 from pipedream.core.schedule.phase import phases_text, read_phases
-from pipedream.runtime.checkpoint.folders import read_manifest
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
 from pipedream.schedules.registry import options_of
 from pipedream.workflows.methods import resolve_method
 
@@ -212,7 +212,8 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         for done in pipeline.train(animal.batches):
             if done.number == 2:
                 saved = pipeline.save(tmp_path)
-    assert read_manifest(saved).schedule == "pb_lwp[by=difference]"
-    with pd.Pipeline(animal.model, plan, phases=[pd.Phase(read_manifest(saved).schedule)], **how) as again:
+    schedule = read_manifest(SavedCheckpoint.at(saved)).schedule
+    assert schedule == "pb_lwp[by=difference]"
+    with pd.Pipeline(animal.model, plan, phases=[pd.Phase(schedule)], **how) as again:
         again.load(tmp_path)
         assert again.program == pipeline.program

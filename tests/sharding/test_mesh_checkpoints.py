@@ -75,9 +75,9 @@ def _check(actual: Outcome, expected: Outcome) -> None:
 
 def _count_written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
-    path = folders.find_newest_checkpoint(folder)
-    manifest = pieces.verify_checkpoint(path)
-    sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
+    checkpoint = folders.find_newest_checkpoint(folder)
+    manifest = pieces.verify_checkpoint(checkpoint)
+    sizes = {file.name: file.stat().st_size for file in checkpoint.location.glob("*.distcp")}
     elements = dict.fromkeys(manifest.files, 0)
     for stored in manifest.tensors.values():
         for piece in stored.pieces:

@@ -330,10 +330,10 @@ def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Calla
 
     whole = case.training().resumed(folder, save_at, train=again)
     phases = read_phases(case.phases) if case.phases else ()
-    for path in folders.list_checkpoints(folder / "whole")[:-1] if phases else ():
-        manifest = folders.read_manifest(path)
+    for checkpoint in folders.list_checkpoints(folder / "whole")[:-1] if phases else ():
+        manifest = folders.read_manifest(checkpoint)
         assert manifest.phases == case.phases
-        number = phase_at(phases, folders.parse_minibatches(path.name), manifest.epoch)
+        number = phase_at(phases, checkpoint.minibatches, manifest.epoch)
         assert manifest.schedule == phases[number].name
     return whole
 

@@ -8,7 +8,7 @@ import torch
 from commands import load_script
 
 import pipedream as pd
-from pipedream.runtime.checkpoint.folders import read_manifest
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
 
 FILES = Path(__file__).parent / "files_of_0_1"
 
@@ -20,7 +20,7 @@ def test_the_plan_is_read() -> None:
 
 
 def test_the_checkpoint_is_read() -> None:
-    manifest = read_manifest(FILES / "checkpoint")
+    manifest = read_manifest(SavedCheckpoint.at(FILES / "checkpoint"))
     assert (manifest.minibatches, manifest.epoch, manifest.epoch_batches, manifest.drains) == (10, 1, 2, (4, 10))
     assert (manifest.schedule, manifest.microbatches, manifest.seed) == ("pipedream", 1, 5)
     assert (manifest.phases, [str(rule) for rule in manifest.compensation]) == ("1f1b/2:4,pipedream+spike", ["spike"])

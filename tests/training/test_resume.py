@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cases
+import fsspec
 import processes
 import pytest
 import torch
@@ -17,7 +18,10 @@ from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, object_store, pieces
+from pipedream.runtime.checkpoint import folders, pieces
+from pipedream.runtime.checkpoint.stores import open_store
+from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
+from pipedream.runtime.checkpoint.stores.object_store import ObjectStore
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
@@ -109,10 +113,10 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     """The last update is each parameter's own, and T1 counts on where replicas and stages are others."""
     compensations = ("error_feedback:1.0", "gap_aware", "t1:40", "basis_rotation:2:one_sided")
     run(leg((2, 1), 2, compensation=compensations, scheduled=False), tmp_path / "1", None, EVERY)
-    path = folders.list_checkpoints(tmp_path / "1")[0]
-    manifest = folders.read_manifest(path)
+    checkpoint = folders.list_checkpoints(tmp_path / "1")[0]
+    manifest = folders.read_manifest(checkpoint)
     assert tuple(map(str, manifest.compensation)) == compensations
-    tensors = pieces.read_tensors(path, manifest, manifest.tensors)
+    tensors = pieces.read_tensors(checkpoint, manifest, manifest.tensors)
     assert {name.split("/")[-1] for name in tensors if name.startswith("compensation")} == {
         "last_update", "mean_square", "steps", "greatest_rate", "left", "right",
     }  # fmt: skip
@@ -121,7 +125,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     assert [(state.updates, state.rounds_before) for state in manifest.stages] == [(rounds, 0), (2 * rounds, 0)]
     batches, other = Fresh(zoo.make("mlp").batches), leg((1, 1, 1), compensation=compensations, scheduled=False)
     with cases.pipeline_of(other) as pipeline:
-        pipeline.load(path)
+        pipeline.load(str(checkpoint))
         for optimizer in (stage_state.optimizer for stage_state in cases.stage_states(pipeline)):
             assert (optimizer.updates, optimizer.rounds) == (0, rounds)
             for name, state in optimizer.compensator.state.items():
@@ -190,7 +194,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """It is complete there: a machine that has nothing else continues the run."""
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    store = object_store.RemotePath(url)
+    store = open_store(url)
     pd.run(regression, epochs=2, out=url, resume=url, **OPTIONS)
     shutil.rmtree("runs")
     with pytest.raises(pd.PipelineError, match="holds checkpoints of an earlier run"):
@@ -198,47 +202,47 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.rmtree("runs")
     rest = pd.run(regression, epochs=3, resume=url, **OPTIONS)
     assert rest["resumed_from"] == 10
-    assert [number for number, _ in json.loads((store / "losses.json").read_text())] == list(range(15))
+    assert [number for number, _ in json.loads(store.read_text("losses.json"))] == list(range(15))
     folder = Path("runs", "memory", "bucket", "gpt")
     files = sorted(path.name for path in folder.iterdir())
     assert "report.html" in files
-    assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
-    with (store / "weights.pt").open("rb") as file:
+    assert store.list_names() == sorted([*files, CHECKPOINTS])
+    with store.open("weights.pt") as file:
         assert file.read() == (folder / "weights.pt").read_bytes()
-    assert [folders.parse_minibatches(p.name) for p in folders.list_checkpoints(store / CHECKPOINTS)] == [10, 15]
-    store.remove_folder()
+    assert [saved.minibatches for saved in folders.list_checkpoints(store.within(CHECKPOINTS))] == [10, 15]
+    fsspec.filesystem("memory").rm("/bucket/gpt", recursive=True)
 
 
 @pytest.mark.slow
 def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    write = object_store.RemotePath.write_bytes
+    create = ObjectStore.create
 
-    def limited(self: object_store.RemotePath, data: bytes) -> None:
-        if self.name == "weights.pt":
+    def limited(self: ObjectStore, path: str) -> Any:
+        if path == "weights.pt":
             raise OSError("the credentials have expired")
-        write(self, data)
+        return create(self, path)
 
-    monkeypatch.setattr(object_store.RemotePath, "write_bytes", limited)
+    monkeypatch.setattr(ObjectStore, "create", limited)
     with pytest.raises(pd.PipelineError, match="credentials have expired") as caught:
         pd.run(regression, epochs=1, out=url, **OPTIONS)
     folder = Path("runs", "memory", "bucket", "gpt")
     assert (folder / "report.html").exists()
     assert f"the files are in {folder}" in str(caught.value)
     assert f"--resume {url} only what is missing" in str(caught.value)
-    object_store.RemotePath(url).remove_folder()
+    fsspec.filesystem("memory").rm("/bucket/gpt", recursive=True)
 
 
 @pytest.mark.slow
 def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
 
-    def full(path: Path, text: str) -> None:
+    def full(store: LocalFolder, path: str, text: str) -> None:
         if folders.list_checkpoints(run / CHECKPOINTS):
             raise pd.errors.ArtifactError(f"cannot write {path}: No space left on device; free space")
 
-    monkeypatch.setattr("pipedream.training.loop.write_text_at", full)
+    monkeypatch.setattr(LocalFolder, "write_text", full)
     with pytest.raises(pd.PipelineError, match=r"saving the losses so far: .*No space left") as caught:
         pd.run(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
@@ -252,15 +256,15 @@ def test_restarts_go_on_from_the_run_folder(tmp_path: Path, monkeypatch: pytest.
     pd.run(regression, epochs=3, resume=a, out=b, **OPTIONS)
     pd.run(regression, minibatches=7, checkpoint_every=2, out=other, **OPTIONS)
     find: Any = find_resume_point
-    first = find(a, None).path
+    first = find(a, None).checkpoint
     for restarts in "01":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        for resume in (a, first):
+        for resume in (a, str(first)):
             point = find(resume, b)
-            assert (point.manifest.minibatches, point.folder) == (15, b)
-        assert {find(a, out).path for out in (None, tmp_path / "new", a)} == {first}
+            assert (point.manifest.minibatches, point.folder) == (15, open_store(b))
+        assert {find(a, out).checkpoint for out in (None, tmp_path / "new", a)} == {first}
         oldest = folders.list_checkpoints(b / CHECKPOINTS)[0]
-        assert find(oldest, b).path == oldest, "the run goes back"
+        assert find(str(oldest), b).checkpoint == oldest, "the run goes back"
         with pytest.raises(pd.PipelineError, match=r"was to be resumed, but the run folder holds .* of another run"):
             find(a, other)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -312,7 +316,7 @@ def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     if text is not None:
         file.write_text(text)
-    point = ResumePoint(tmp_path, SimpleNamespace(extra={}, minibatches=3), tmp_path)  # type: ignore[arg-type]
+    point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=3), open_store(tmp_path))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=f"{file} lacks losses of the 3 minibatches before the checkpoint"):
         assert len(point.losses) == (2 if text == "[[0, 1], [2, 1]]" else 0)
     file.write_text("[[1, 0.5], [2, NaN], [3, 1.0]]")
@@ -321,7 +325,7 @@ def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_order_of_the_data_is_refused(tmp_path: Path) -> None:
     pd.run(regression, epochs=1, out=tmp_path, **OPTIONS)
-    file = folders.list_checkpoints(tmp_path / CHECKPOINTS)[0] / folders.MANIFEST
+    file = Path(folders.list_checkpoints(tmp_path / CHECKPOINTS)[0].locate(folders.MANIFEST))
     manifest = json.loads(file.read_text())
     del manifest["crc32"]
     for data in ({}, None):

@@ -38,39 +38,39 @@ def checkpoint(
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
     from pipedream.runtime.checkpoint.folders import gather_parts
-    from pipedream.runtime.checkpoint.object_store import any_path
+    from pipedream.runtime.checkpoint.stores import open_store
     from pipedream.training.run_folder import CHECKPOINTS, find_checkpoints
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")
-    locations = [any_path(folder) for folder in folders]
+    stores = list(map(open_store, folders))
     if output is not None:
-        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in locations]
+        parts = [store.within(CHECKPOINTS) if store.list_names(CHECKPOINTS) else store for store in stores]
         with progress("gathering"):
-            paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
+            checkpoints = [gather_parts(parts, open_store(output).within(CHECKPOINTS))]
     else:
-        paths = [path for folder in locations for path in find_checkpoints(folder)]
-    _verify(paths, as_json)
+        checkpoints = [checkpoint for store in stores for checkpoint in find_checkpoints(store)]
+    _verify(checkpoints, as_json)
 
 
-def _verify(paths: Iterable[Any], as_json: bool) -> None:
+def _verify(checkpoints: Iterable[Any], as_json: bool) -> None:
     """Prints which are intact; raises an `ArtifactError` that names the damage of the others."""
     from pipedream.runtime.checkpoint.pieces import verify_checkpoint
 
     results: dict[str, str | None] = {}
-    for path in paths:
+    for checkpoint in checkpoints:
         try:
-            with progress(f"reading {path}"):
-                manifest = verify_checkpoint(path)
+            with progress(f"reading {checkpoint}"):
+                manifest = verify_checkpoint(checkpoint)
         except ArtifactError as error:
-            results[str(path)] = str(error)
+            results[str(checkpoint)] = str(error)
             if not as_json:
-                print(f"{path}: damaged")
+                print(f"{checkpoint}: damaged")
             continue
-        results[str(path)] = None
+        results[str(checkpoint)] = None
         if not as_json:
             size, note = format_bytes(sum(manifest.files.values())), "" if manifest.has_checksums else ", no checksums"
-            print(f"{path}: intact, {len(manifest.tensors)} tensors, {size}{note}")
+            print(f"{checkpoint}: intact, {len(manifest.tensors)} tensors, {size}{note}")
     if as_json:
         print_json({"damage": results})
     if damage := [text for text in results.values() if text is not None]:

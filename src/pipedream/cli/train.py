@@ -186,7 +186,7 @@ def _list_methods(options: TrainingOptions) -> list[str]:
         return [options.schedule]
     names, source = [] if options.plan is None else [options.plan.method()[0]], "the plan"
     if (checkpoint := _find_checkpoint(options)) is not None:
-        saved, source = checkpoint.manifest, f"the checkpoint {checkpoint.path}"
+        saved, source = checkpoint.manifest, f"the checkpoint {checkpoint}"
         names = [phase.name for phase in read_phases(saved.phases)] if saved.phases else names or [saved.schedule]
     for name in names:
         refuse_code(name, source)

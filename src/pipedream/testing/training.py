@@ -185,13 +185,13 @@ class Training:
         """
         run = train or (lambda training, **how: training.pipeline(**how))
         whole = run(self, folder=folder / "whole", save_at=save_at)
-        saved = cast(list[Path], folders.list_checkpoints(folder / "whole"))
+        saved = folders.list_checkpoints(folder / "whole")
         assert len(saved) >= len(save_at)
-        for path in saved[: -1 if other is None else None]:
+        for checkpoint in saved[: -1 if other is None else None]:
             rest_folder = folder / "rest"
-            shutil.copytree(path, rest_folder / path.name)
+            shutil.copytree(checkpoint.location, rest_folder / checkpoint.name)
             rest = run(other or self, folder=rest_folder, resume=rest_folder, save_at=save_at)
-            begin = folders.parse_minibatches(path.name) or 0
+            begin = checkpoint.minibatches
             expected = replace(whole, losses={n: loss for n, loss in whole.losses.items() if n >= begin})
             assert_equal(rest, expected, bound)
             if other is None:

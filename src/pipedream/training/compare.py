@@ -28,7 +28,7 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.report.variants import comparison_page, comparison_svg
-from pipedream.runtime.checkpoint.object_store import is_url
+from pipedream.runtime.checkpoint.stores import open_store
 from pipedream.schedules import properties_of
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
 from pipedream.training.compare_options import ComparisonOptions
@@ -251,7 +251,7 @@ def open_folder(recipe: str, out: str | os.PathLike[str] | None, settings: Mappi
     """Returns a comparison's folder. Raises a `PlanError` if it holds anything else than one of these settings."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if is_url(out):
+    if not open_store(out).on_disk:
         raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):

@@ -24,6 +24,7 @@ from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeErro
 from pipedream.core.plan.plan import Plan
 from pipedream.core.variants import Variant
 from pipedream.recipe import load_recipe
+from pipedream.runtime.checkpoint.stores import open_store
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import launch, set_threads
@@ -183,7 +184,7 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
     """Trains as torch does, in the loop of ``pipedream train``; returns the files of its run folder: name -> text."""
     plan, recipe = Plan.load(options["plan"]), task.recipe
     rival: Any = _make_rival(kind, task._replace(parts=plan.microbatches), plan, options.get("accumulated", 1))
-    loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(Path(), 0, 0), began_s)
+    loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(open_store(""), 0, 0), began_s)
     if loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
         raise KeyboardInterrupt
     summary = loop.list_figures() | {

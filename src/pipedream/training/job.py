@@ -26,7 +26,8 @@ from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
 from pipedream.recipe import Recipe, blaming
-from pipedream.runtime.checkpoint.object_store import AnyPath, any_path
+from pipedream.runtime.checkpoint.stores import open_store
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
@@ -102,7 +103,7 @@ class Job:
     compensation: Any
     seed: int
     workers: int
-    run_folder: AnyPath
+    run_folder: CheckpointStore
     folder: Path
 
     @property
@@ -112,7 +113,7 @@ class Job:
     @property
     def is_resumed_in_place(self) -> bool:
         folder = None if self.resumed is None else self.resumed.folder
-        return folder is not None and folder.resolve() == self.run_folder.resolve()
+        return folder is not None and folder == self.run_folder
 
     @property
     def compile(self) -> Any:
@@ -169,8 +170,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         resumed_folder = resumed.folder if resumed is not None else None
         return str(options.out or resumed_folder or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    run_folder = any_path(process_group.make_on_rank_0(choose_folder, process.rank))
-    folder = run_folder if isinstance(run_folder, Path) else Path("runs", str(run_folder).replace("://", "/"))
+    run_folder = open_store(process_group.make_on_rank_0(choose_folder, process.rank))
+    folder = run_folder.choose_local_folder()
     make_loggers(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
         options=options,
@@ -382,7 +383,7 @@ def _choose_method(options: TrainingOptions, resumed: ResumePoint | None) -> tup
     if microbatches is None and schedule in (None, manifest.schedule) and manifest.microbatches > 1:
         microbatches = manifest.microbatches
     if schedule is None:
-        refuse_code(manifest.schedule, f"the checkpoint {resumed.path}")
+        refuse_code(manifest.schedule, f"the checkpoint {resumed}")
     return schedule or manifest.schedule, microbatches
 
 
@@ -423,7 +424,7 @@ def _choose_phases(options: TrainingOptions, resumed: ResumePoint | None, recipe
             if not phases or phases_text(prepare.read_run_phases(None, None, phases)) != saved_text:
                 phases = saved_text
                 for phase in read_phases(saved_text) if saved_text else ():
-                    refuse_code(phase.name, f"the checkpoint {resumed.path}")
+                    refuse_code(phase.name, f"the checkpoint {resumed}")
     return prepare.read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
 
 

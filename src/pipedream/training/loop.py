@@ -18,7 +18,7 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
 from pipedream.recipe import Recipe
-from pipedream.runtime.checkpoint.object_store import AnyPath, write_text_at
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.training.checkpoint_cost import CheckpointCost
@@ -36,7 +36,7 @@ class CheckpointPolicy:
             often as the cost allows (`CheckpointCost`).
     """
 
-    folder: AnyPath
+    folder: CheckpointStore
     every: int | str | None
     keep: int
 
@@ -196,9 +196,8 @@ class TrainingLoop:
         self.pipeline.save(folder, keep=keep, wait=wait, extra=self._make_extra())
         if self.pipeline.rank == 0:
             losses = self.list_losses()
-            path = self._checkpoints.folder.parent / "losses.json"
             try:
-                write_text_at(path, json.dumps(losses))
+                self._checkpoints.folder.above().write_text("losses.json", json.dumps(losses))
             except (ArtifactError, OSError) as error:
                 advice = f"checkpoints in {self._checkpoints.folder} are intact: resume from there"
                 raise WorkerError(0, "saving the losses so far", str(error), advice) from None

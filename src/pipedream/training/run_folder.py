@@ -34,14 +34,16 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.runtime.checkpoint.folders import (
+    SavedCheckpoint,
     find_newest_checkpoint,
     find_newest_of_all,
     list_checkpoints,
     read_shared_manifest,
     warn_of_unfinished,
 )
-from pipedream.runtime.checkpoint.object_store import AnyPath, RemotePath, any_path
-from pipedream.runtime.checkpoint.writer import FolderLock
+from pipedream.runtime.checkpoint.stores import Folder, open_store
+from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.runtime.comm import process_group
 from pipedream.training.restarts import count_restarts
 
@@ -223,26 +225,18 @@ class RunFiles:
     average: dict[str, Any] | None = None
 
 
-def copy_run(folder: Path, run_folder: AnyPath) -> None:
-    """Copies a run folder to its URL, if it has one. Raises an OSError if it cannot."""
-    if isinstance(run_folder, RemotePath):
-        for file in sorted(folder.rglob("[!.]*")):
-            if file.is_file():
-                (run_folder / file.relative_to(folder)).write_bytes(file.read_bytes())
-
-
-def write_run(folder: Path, files: RunFiles, run_folder: AnyPath | None = None) -> None:
+def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None = None) -> None:
     """Writes a run folder, the weights first; creates it if needed.
 
     Args:
-        run_folder: where its checkpoints are; the files are copied there if that is a URL.
+        run_folder: where its checkpoints are; the files are copied there if that is not on disk.
 
     Raises:
         WorkerError: a file cannot be written.
     """
     from pipedream.report import save_trace  # here, because the first minibatch need not wait for it
 
-    run_folder = run_folder or folder
+    run_folder = run_folder or LocalFolder(folder)
     try:
         if files.weights is not None:
             save_weights(folder / "weights.pt", files.weights)
@@ -257,13 +251,13 @@ def write_run(folder: Path, files: RunFiles, run_folder: AnyPath | None = None) 
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
         save_trace(files.measured, folder / "trace.json")
         write_report(folder)
-        copy_run(folder, run_folder)
+        run_folder.write_files(folder)
     except (ArtifactError, OSError) as error:
-        saved = find_newest_checkpoint(run_folder / CHECKPOINTS)
+        saved = find_newest_checkpoint(run_folder.within(CHECKPOINTS))
         advice = (
             "" if saved is None else f"{saved} is complete: with --resume {run_folder} only what is missing is done"
         )
-        if run_folder != folder:
+        if not run_folder.on_disk:
             advice = f"the files are in {folder}; {advice}"
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
 
@@ -314,19 +308,18 @@ def write_report(folder: Path) -> Path:
 class ResumePoint:
     """The checkpoint that a run continues from, and its run folder, if any."""
 
-    path: AnyPath
+    checkpoint: SavedCheckpoint
     manifest: Checkpoint
-    folder: AnyPath | None
+    folder: CheckpointStore | None
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self.checkpoint)
 
     @property
     def profile(self) -> Profile | None:
-        path = self.folder / "profile.json" if self.folder is not None else None
-        if path is None or not path.exists():
+        if self.folder is None or not self.folder.has_file("profile.json"):
             return None
-        return Profile.from_json(path.read_text(encoding="utf-8"), str(path))
+        return Profile.from_json(self.folder.read_text("profile.json"), str(self.folder.locate("profile.json")))
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -334,9 +327,9 @@ class ResumePoint:
         if self.folder is None:
             return []
         first, rows, problem = self.manifest.minibatches, [], ""
-        path = self.folder / "losses.json"
+        path = self.folder.locate("losses.json")
         try:
-            text = read_text(path) if isinstance(path, Path) else path.read_text()
+            text = self.folder.read_text("losses.json")
             rows = [(int(number), float(loss)) for number, loss in json.loads(text) if int(number) < first]
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             problem = f": {error}"
@@ -346,17 +339,18 @@ class ResumePoint:
         return rows
 
 
-def find_checkpoints(folder: AnyPath) -> list[AnyPath]:
+def find_checkpoints(folder: Folder) -> list[SavedCheckpoint]:
     """Returns the complete checkpoints of a run folder or a folder of checkpoints, oldest first; or the given one.
 
     Raises:
         ArtifactError: there are none.
     """
-    for run_folder in (folder / CHECKPOINTS, folder):
-        if find_newest_checkpoint(run_folder) == run_folder:
-            return [run_folder]
-        if checkpoints := list_checkpoints(run_folder):
+    store = open_store(folder)
+    for checkpoints in (list_checkpoints(store.within(CHECKPOINTS)), list_checkpoints(store)):
+        if checkpoints:
             return checkpoints
+    if (checkpoint := find_newest_checkpoint(store)) is not None:
+        return [checkpoint]
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
 
@@ -375,37 +369,42 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
     group = process_group.world_group()
     # A machine that replaces another one counts no restart itself.
     is_restart = any(map(int, process_group.gather_texts(str(count_restarts()), group)))
-    path = None
+    checkpoint = None
     if resume is not None:
-        checkpoint = find_newest_checkpoint(any_path(resume) / CHECKPOINTS) or find_newest_checkpoint(resume)
-        path = find_newest_of_all(checkpoint, group)
-    if out is not None and (is_restart or path is not None):
-        continued = find_newest_of_all(find_newest_checkpoint(any_path(out) / CHECKPOINTS), group)
-        if _continues(continued, path, group):
-            path = continued
-    if path is None:
+        run = open_store(resume)
+        here = find_newest_checkpoint(run.within(CHECKPOINTS)) or find_newest_checkpoint(run)
+        checkpoint = find_newest_of_all(here, group)
+    if out is not None and (is_restart or checkpoint is not None):
+        continued = find_newest_of_all(find_newest_checkpoint(open_store(out).within(CHECKPOINTS)), group)
+        if _continues(continued, checkpoint, group):
+            checkpoint = continued
+    if checkpoint is None:
         # The same command may start a run and continue it.
-        if resume is None or (out is not None and any_path(out) == any_path(resume)):
+        if resume is None or (out is not None and open_store(out) == open_store(resume)):
             return None
         raise ArtifactError(
             f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "
             "one, or start without --resume"
         )
     if resume is not None:
-        warn_of_unfinished(path, any_path(resume), int(os.environ.get("RANK", "0")))
-    is_in_run = path.resolve().parent.name == CHECKPOINTS
-    manifest, _ = read_shared_manifest(path, group)
-    return ResumePoint(path, manifest, path.parent.parent if is_in_run else None)
+        warn_of_unfinished(checkpoint, open_store(resume), int(os.environ.get("RANK", "0")))
+    is_in_run = checkpoint.resolve().store.name == CHECKPOINTS
+    manifest, _ = read_shared_manifest(checkpoint, group)
+    return ResumePoint(checkpoint, manifest, checkpoint.store.above() if is_in_run else None)
 
 
-def _continues(newest: AnyPath | None, path: AnyPath | None, group: Any) -> bool:
-    """Returns whether a run folder's newest checkpoint continues `path`; an `ArtifactError` if it is of another run."""
-    if newest is None or path is None or newest.resolve().parent == path.resolve().parent:
-        return newest is not None and path is None
-    drains, earlier = (read_shared_manifest(checkpoint, group)[0].drains for checkpoint in (newest, path))
+def _continues(newest: SavedCheckpoint | None, first: SavedCheckpoint | None, group: Any) -> bool:
+    """Returns whether a run folder's newest checkpoint continues `first`.
+
+    Raises:
+        ArtifactError: it is of another run.
+    """
+    if newest is None or first is None or newest.resolve().store == first.resolve().store:
+        return newest is not None and first is None
+    drains, earlier = (read_shared_manifest(checkpoint, group)[0].drains for checkpoint in (newest, first))
     if drains[: len(earlier)] != earlier:
         raise ArtifactError(
-            f"{path} was to be resumed, but the run folder holds {newest} of another run; give another folder (--out)"
+            f"{first} was to be resumed, but the run folder holds {newest} of another run; give another folder (--out)"
         )
     return True
 
@@ -417,10 +416,10 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
     Raises:
         ArtifactError: another run does, or it cannot be written (on other ranks than 0 a `PlanError`).
     """
-    locks: list[FolderLock] = []
+    locks: list[Lock] = []
 
     def lock() -> str:
-        locks.append(FolderLock(folder))
+        locks.append(LocalFolder(folder).lock())
         return ""
 
     process_group.make_on_rank_0(lock, rank)
@@ -431,13 +430,14 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
             folder_lock.release()
 
 
-def check_unused(folder: AnyPath) -> None:
+def check_unused(folder: Folder) -> None:
     """Raises an `ArtifactError` if a run would overwrite the folder's checkpoints or results."""
-    if list_checkpoints(folder / CHECKPOINTS):
+    store = open_store(folder)
+    if list_checkpoints(store.within(CHECKPOINTS)):
         raise ArtifactError(
             f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
             "give another folder (--out)"
         )
     for name in ("weights.pt", "summary.json"):
-        if (folder / name).exists():
+        if store.has_file(name):
             raise ArtifactError(f"the run folder {folder} holds {name} of an earlier run; give another folder (--out)")

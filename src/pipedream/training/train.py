@@ -103,7 +103,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
         run_folder.keep_plan(job.folder, plan, planned.profile)  # a restart with fewer workers may need them
-        run_folder.copy_run(job.folder, job.run_folder)
+        job.run_folder.write_files(job.folder)
     with _build_pipeline(planned, str(process.device)) as pipeline:
         proofs = "\n".join(str(phase.proof).partition("\n")[0] for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
@@ -115,7 +115,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             pipeline.check_savable()
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
-            pipeline.load(job.resumed.path)
+            pipeline.load(str(job.resumed))
             loop.resume(job.resumed.losses if process.rank == 0 else [])
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
@@ -179,7 +179,7 @@ def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"
         )
-    return CheckpointPolicy(folder / run_folder.CHECKPOINTS, every, job.options.keep)
+    return CheckpointPolicy(folder.within(run_folder.CHECKPOINTS), every, job.options.keep)
 
 
 def _collect_files(
@@ -278,7 +278,7 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     cores_note = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
-    copied_note = "" if job.run_folder == job.folder else f", copied from {job.folder}"
+    copied_note = "" if job.run_folder.on_disk else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "

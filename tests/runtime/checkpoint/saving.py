@@ -5,9 +5,8 @@ import zoo
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, object_store
-
-Folder = str | object_store.AnyPath
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint, list_checkpoints
+from pipedream.runtime.checkpoint.stores import Folder, open_store
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
@@ -17,10 +16,10 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
 
 def save(
     folder: Folder, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
-) -> list[object_store.AnyPath]:
+) -> list[SavedCheckpoint]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
-    return folders.list_checkpoints(object_store.any_path(folder))
+    return list_checkpoints(folder)
 
 
 def run(
@@ -28,7 +27,7 @@ def run(
     counts: tuple[int, ...] = (1, 1),
     epochs: int = 4,
     keep: int | None = None,
-    resume: Folder | None = None,
+    resume: Folder | SavedCheckpoint | None = None,
 ) -> dict[str, torch.Tensor]:
     """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
     animal = zoo.make("mlp")
@@ -41,18 +40,29 @@ def run(
         return trained.state_dict()
 
 
-def load(folder: Folder) -> tuple[int, int]:
+def load(folder: Folder | SavedCheckpoint) -> tuple[int, int]:
     """Loads the newest checkpoint into a new pipeline; returns the position."""
     with pipeline(zoo.make("mlp")) as loaded:
         return loaded.load(str(folder))
 
 
-def names(folder: Folder) -> list[str]:
+def names(folder: Folder | SavedCheckpoint) -> list[str]:
     """Returns the names of all that is in a folder."""
-    return sorted(path.name for path in object_store.any_path(folder).glob("*"))
+    return open_store(str(folder)).list_names()
 
 
-def read(file: object_store.AnyPath) -> bytes:
-    """Returns what is in a file."""
-    with file.open("rb") as opened:
-        return bytes(opened.read())
+def read(checkpoint: SavedCheckpoint, file: str) -> bytes:
+    """Returns what is in a file of a checkpoint."""
+    with checkpoint.open(file) as opened:
+        return opened.read()
+
+
+def write(checkpoint: SavedCheckpoint, file: str, data: bytes) -> None:
+    """Writes a file of a checkpoint that is there already."""
+    with checkpoint.store.create(f"{checkpoint.name}/{file}") as opened:
+        opened.write(data)
+
+
+def delete(checkpoint: SavedCheckpoint, file: str) -> None:
+    """Deletes a file of a checkpoint."""
+    checkpoint.store.delete(f"{checkpoint.name}/{file}")

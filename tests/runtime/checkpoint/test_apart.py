@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.checkpoint import folders, pieces
+from pipedream.runtime.checkpoint.stores.store import name_checkpoint
 from tests.runtime.checkpoint import saving
 
 
@@ -32,21 +33,21 @@ def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
     processes.results(train, 3, tmp_path, three, (2, 1), 3, False)
     first, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
     assert [path.name for path in folders.list_checkpoints(first)] == ["minibatch-00000010", "minibatch-00000015"]
-    newest = folders.name_folder(15)
+    newest = name_checkpoint(15)
     assert saving.names(first / newest) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
     assert saving.names(two / newest) == ["__2_0.distcp"]
-    assert saving.names(two) == [folders.name_folder(number) for number in (5, 10, 15)], "one more than asked for"
+    assert saving.names(two) == [name_checkpoint(number) for number in (5, 10, 15)], "one more than asked for"
     # The machines come back in another order: rank 0 has no manifest, and other stages than before.
     losses = processes.results(train, 3, tmp_path, {0: "two", 1: "one", 2: "one"}, (2, 1), 4, True)[0]
     assert all(torch.equal(losses[name], whole[name]) for name in whole)
     assert [path.name for path in folders.list_checkpoints(two)] == ["minibatch-00000020"]
     # Gathered, they are a checkpoint like any other.
     gathered = folders.gather_parts([first, two / newest], tmp_path / "gathered")
-    assert gathered == tmp_path / "gathered" / newest
+    assert gathered.location == tmp_path / "gathered" / newest
     assert pieces.verify_checkpoint(gathered) == folders.read_shared_manifest(gathered, None)[0]
     # One of them is lost.
     shutil.rmtree(first / newest)
-    shutil.rmtree(two / folders.name_folder(20))
+    shutil.rmtree(two / name_checkpoint(20))
     lost = processes.launch(train, 2, tmp_path, {0: "one", 1: "one"}, (1, 1), 4, True)
     assert "__2_0.distcp" in str(lost[0].error)
     assert str(lost[0].error) == str(lost[1].error)

@@ -22,41 +22,42 @@ from commands import load_benchmark
 from marks import slow
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, object_store, pieces, writer
-from tests.runtime.checkpoint.saving import load, names, pipeline, read, run, save
+from pipedream.runtime.checkpoint import folders, pieces, writer
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint
+from pipedream.runtime.checkpoint.stores import open_store
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore, name_checkpoint
+from tests.runtime.checkpoint.saving import delete, load, names, pipeline, read, run, save, write
 
 (damage,) = load_benchmark("failures", "damage")
 
-AnyPath = object_store.AnyPath
-
 
 @pytest.fixture(params=["disk", "store"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     """A folder on disk, and one in an object store."""
-    return tmp_path / "run" if request.param == "disk" else object_store.RemotePath(f"memory://{tmp_path.name}/run")
+    return open_store(tmp_path / "run" if request.param == "disk" else f"memory://{tmp_path.name}/run")
 
 
-def test_the_newest_are_kept(folder: AnyPath) -> None:
+def test_the_newest_are_kept(folder: CheckpointStore) -> None:
     every = [f"minibatch-{minibatches:08d}" for minibatches in (5, 10, 15, 20)]
     for keep, kept in ((None, every), (2, every[-2:]), (1, every[-1:])):
-        save(folder / str(keep), keep=keep)
-        assert names(folder / str(keep)) == kept, "and nothing else is left"
+        save(folder.within(str(keep)), keep=keep)
+        assert names(folder.within(str(keep))) == kept, "and nothing else is left"
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist(folder: AnyPath) -> None:
+def test_a_checkpoint_without_its_manifest_does_not_exist(folder: CheckpointStore) -> None:
     assert folders.find_newest_checkpoint(folder) is None
     old, new = save(folder, epochs=2)
-    (new / folders.MANIFEST).unlink()
+    delete(new, folders.MANIFEST)
     assert folders.list_checkpoints(folder) == [old]
-    assert folders.find_newest_checkpoint(folder) == folders.find_newest_checkpoint(old) == old
+    assert folders.find_newest_checkpoint(folder) == folders.find_newest_checkpoint(str(old)) == old
     assert load(old) == (1, 0), "it was asked for"
     words = f"{new.name} is newer than .*{old.name}, but has no checkpoint.json"
     with pytest.warns(UserWarning, match=words):
         assert load(folder) == (1, 0)
-    if not isinstance(new, Path):  # on disk no killed save leaves this
+    if not folder.on_disk:  # on disk no killed save leaves this
         with pytest.warns(UserWarning, match=words):
             run(folder, epochs=3, resume=folder)
-        assert names(folder) == [folders.name_folder(number) for number in (5, 10, 15)]
+        assert names(folder) == [name_checkpoint(number) for number in (5, 10, 15)]
 
 
 def test_what_a_killed_save_has_left_is_not_taken_and_removed_by_the_next(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_what_a_killed_save_has_left_is_not_taken_and_removed_by_the_next(tmp_pa
     assert names(tmp_path) == ["minibatch-00000005", "minibatch-of-mine"]
 
 
-def test_only_a_run_that_resumes_from_an_older_one_replaces_the_newer(folder: AnyPath) -> None:
+def test_only_a_run_that_resumes_from_an_older_one_replaces_the_newer(folder: CheckpointStore) -> None:
     old, new = save(folder, epochs=2)
     scrambled(new)
     assert load(old) == (1, 0)
@@ -104,7 +105,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
         drawn = draw()
         trained.load(tmp_path)
         assert draw() == drawn
-        manifest_with(lambda manifest: manifest.update(random=["{}"]))(Path(path))
+        manifest_with(lambda manifest: manifest.update(random=["{}"]))(SavedCheckpoint.at(path))
         with pytest.raises(pd.PipelineError, match="random state is damaged"):
             trained.load(tmp_path)
 
@@ -112,12 +113,11 @@ def test_generators_come_back(tmp_path: Path) -> None:
 # -- damage -----------------------------------------------------------------------------------------
 
 
-def in_file(change: Callable[[bytes], bytes]) -> Callable[[AnyPath], None]:
+def in_file(change: Callable[[bytes], bytes]) -> Callable[[SavedCheckpoint], None]:
     """Returns a way to change the file of a checkpoint."""
 
-    def rewrite(path: AnyPath) -> None:
-        file = path / "__0_0.distcp"
-        file.write_bytes(change(read(file)))
+    def rewrite(checkpoint: SavedCheckpoint) -> None:
+        write(checkpoint, "__0_0.distcp", change(read(checkpoint, "__0_0.distcp")))
 
     return rewrite
 
@@ -125,30 +125,30 @@ def in_file(change: Callable[[bytes], bytes]) -> Callable[[AnyPath], None]:
 scrambled = in_file(lambda data: bytes(len(data)))
 
 
-def linked(path: Path) -> None:
+def linked(checkpoint: SavedCheckpoint) -> None:
     """Moves a file out of the folder and leaves a link."""
-    file = path / "__0_0.distcp"
-    file.rename(path.parent / file.name)
-    file.symlink_to(path.parent / file.name)
+    file, elsewhere = Path(checkpoint.locate("__0_0.distcp")), Path(checkpoint.store.locate("__0_0.distcp"))
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
 
 
-def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[AnyPath], None]:
+def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[SavedCheckpoint], None]:
     """Returns a way to change a manifest, whose checksum is removed."""
 
-    def rewrite(path: AnyPath) -> None:
-        manifest = json.loads((path / folders.MANIFEST).read_text())
+    def rewrite(checkpoint: SavedCheckpoint) -> None:
+        manifest = json.loads(checkpoint.read_manifest_text())
         manifest.pop("crc32", None)
         change(manifest)
-        (path / folders.MANIFEST).write_text(json.dumps(manifest))
+        write(checkpoint, folders.MANIFEST, json.dumps(manifest).encode())
 
     return rewrite
 
 
-def tensors_with(**wrong: Any) -> Callable[[AnyPath], None]:
+def tensors_with(**wrong: Any) -> Callable[[SavedCheckpoint], None]:
     return manifest_with(lambda manifest: [stored.update(wrong) for stored in manifest["tensors"].values()])
 
 
-def options_with(**wrong: Any) -> Callable[[AnyPath], None]:
+def options_with(**wrong: Any) -> Callable[[SavedCheckpoint], None]:
     return manifest_with(lambda manifest: manifest["stages"][0]["groups"][0]["options"].update(wrong))
 
 
@@ -162,9 +162,9 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OF_FILES: list[tuple[Any, str]] = [
     (in_file(lambda data: data[:-1]), "is damaged: __0_0.distcp has .* bytes, and had"),
-    (lambda path: (path / "__0_0.distcp").unlink(), "is damaged: .*(No such file|there is no)"),
+    (lambda checkpoint: delete(checkpoint, "__0_0.distcp"), "is damaged: .*(No such file|there is no)"),
     (scrambled, "cannot be read: (?!OSError)"),
-    (lambda path: (path / folders.MANIFEST).write_text("{"), "not JSON"),
+    (lambda checkpoint: write(checkpoint, folders.MANIFEST, b"{"), "not JSON"),
 ]
 ON_DISK: list[tuple[Any, str]] = [
     (linked, "its __0_0.distcp is a link"),
@@ -188,10 +188,13 @@ ON_DISK: list[tuple[Any, str]] = [
     [("disk", *row) for row in OF_FILES + ON_DISK] + [("store", *row) for row in OF_FILES],
     indirect=["folder"],
 )
-def test_damage_is_told(two_saved: Path, folder: AnyPath, change: Callable[[AnyPath], None], words: str) -> None:
+def test_damage_is_told(
+    two_saved: Path, folder: CheckpointStore, change: Callable[[SavedCheckpoint], None], words: str
+) -> None:
     for file in two_saved.glob("*/*"):
-        (folder / file.parent.name).mkdir(parents=True, exist_ok=True)
-        (folder / file.parent.name / file.name).write_bytes(file.read_bytes())
+        if folder.on_disk:
+            Path(folder.locate(file.parent.name)).mkdir(parents=True, exist_ok=True)
+        write(SavedCheckpoint(folder, file.parent.name), file.name, file.read_bytes())
     old, new = folders.list_checkpoints(folder)
     change(new)
     with pytest.raises(pd.PipelineError, match=words) as caught:
@@ -208,21 +211,21 @@ def test_no_damage_is_read_as_other_weights(two_saved: Path, tmp_path: Path) -> 
 
 
 def test_the_command_verifies(
-    run_command: Callable[..., tuple[int, str, str]], refused: Callable[..., str], folder: AnyPath
+    run_command: Callable[..., tuple[int, str, str]], refused: Callable[..., str], folder: CheckpointStore
 ) -> None:
-    old, new = save(folder / "checkpoints", epochs=2)
+    old, new = save(folder.within("checkpoints"), epochs=2)
     status, out, _ = run_command("checkpoint", "verify", folder)
     assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
     weight = pieces.read_tensors(new, folders.read_manifest(new), ["model/0.weight"])["model/0.weight"]
     values = weight.numpy().tobytes()
     in_file(lambda data: data.replace(values, bytes([values[0] ^ 1]) + values[1:]))(new)
-    status, out, error = run_command("checkpoint", "verify", folder / "checkpoints")
+    status, out, error = run_command("checkpoint", "verify", folder.within("checkpoints"))
     assert (status, out.splitlines()[1]) == (2, f"{new}: damaged")
     assert f"(--resume {old})" in error
     status, out, _ = run_command("checkpoint", "verify", new, "--json")
     assert status == 2
     assert "another checksum" in json.loads(out)["damage"][str(new)]
-    assert refused("checkpoint", "verify", folder / "nowhere")
+    assert refused("checkpoint", "verify", folder.within("nowhere"))
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
@@ -237,8 +240,8 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert load(tmp_path) == (1, 0)
     torch.save(evil, path / "__0_0.distcp")
     size = (path / "__0_0.distcp").stat().st_size
-    tensors_with(offset=0, length=size)(path)
-    manifest_with(lambda manifest: manifest["files"].update({"__0_0.distcp": size}))(path)
+    tensors_with(offset=0, length=size)(SavedCheckpoint.at(path))
+    manifest_with(lambda manifest: manifest["files"].update({"__0_0.distcp": size}))(SavedCheckpoint.at(path))
     with pytest.raises(pd.PipelineError, match="cannot be read: UnpicklingError: a tensor's bytes") as caught:
         load(tmp_path)
     assert "weights_only" not in str(caught.value), "torch advises to run it"
@@ -301,8 +304,8 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(
     monkeypatch.setattr(torch, "save", lambda *args: done.append(("save", threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
     background = writer.Writer(0, False, torch.device("cuda", 1))
-    manifest = folders.read_manifest(two_saved / "minibatch-00000005")
-    background.begin(tmp_path, manifest, {"model/a": torch.ones(2)}, None)
+    manifest = folders.read_manifest(SavedCheckpoint.at(two_saved / "minibatch-00000005"))
+    background.begin(open_store(tmp_path), manifest, {"model/a": torch.ones(2)}, None)
     background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]
     assert done[0][1] == done[1][1] != threading.get_ident()
@@ -345,6 +348,7 @@ def test_what_is_saved_in_the_background_is_copied_to_the_cpu(tmp_path: Path, mo
         for tensor in (weight, step):
             tensor.fill_(2.0)  # as training would
         checkpointer.writer.finish()
-    saved = pieces.read_tensors(path, folders.read_manifest(path), more)
+    checkpoint = SavedCheckpoint.at(path)
+    saved = pieces.read_tensors(checkpoint, folders.read_manifest(checkpoint), more)
     assert saved["model/weight"].tolist() == [1.0] * 3
     assert saved["optimizer/weight/step"].tolist() == [1.0] * 2

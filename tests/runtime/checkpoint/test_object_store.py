@@ -15,7 +15,8 @@ import zoo
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, object_store, pieces
+from pipedream.runtime.checkpoint import folders, pieces
+from pipedream.runtime.checkpoint.stores import open_store
 from tests.runtime.checkpoint import saving
 
 
@@ -72,8 +73,8 @@ def test_a_killed_save_leaves_the_checkpoint_before(url: str) -> None:
             saving.run(url, epochs=2, keep=1, resume=url)
         position = saving.load(url)
         assert position in ((1, 0), (2, 0)), allowed
-        for path in folders.list_checkpoints(object_store.any_path(url)):
-            pieces.verify_checkpoint(path)
+        for checkpoint in folders.list_checkpoints(url):
+            pieces.verify_checkpoint(checkpoint)
         allowed += 1
     assert allowed > 5
 
@@ -132,7 +133,7 @@ def test_a_store_that_cannot_be_reached_is_no_empty_folder(attempt: Callable[[st
 def test_urls_that_cannot_be_used_are_refused(folder: str | Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(pd.PipelineError, match=words):
-        object_store.any_path(folder)
+        open_store(folder)
 
 
 def train(folder: str, epochs: int, resume: bool) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import pipedream as pd
 from pipedream.core.box import Box, box_of
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage
 from pipedream.runtime.checkpoint import folders, pieces
-from tests.runtime.checkpoint.saving import load, read, save
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint
+from tests.runtime.checkpoint.saving import load, read, save, write
 
 BYTES = 512
 """In place of the size of a piece in a real run."""
@@ -39,7 +40,8 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, lis
     for rank in range(max(map(len, parts.values()))):
         tensors_here = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
         places = {name: (parts[name][rank], tensors[name].shape) for name in tensors_here}
-        rows.append(pieces.write_tensors(folder / f"__{rank}_0.distcp", tensors_here, places))
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            rows.append(pieces.write_tensors(file, f"__{rank}_0.distcp", tensors_here, places))
     progress = {"seed": 0, "minibatches": 0, "epoch": 0, "epoch_batches": 0, "drains": (0,)}
     how = {"plan": pd.Plan.uniform(1, 1.0, 1.0, 0.0), "schedule": "pipedream", "microbatches": 1}
     return Checkpoint(stages=(SavedStage((ParameterGroup((), {}),)),), **progress, **how, **pieces.merge_rows(rows))
@@ -62,11 +64,11 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
         manifest = Checkpoint.from_json(manifest.to_json())
         for box in boxes(shape, *data.draw(cuts(len(shape)))):
             part_boxes = {"model/a": box}
-            shares = pieces.read_shares(folder, manifest, pieces.list_shares(manifest, part_boxes))
+            shares = pieces.read_shares(SavedCheckpoint.at(folder), manifest, pieces.list_shares(manifest, part_boxes))
             part = pieces.assemble(manifest, part_boxes, shares)["model/a"]
             assert part.dtype == tensor.dtype
             assert torch.equal(part, tensor[_slices(box)])
-        assert torch.equal(pieces.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
+        assert torch.equal(pieces.read_tensors(SavedCheckpoint.at(folder), manifest, ["model/a"])["model/a"], tensor)
 
 
 def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,11 @@ def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
     for dimension in (0, 1):
         for box in boxes(tuple(tensor.shape), [dimension], [4]):
             Counted.sizes.clear()
-            list(pieces.read_shares(tmp_path, manifest, pieces.list_shares(manifest, {"model/a": box})))
+            list(
+                pieces.read_shares(
+                    SavedCheckpoint.at(tmp_path), manifest, pieces.list_shares(manifest, {"model/a": box})
+                )
+            )
             assert tensor.nbytes // 4 < sum(Counted.sizes) < 1.1 * tensor.nbytes / 4
             assert dimension or len(Counted.sizes) == 1, "rows lie together, and are read at once"
 
@@ -96,23 +102,23 @@ class Counted(io.FileIO):
 
 def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_PIECE_BYTES", BYTES)
-    (path,) = save(tmp_path, epochs=1)
-    manifest = folders.read_manifest(path)
+    (checkpoint,) = save(tmp_path, epochs=1)
+    manifest = folders.read_manifest(checkpoint)
     stored = manifest.tensors["model/0.weight"]
     assert len(stored.pieces) > 1
     piece = stored.pieces[-1]
-    whole = pieces.read_tensors(path, manifest, ["model/0.weight"])["model/0.weight"]
-    values, data = whole[_slices(piece.box)].contiguous().numpy().tobytes(), read(path / piece.file)
+    whole = pieces.read_tensors(checkpoint, manifest, ["model/0.weight"])["model/0.weight"]
+    values, data = whole[_slices(piece.box)].contiguous().numpy().tobytes(), read(checkpoint, piece.file)
     at = data.index(values, piece.offset)
-    (path / piece.file).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    write(checkpoint, piece.file, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     words = rf"'model/0.weight', in the piece from \({piece.start[0]}, .*, have another checksum"
     with pytest.raises(pd.PipelineError, match=words):
         load(tmp_path)
     with pytest.raises(pd.PipelineError, match="another checksum"):
-        pieces.verify_checkpoint(path)
+        pieces.verify_checkpoint(checkpoint)
     # A rank that does not need this piece is not concerned.
     others = pieces.list_shares(manifest, {"model/0.weight": stored.pieces[0].box})
-    assert len(list(pieces.read_shares(path, manifest, others))) == 1
+    assert len(list(pieces.read_shares(checkpoint, manifest, others))) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,20 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from pipedream.core.box import Box, box_of, overlap, slice_of, slice_within
 from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.folders import advise_other, check_names, flush, read_manifest, summarise_error
-from pipedream.runtime.checkpoint.object_store import AnyPath
+from pipedream.runtime.checkpoint.folders import (
+    SavedCheckpoint,
+    advise_other,
+    check_names,
+    read_manifest,
+    summarise_error,
+)
 from pipedream.runtime.comm.values import compute_crc32
 
 _READ_BYTES = 64 << 20  # of several pieces at once, at most
@@ -78,15 +83,17 @@ def assemble(
     return {name: tensors[name] for name in boxes}
 
 
-def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_tensors(checkpoint: SavedCheckpoint, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads whole tensors; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted_names = list(names)
-    check_names(path, manifest, wanted_names)
+    check_names(checkpoint, manifest, wanted_names)
     boxes = {name: tuple(map(range, manifest.tensors[name].shape)) for name in wanted_names}
-    return assemble(manifest, boxes, read_shares(path, manifest, list_shares(manifest, boxes)))
+    return assemble(manifest, boxes, read_shares(checkpoint, manifest, list_shares(manifest, boxes)))
 
 
-def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
+def read_shares(
+    checkpoint: SavedCheckpoint, manifest: Checkpoint, shares: Iterable[Share]
+) -> Iterator[tuple[Share, torch.Tensor]]:
     """Yields shares with their values, in the order of the files; reads no other pieces.
 
     Raises:
@@ -94,7 +101,7 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
     """
     try:
         for group in _group_reads(shares, manifest):
-            with (path / group.file).open("rb") as file:
+            with checkpoint.open(group.file) as file:
                 file.seek(group.begin)
                 data = memoryview(file.read(group.end - group.begin))
             for share in group.shares:
@@ -103,21 +110,21 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
                 values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
                 yield share, values if share.box == piece.box else values[slice_within(share.box, piece.box)].clone()
     except ArtifactError as error:
-        raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {advise_other(path)}") from None
+        raise ArtifactError(f"the checkpoint {checkpoint} is damaged: {error}; {advise_other(checkpoint)}") from None
     except pickle.UnpicklingError as error:  # torch's advice would be to run what is in the file
         what = f"{type(error).__name__}: a tensor's bytes are not as torch writes them"
-        raise ArtifactError(f"the checkpoint {path} cannot be read: {what}; {advise_other(path)}") from None
+        raise ArtifactError(f"the checkpoint {checkpoint} cannot be read: {what}; {advise_other(checkpoint)}") from None
     except Exception as error:
         raise ArtifactError(
-            f"the checkpoint {path} cannot be read: {summarise_error(error)}; {advise_other(path)}"
+            f"the checkpoint {checkpoint} cannot be read: {summarise_error(error)}; {advise_other(checkpoint)}"
         ) from None
 
 
-def verify_checkpoint(path: AnyPath) -> Checkpoint:
+def verify_checkpoint(checkpoint: SavedCheckpoint) -> Checkpoint:
     """Reads all of a checkpoint, tensor by tensor; raises an `ArtifactError` if it is damaged."""
-    manifest = read_manifest(path)
+    manifest = read_manifest(checkpoint)
     for name in manifest.tensors:
-        read_tensors(path, manifest, [name])
+        read_tensors(checkpoint, manifest, [name])
     return manifest
 
 
@@ -184,29 +191,29 @@ def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_tensors(
-    path: AnyPath, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, tuple[Box, Sequence[int]]]
+    file: IO[bytes],
+    file_name: str,
+    tensors: Mapping[str, torch.Tensor],
+    slices: Mapping[str, tuple[Box, Sequence[int]]],
 ) -> list[tuple[Any, ...]]:
     """Writes pieces one after the other, each by `torch.save`.
 
     Returns for each piece the tensor's name, dtype and shape, and the fields of `StoredPiece`.
     """
-    path.parent.mkdir(exist_ok=True)
     rows = []
-    with path.open("wb") as file:
-        for name, tensor in tensors.items():
-            part = tensor.detach().cpu()
-            box, shape = slices.get(name, (tuple(map(range, part.shape)), part.shape))
-            for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
-                values = part[slice_of(piece)]
-                if values.untyped_storage().nbytes() != values.nbytes:
-                    values = _copy_tensor(values)  # the storage is what is written
-                start = [outer[side.start] if side else 0 for outer, side in zip(box, piece, strict=True)]
-                offset = file.tell()
-                torch.save(values, file)
-                length = file.tell() - offset
-                fields = start, tuple(values.shape), path.name, offset, length, compute_crc32(values)
-                rows.append((name, _name_dtype(part), tuple(shape), *fields))
-        flush(path, file)
+    for name, tensor in tensors.items():
+        part = tensor.detach().cpu()
+        box, shape = slices.get(name, (tuple(map(range, part.shape)), part.shape))
+        for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
+            values = part[slice_of(piece)]
+            if values.untyped_storage().nbytes() != values.nbytes:
+                values = _copy_tensor(values)  # the storage is what is written
+            start = [outer[side.start] if side else 0 for outer, side in zip(box, piece, strict=True)]
+            offset = file.tell()
+            torch.save(values, file)
+            length = file.tell() - offset
+            fields = start, tuple(values.shape), file_name, offset, length, compute_crc32(values)
+            rows.append((name, _name_dtype(part), tuple(shape), *fields))
     return rows
 
 

@@ -18,9 +18,10 @@ from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, replica_state, writer
+from pipedream.runtime.checkpoint.folders import SavedCheckpoint
 from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.object_store import AnyPath
 from pipedream.runtime.checkpoint.parameters import set_extra_states
+from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
@@ -67,14 +68,14 @@ class Checkpointer:
 
     def save(
         self,
-        folder: AnyPath,
+        store: CheckpointStore,
         request: PipelineRequest,
         position: Position,
         *,
         keep: int | None,
         wait: bool,
         extra: Mapping[str, Any],
-    ) -> AnyPath:
+    ) -> SavedCheckpoint:
         """Writes a checkpoint.
 
         Args:
@@ -112,40 +113,40 @@ class Checkpointer:
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            path = self.writer.begin(folder, manifest, tensors, keep, slices, wait_for_copies)
+            checkpoint = self.writer.begin(store, manifest, tensors, keep, slices, wait_for_copies)
             if wait:
                 self.writer.finish()
-            return path
+            return checkpoint
 
-    def read_newest(self, folder: AnyPath) -> tuple[AnyPath, Checkpoint]:
-        """Returns the newest checkpoint in a folder, or the folder if it is one, with its manifest.
+    def read_newest(self, store: CheckpointStore) -> tuple[SavedCheckpoint, Checkpoint]:
+        """Returns the newest checkpoint in a store, or the folder if it is one, with its manifest.
 
         Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
         """
         with self._workers_here.activity.at("looking for a checkpoint"):
-            path = folders.find_newest_of_all(folders.find_newest_checkpoint(folder), self._workers_here.group)
-        if path is None:
-            raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        folders.warn_of_unfinished(path, folder, self._workers_here.rank)
+            checkpoint = folders.find_newest_of_all(folders.find_newest_checkpoint(store), self._workers_here.group)
+        if checkpoint is None:
+            raise ArtifactError(f"there is no complete checkpoint in {store}; give a folder that a run has saved into")
+        folders.warn_of_unfinished(checkpoint, store, self._workers_here.rank)
         with self._workers_here.activity.at("reading a checkpoint"):
-            manifest, self._file_owners = folders.read_shared_manifest(path, self._workers_here.group)
+            manifest, self._file_owners = folders.read_shared_manifest(checkpoint, self._workers_here.group)
         if not manifest.has_checksums and self._workers_here.rank == 0:
-            text = f"the checkpoint {path} has no checksums, so damage may go unnoticed"
+            text = f"the checkpoint {checkpoint} has no checksums, so damage may go unnoticed"
             warnings.warn(text, stacklevel=3)  # the user's call
-        return path, manifest
+        return checkpoint, manifest
 
-    def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
+    def restore(self, checkpoint: SavedCheckpoint, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule.
 
         Every rank raises the same `ArtifactError` if it is damaged or belongs to another model or optimizer.
         """
         with self._workers_here.activity.at("reading a checkpoint"):
-            names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
+            names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(checkpoint, manifest)))
             self._run_on_every_rank(lambda: _check_shapes(self._workers_here, manifest))
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
-            tensors = self._fetch(path, manifest, boxes)
-            self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
-            self.writer.note_loaded(path, manifest.minibatches)
+            tensors = self._fetch(checkpoint, manifest, boxes)
+            self._run_on_every_rank(lambda: self._restore(checkpoint, manifest, tensors))
+            self.writer.note_loaded(checkpoint, manifest.minibatches)
         same = _has_same_replicas(self._program, manifest)
         replica_state.warn_of_other_replicas(manifest, same=same, rank=self._workers_here.rank)
 
@@ -228,9 +229,11 @@ class Checkpointer:
         ]
         return next((box for box in boxes if box != whole), whole)
 
-    def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+    def _fetch(
+        self, checkpoint: SavedCheckpoint, manifest: Checkpoint, boxes: Mapping[str, Box]
+    ) -> dict[str, torch.Tensor]:
         """Returns parts of tensors, read from this machine's files or received from ranks that have the files."""
-        missing_files = folders.find_file_problems(path, manifest)
+        missing_files = folders.find_file_problems(checkpoint, manifest)
         shares = pieces.list_shares(manifest, boxes)
         local_shares = [share for share in shares if share.stored_in(manifest).file not in missing_files]
         missing = [
@@ -244,7 +247,9 @@ class Checkpointer:
         ]
         requested = {share for _, share in requests if self._find_owner(manifest, share) == self._workers_here.rank}
 
-        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*local_shares, *requested})))
+        parts = self._run_on_every_rank(
+            lambda: dict(pieces.read_shares(checkpoint, manifest, {*local_shares, *requested}))
+        )
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
             if rank == self._workers_here.rank:
@@ -258,7 +263,7 @@ class Checkpointer:
         """Returns the rank that reads a share for ranks whose machines lack its file."""
         return self._file_owners[share.stored_in(manifest).file]
 
-    def _restore(self, path: AnyPath, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    def _restore(self, checkpoint: SavedCheckpoint, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
         parameters.load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
         for saved_stage in manifest.stages:
@@ -292,8 +297,8 @@ class Checkpointer:
                 raise
             except Exception as error:  # of the user's optimizer and scheduler, whatever they raise
                 raise ArtifactError(
-                    f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
-                    "resume with the same optimizer and scheduler"
+                    f"the optimizer state in the checkpoint {checkpoint} does not fit: {type(error).__name__}: "
+                    f"{error}; resume with the same optimizer and scheduler"
                 ) from None
         for worker in self._workers_here.workers:
             worker.done_minibatches = manifest.minibatches
@@ -302,9 +307,9 @@ class Checkpointer:
         if manifest.random:
             restore_rng(manifest.random[self._workers_here.worker_rank % len(manifest.random)], self._device)
 
-    def _list_tensors_to_load(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
+    def _list_tensors_to_load(self, checkpoint: SavedCheckpoint, manifest: Checkpoint) -> list[str]:
         names = list(self._find_tensors_to_load(manifest))
-        folders.check_names(path, manifest, names)
+        folders.check_names(checkpoint, manifest, names)
         return names
 
     def _find_tensors_to_load(self, manifest: Checkpoint) -> Iterable[str]:
