@@ -315,7 +315,7 @@ class Pipeline:
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
         """Phase -> (begin, end) in minibatches, for the phases trained so far."""
-        return dict(self._local.workers[0].trained)
+        return dict(self._local.workers[0].recorder.trained)
 
     def timeline(self, phase: int | None = None) -> Timeline:
         """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.
@@ -425,7 +425,7 @@ def _build_session(
         parallelize=options.parallelize,
     )
     blueprint = Blueprint(
-        programs=[phase.program for phase in phases],
+        program=phases[0].program,
         evaluation=build_evaluation(phases[0].schedule),
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
         settings=settings,
@@ -446,6 +446,7 @@ def _build_session(
         model,
         captured.graph,
         blueprint,
+        [phase.program for phase in phases],
         stuck_after_s=options.stuck_after_s,
         weights=options.weights,
         user_model=None

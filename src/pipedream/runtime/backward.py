@@ -26,6 +26,7 @@ class BackwardRunner:
 
     def __init__(
         self,
+        program: Program,
         forwards: ForwardRunner,
         mailbox: Mailbox,
         results: Results,
@@ -40,9 +41,6 @@ class BackwardRunner:
         self._recorder = recorder
         self._activity = activity
         self._is_stop_requested = is_stop_requested
-
-    def switch_to(self, program: Program) -> None:
-        self._forwards.offload.switch_to(program)
         self._placement = program.placement
         self._last_stage = program.placement.stages - 1
         self._gradient_kind = find_gradient_kind(program.kinds)

@@ -54,6 +54,7 @@ class ForwardRunner:
     """Runs the forwards of a rank. Lifecycle: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
+        program: that trains.
         stage_passes: stage -> its passes here.
         admit: takes a microbatch from the data; returns None at its end.
 
@@ -66,6 +67,7 @@ class ForwardRunner:
     def __init__(
         self,
         rank: int,
+        program: Program,
         stage_states: dict[int, StageState],
         stage_passes: Mapping[int, StagePasses],
         admit: Callable[[int], Message | None],
@@ -86,7 +88,7 @@ class ForwardRunner:
         self._recorder = recorder
         self._activity = activity
         self._device = device
-        self.offload = Offload(rank, device)
+        self.offload = Offload(rank, device, program)
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.received_outputs = 0
 

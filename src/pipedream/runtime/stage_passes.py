@@ -60,6 +60,9 @@ class StagePasses:
        the next update and releases the weights.
     3. `finish_minibatch` follows the last forward, or backward, of a minibatch, and each forward without a backward.
 
+    Args:
+        choice: what chooses the weights of passes, unless a part does; by default the store.
+
     Attributes:
         loss_scale: factor on the loss.
         next_forward: microbatch of the next forward.
@@ -77,6 +80,7 @@ class StagePasses:
         gradients: Gradients,
         loss_scale: LossFactor,
         parts: Iterable[StagePart] = (),
+        choice: WeightChoice | None = None,
     ) -> None:
         self.module = module
         self.store = store
@@ -85,15 +89,11 @@ class StagePasses:
         self.next_forward = 0
         self.gradient_versions: list[tuple[int, int, int]] = []
         self.observer = UNOBSERVED
-        self.set_parts(parts, WeightChoice(store))
-
-    def set_parts(self, parts: Iterable[StagePart], choice: WeightChoice) -> None:
-        """Sets the parts, and what chooses the weights of passes unless a part does."""
         self.parts = tuple(parts)
         self.pass_parts = PassParts(self.parts)
+        self.weight_choice = choice or WeightChoice(store)
         for part in self.parts:
-            choice = part.choose_weights(choice)
-        self.weight_choice = choice
+            self.weight_choice = part.choose_weights(self.weight_choice)
 
     def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""

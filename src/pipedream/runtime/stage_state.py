@@ -15,7 +15,7 @@ from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.host_store import HostVersions
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import Versions, WeightSet, choose_weights
+from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
 from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
@@ -23,21 +23,17 @@ from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageState(StagePasses):
-    """A stage replica on its rank: layers, weights and optimizer.
+    """A stage replica on its rank: layers, weights and optimizer, under one program.
 
     Life of a stage's state:
 
-    1. `switch_to` sets what depends on the method; `begin` starts a stream.
+    1. `begin` starts a stream.
     2. Passes run (`StagePasses`). In a backward in which a sum begins, `gradient_ready` takes gradients to the reducer.
     3. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
        the handles; if a thread makes it, `join_update` waits for it.
     4. `end` ends a stream, at a drain.
 
     The `parts` take part in all of it, and in checkpoints.
-
-    Args:
-        make_parts: returns the parts that a program needs.
-        lasting_parts: parts that all programs share; they come first.
 
     Attributes:
         overlapped: the newest update, while a thread makes it or after it failed.
@@ -48,30 +44,24 @@ class StageState(StagePasses):
         module: StageModule,
         versions: Versions,
         optimizer: Optimizer,
-        make_parts: Callable[[Program], Iterable[StagePart]],
-        lasting_parts: Iterable[StagePart] = (),
+        parts: Iterable[StagePart],
+        choice: WeightChoice,
     ) -> None:
-        super().__init__(module, versions, Gradients(len(versions.handles)), optimizer.loss_scale)
+        super().__init__(module, versions, Gradients(len(versions.handles)), optimizer.loss_scale, parts, choice)
         versions.averages = optimizer.ema
         self.versions = versions
         self.optimizer = optimizer
-        self._make_parts = make_parts
-        self._lasting_parts = tuple(lasting_parts)
         self.overlapped: OverlappedUpdate | None = None
 
-    def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
-        """Switches to another program at a drain, when one version of the weights is left.
+    def take_over(self, former: "StageState", input_updates: int) -> None:
+        """Continues where another program has drained, when one version of the weights is left.
 
-        The state of the parts continues if the previous method kept it too. `input_updates` counts the input stage's
-        updates with the previous program.
+        The state of a part continues if the former program kept it too. `input_updates` counts the input stage's
+        updates with the former program.
         """
-        rule = program.weights
-        delays = [rule.staleness(at) for at in range(program.placement.stages)]
-        updates, mean = program.updates.at_stage(stage, delays), rule.mean_staleness(stage)
-        self.optimizer.switch_to(updates, stage, delays[stage], input_updates, mean_staleness=mean)
-        self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
-        tensors = self.part_tensors()
-        self.set_parts((*self._lasting_parts, *self._make_parts(program)), choose_weights(rule, self.versions))
+        self.optimizer.take_over(former.optimizer, input_updates)
+        self.versions.take_over(former.versions)
+        tensors = former.part_tensors()
         for part in self.parts:
             part.restore(tensors)
 

@@ -25,7 +25,7 @@ from pipedream.runtime.update.tied_weights import TiedGradientSum
 
 
 class UpdateBarrier:
-    """Decides about the updates of one rank's stages.
+    """Decides about the updates of one rank's stages under one program.
 
     Attributes:
         norm_square: of the newest finite global norm; 0 before the first.
@@ -33,7 +33,12 @@ class UpdateBarrier:
     """
 
     def __init__(
-        self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedGradientSum] = ()
+        self,
+        policy: Policy,
+        program: Program,
+        group: Group,
+        stage_states: Mapping[int, StageState],
+        tied: Sequence[TiedGradientSum] = (),
     ) -> None:
         self._max_norm = policy.clip_grad_norm
         self._skips = policy.skips
@@ -41,8 +46,9 @@ class UpdateBarrier:
         self._group = group
         self._stage_states = stage_states
         self._tied_sums = tuple(tied)
-        self._is_decided_globally = False
-        self._norm_delay = 0
+        is_policy_global = self._skips or (self._max_norm is not None and not self._clips_locally)
+        self._is_decided_globally = is_policy_global and program.couples_updates
+        self._norm_delay = program.norm_delay
         self._prepared: dict[int, tuple[float, bool]] = {}
         self._pending_norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
@@ -52,11 +58,6 @@ class UpdateBarrier:
     def needs_norms(self) -> bool:
         """Whether each update needs the norm of its gradients."""
         return self._skips or self._max_norm is not None
-
-    def switch_to(self, program: Program) -> None:
-        is_policy_global = self._skips or (self._max_norm is not None and not self._clips_locally)
-        self._is_decided_globally = is_policy_global and program.couples_updates
-        self._norm_delay = program.norm_delay
 
     @property
     def couples_stages(self) -> bool:

@@ -90,18 +90,17 @@ def _resolve_step(program: Program, instruction: Instruction, actions: _Actions)
 
 
 class Worker:
-    """One worker, or one of its ranks.
+    """One worker, or one of its ranks, which trains with one program.
 
     Args:
         process: this rank among all ranks of the job, for errors.
-        program: of the first phase, verified.
+        program: verified.
         evaluation: a program without backwards.
         stage_states: of the stages that are updated here.
         stage_passes: of the stages whose passes run here; a state, or passes on copies of the weights.
 
     Attributes:
         input_updates: updates that the input stage has made with this program.
-        trained: phase -> (begin, end) in minibatches.
     """
 
     def __init__(
@@ -112,16 +111,18 @@ class Worker:
         program: Program,
         evaluation: Program,
         stage_states: dict[int, StageState],
-        stage_passes: Mapping[int, StagePasses],
+        stage_passes: dict[int, StagePasses],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
         scorer: Scorer,
         device: torch.device,
         update_barrier: UpdateBarrier,
+        recorder: Recorder,
         activity: Activity,
     ) -> None:
         self.rank = rank
+        self.program = program
         self._process = process
         self.stage_states = stage_states
         self.stage_passes = stage_passes
@@ -129,25 +130,25 @@ class Worker:
         self.senders = senders
         self.receivers = receivers
         self.results = results
-        self._scorer = scorer
         self.update_barrier = update_barrier
-        self.recorder = Recorder(rank, device)
+        self.recorder = recorder
         self._activity = activity
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stop_reason = StopReason.DATA
         self.done_minibatches = self.input_updates = 0
-        self.trained: dict[int, tuple[int, int]] = {}
+        self._replicas = program.placement.replicas
+        self._waiting_stages = _find_waiting_stages(program)
         self._microbatches: int | None = None
         self._running: Program | None = None
         self._period = 0
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
         forwards = self._forwards = ForwardRunner(
-            rank, stage_states, stage_passes, self._admit, mailbox, scorer, results, self.recorder, activity, device
+            rank, program, stage_states, stage_passes, self._admit, mailbox, scorer, results, recorder, activity, device
         )
         self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(
-            forwards, mailbox, results, self.recorder, activity, lambda: self.stop_requested()
+            program, forwards, mailbox, results, recorder, activity, lambda: self.stop_requested()
         )
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
@@ -159,27 +160,27 @@ class Worker:
             Move.SEND: self._send,
             Move.FETCH_WEIGHTS: forwards.fetch_weights,
             Move.FETCH_BUFFERS: forwards.fetch_buffers,
-            Move.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], self.program, s, n, self.recorder),
+            Move.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
             Move.REPEAT: backwards.repeat_forward,
             Move.BEGIN_SUM: backwards.begin_sum,
             **dict.fromkeys(SUMS, _skip_sum),
         }
-        self._steps = {False: _resolve_steps(evaluation, rank, self._actions)}
-        self.switch_to(program, 0)
+        self._steps = {
+            True: _resolve_steps(program, rank, self._actions),
+            False: _resolve_steps(evaluation, rank, self._actions),
+        }
         self._begin_stream(DataStream(), None)
 
-    def switch_to(self, program: Program, phase: int) -> None:
-        self.program = program
-        self._steps[True] = _resolve_steps(program, self.rank, self._actions)
-        self._backwards.switch_to(program)
-        self._replicas = program.placement.replicas
-        self._waiting_stages = _find_waiting_stages(program)
-        self.recorder.switch_to(phase, (max(program.plan.in_flight) + 2) * len(self.stage_states))
-        self._scorer.switch_to(program)
-        self.update_barrier.switch_to(program)
+    def take_over(self, former: "Worker") -> None:
+        """Continues where a worker with another program has drained."""
         for stage, stage_state in self.stage_states.items():
-            stage_state.switch_to(program, stage, self.input_updates)
-        self.input_updates = 0
+            stage_state.take_over(former.stage_states[stage], former.input_updates)
+        self.update_barrier.norm_square = former.update_barrier.norm_square
+        self.done_minibatches, self.stop_requested = former.done_minibatches, former.stop_requested
+        former.offload.close()
+        former.update_barrier.thread.close(wait=True)
+        former.stage_states.clear()  # frees tensors now: the rest of the worker refers to itself
+        former.stage_passes.clear()
 
     # -- training, evaluation, prediction -----------------------------------------------------------
 
@@ -207,10 +208,9 @@ class Worker:
             yield from stage_state.end()
         yield from self._collect(0)
         self.input_updates += self.program.updates.updates(0, self._microbatches or 0)
-        begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
+        begin = self.done_minibatches
         self.done_minibatches += (self._microbatches or 0) // self.program.microbatches
-        if self._microbatches:
-            self.trained[self.recorder.phase] = begin, self.done_minibatches
+        self.recorder.note_trained(begin, self.done_minibatches)
         if self.results.raises_on_nan:
             last = self.done_minibatches - 1
             check_finite(self.stage_states, not_finite, self.program, last, self._process)

@@ -125,7 +125,7 @@ def test_the_oldest_mark_is_what_the_gpu_has_not_reached(cuda: FakeCuda, recorde
 def test_the_host_is_ahead_by_a_bounded_number_of_forwards(cuda: FakeCuda, most: int) -> None:
     """Each has messages, whose memory no plan counts."""
     recorder = Recorder(0, GPU)
-    recorder.switch_to(0, most)
+    recorder.max_queued = most
     for index in range(20):
         _op(cuda, recorder, 2 * index, 1.0)
         ahead = (cuda.stream_s - cuda.now_s) / 2.0

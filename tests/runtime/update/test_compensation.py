@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.core.schedule import compensation as kinds
-from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 
 ROWS, COLUMNS = 4, 3
 RATE = 0.01
@@ -27,9 +27,8 @@ def start() -> Tensor:
 
 def following(handle: nn.Parameter, factory: Factory, *chosen: kinds.Compensation, staleness: int = 0) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
-    optimizer = Optimizer({"w": handle}, factory)
-    optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=chosen), 0, staleness, input_updates=0)
-    return optimizer
+    rule = pd.schedules.UpdateRule((1,), compensation=chosen)
+    return Optimizer({"w": handle}, factory, StageUpdates(rule, staleness=staleness))
 
 
 def step_by(handle: nn.Parameter, optimizer: Any, gradient: Tensor) -> Tensor:
@@ -129,20 +128,27 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
 
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
-    step, optimizer = ours(start, ADAM, kinds.BasisRotation(2))
+    handle = nn.Parameter(start.clone())
+    optimizer = following(handle, ADAM, kinds.BasisRotation(2))
     mean = torch.zeros_like(start)
     for _ in range(7):
         gradient = torch.randn_like(start)
-        step(gradient)
+        step_by(handle, optimizer, gradient)
         mean = 0.9 * mean + 0.1 * gradient
     (moments,) = optimizer.optimizer.state.values()
+
+    def go_on(former: Optimizer, *chosen: kinds.Compensation) -> Optimizer:
+        optimizer = following(handle, lambda _: former.optimizer, *chosen)
+        optimizer.take_over(former, input_updates=0)
+        return optimizer
+
     total = float(moments["exp_avg_sq"].sum())
     for chosen in (kinds.BasisRotation(2, estimate="first_moment"), kinds.BasisRotation(3, geometry="one_sided")):
-        optimizer.switch_to(pd.schedules.UpdateRule((1,), compensation=(chosen,)), 0, 0, input_updates=0)
+        optimizer = go_on(optimizer, chosen)
         gradient = torch.randn_like(start)
-        step(gradient)
+        step_by(handle, optimizer, gradient)
         mean, total = 0.9 * mean + 0.1 * gradient, 0.999 * total + 0.001 * float(gradient.square().sum())
-        optimizer.switch_to(pd.schedules.UpdateRule((1,)), 0, 0, input_updates=0)
+        optimizer = go_on(optimizer)
         assert optimizer.compensator.state == {"w": {}}
         assert torch.allclose(moments["exp_avg"], mean)
         assert float(moments["exp_avg_sq"].sum()) == pytest.approx(total), "turned, as the norm of a gradient is"

@@ -17,10 +17,11 @@ from pipedream.core.schedule import compensation, coupling
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
 from pipedream.runtime.stage.predictions import add_velocity
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+ONE_STAGE = pd.Plan.uniform(1)
 
 
 def make_handles() -> dict[str, nn.Parameter]:
@@ -53,11 +54,13 @@ def test_large_gradients_that_are_finite_have_a_norm() -> None:
 def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> None:
     """y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})); after a phase without error feedback u_{t-1} is 0 again."""
     handles = {"a": nn.Parameter(torch.zeros(1))}
-    optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
+    sgd = torch.optim.SGD(handles.values(), lr=1.0)
+    optimizer = Optimizer(handles, lambda _: sgd)
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
         rule = pd.schedules.UpdateRule((1,), compensation=(compensation.ErrorFeedback(strength),))
-        optimizer.switch_to(rule, 0, 1, input_updates=min(number, 1))
+        former, optimizer = optimizer, Optimizer(handles, lambda _: sgd, StageUpdates(rule, staleness=1))
+        optimizer.take_over(former, input_updates=min(number, 1))
         rounds.append(optimizer.rounds)
         handles["a"].grad = torch.full((1,), gradient)
         before = float(handles["a"].detach())
@@ -73,7 +76,8 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     optimizer, gradients = Optimizer(handles, partial(torch.optim.AdamW, lr=0.1)), Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
-    barrier = UpdateBarrier(coupling.Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
+    policy, program = coupling.Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
+    barrier = UpdateBarrier(policy, program, LocalGroup(1).member(0), {0: stage_state})
     run_alone(barrier.prepare(0, 0.0))
     assert all(handle.grad is not None for handle in handles.values())
     with pytest.raises(RuntimeError):

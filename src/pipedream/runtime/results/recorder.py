@@ -49,9 +49,13 @@ Moment = float | GpuMoment
 
 
 class Recorder:
-    """Records one worker's spans and gradient versions, in memory that does not grow.
+    """Records one worker's spans and gradient versions, in memory that does not grow, through the phases of a run.
 
-    `mark` returns the present moment, for `note`. `peaks`: phase -> (most versions of a stage, memory).
+    Attributes:
+        mark: returns the present moment, for `note`.
+        max_queued: how many forwards may be queued on a GPU once another one is issued.
+        peaks: phase -> (most versions of a stage, memory).
+        trained: phase -> (begin, end) in minibatches.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -66,37 +70,41 @@ class Recorder:
         self._versions = _NewestRows(_VERSIONS)
         self._busy: dict[str, tuple[float, float]] = {}
         self._start_s = time.perf_counter()
-        self.phase, self._max_queued = 0, sys.maxsize
+        self._phase, self.max_queued = 0, sys.maxsize
         self.peaks: dict[int, tuple[int, Peak]] = {}
+        self.trained: dict[int, tuple[int, int]] = {}
 
-    def switch_to(self, phase: int, max_queued: int) -> None:
-        """`max_queued`: how many forwards may be queued on a GPU once another one is issued."""
-        self._max_queued = max_queued
-        if phase != self.phase:
-            self.memory.reset()
-        self.phase = phase
+    def begin_phase(self, phase: int) -> None:
+        """Begins another phase, at a drain."""
+        self.memory.reset()
+        self._phase = phase
+
+    def note_trained(self, begin: int, end: int) -> None:
+        """Records that a stream has trained from minibatch `begin` to `end`."""
+        if end > begin:
+            self.trained[self._phase] = self.trained.get(self._phase, (begin, end))[0], end
 
     def note_peak(self, versions: int) -> None:
         """Records the peaks at the end of a stream."""
         if self._gpu is not None:
             self._gpu.reset()
-        self.peaks[self.phase] = versions, self.memory.measure_peak()
+        self.peaks[self._phase] = versions, self.memory.measure_peak()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records an op that began at `start` and ends now."""
         code = _CODES[kind]
         end = self._end()
-        self._buffered_spans.append((self.phase, code, stage, index, start, end))
+        self._buffered_spans.append((self._phase, code, stage, index, start, end))
         if code < len(WORK):
             self.memory.sample(kind == "F")
         if self._gpu is not None and kind == "F" and isinstance(end, GpuMoment):
-            self._gpu.limit(end, self._max_queued)
+            self._gpu.limit(end, self.max_queued)
         if len(self._buffered_spans) >= _BUFFER_ROWS:
             self._flush_spans(wait=len(self._buffered_spans) >= _TABLE_ROWS)
 
     def note_step(self, stage: int, index: int, start_s: float, end_s: float) -> None:
         """Records an optimizer's step that a thread has made."""
-        self._buffered_spans.append((self.phase, _CODES["step"], stage, index, start_s, end_s))
+        self._buffered_spans.append((self._phase, _CODES["step"], stage, index, start_s, end_s))
 
     def oldest_mark(self) -> object:
         """Returns the GPU's oldest mark that is not completed, or None; another thread may call it."""
@@ -106,7 +114,7 @@ class Recorder:
         self, stage: int, microbatch: int, forward_version: int, backward_version: int, applied_to: int
     ) -> None:
         """Records a `GradientVersions`."""
-        row = self.phase, stage, microbatch, forward_version, backward_version, applied_to
+        row = self._phase, stage, microbatch, forward_version, backward_version, applied_to
         self._buffered_versions.append(row)
         if len(self._buffered_versions) >= _BUFFER_ROWS:
             self._flush_versions()

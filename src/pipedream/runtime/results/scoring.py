@@ -29,17 +29,11 @@ class Targets(NamedTuple):
 class Scorer:
     """Computes losses and metrics at the last stage."""
 
-    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results) -> None:
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, program: Program) -> None:
         self._loss = loss
         self._metrics = metrics
         self._results = results
-        self._mean_of_rounds = False
-        self._has_units = False
-        self._needs_weights = False
-
-    def switch_to(self, program: Program) -> None:
-        updates = program.updates
-        self._mean_of_rounds = updates.mean_of_rounds
+        self._mean_of_rounds = program.updates.mean_of_rounds
         self._has_units = has_units(program)
         self._needs_weights = needs_weights(program)
 

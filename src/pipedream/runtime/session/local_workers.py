@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.assemble import Blueprint
+from pipedream.runtime.assemble import Blueprint, WorkerMaterials, build_worker, check_programs
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import collect_extra_states
@@ -65,6 +65,8 @@ class LocalWorkers:
     """The workers of one process.
 
     Attributes:
+        blueprint: with the program that is trained now.
+        programs: all that are trained, one for each phase.
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
         guard, connections, group: None in a single process. The group has all ranks; after the end it is the user's.
@@ -74,6 +76,7 @@ class LocalWorkers:
 
     model: nn.Module
     blueprint: Blueprint
+    programs: Sequence[Program]
     names: ModelNames
     rank: int
     worker_rank: int = 0
@@ -82,9 +85,25 @@ class LocalWorkers:
     connections: Connections | None = None
     group: dist.ProcessGroup | None = None
     shardings: dict[int, StageSharding] = field(default_factory=dict)
+    materials: Sequence[WorkerMaterials] = ()
     workers: list[Worker] = field(default_factory=list)
     store: HostStore = field(init=False)
     data: DataSources = field(init=False)
+
+    def build(self, materials: Sequence[WorkerMaterials]) -> None:
+        """Builds the workers for the first program. Raises a `ScheduleError` if their stages do not fit a later one."""
+        self.materials = materials
+        self.workers = [build_worker(self.blueprint, row) for row in materials]
+        check_programs(self.workers, self.programs)
+
+    def begin_phase(self, phase: int) -> None:
+        """Builds the workers anew for another phase's program, at a drain; they continue with the present state."""
+        self.blueprint = replace(self.blueprint, program=self.programs[phase])
+        former_workers = self.workers
+        self.workers = [build_worker(self.blueprint, row) for row in self.materials]
+        for worker, former in zip(self.workers, former_workers, strict=True):
+            worker.take_over(former)
+            worker.recorder.begin_phase(phase)
 
     @property
     def distributed(self) -> bool:
@@ -92,7 +111,7 @@ class LocalWorkers:
 
     @property
     def program(self) -> Program:
-        return self.workers[0].program
+        return self.blueprint.program
 
     @property
     def lead(self) -> Worker:

@@ -82,7 +82,7 @@ def collect_timeline(workers_here: LocalWorkers, clock: ClockOffset, phase: int,
     Raises:
         PipelineError: the run has no such phase.
     """
-    programs, workers = workers_here.blueprint.programs, workers_here.workers
+    programs, workers = workers_here.programs, workers_here.workers
     if not 0 <= phase < len(programs):
         raise PipelineError(
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
@@ -123,7 +123,7 @@ def collect_timeline(workers_here: LocalWorkers, clock: ClockOffset, phase: int,
         source="measured",
         workers=program.placement.workers,
         spans=all_spans,
-        microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
+        microbatches=workers[0].recorder.trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
         gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
@@ -189,7 +189,7 @@ def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | 
         for stage, stage_state in worker.stage_states.items():
             sharding = stage_state.module.sharding
             if sharding is not None and sharding.is_first and sharding.collectives:
-                program = workers_here.blueprint.programs[min(worker.trained)]
+                program = workers_here.programs[min(worker.recorder.trained)]
                 needs_norms = worker.update_barrier.needs_norms
                 sample = next(part for part in stage_state.parts if isinstance(part, SampleMessage))
                 local_stages[stage] = encode(sample.compare(program, needs_norms=needs_norms))

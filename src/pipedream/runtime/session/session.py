@@ -18,13 +18,15 @@ from torch import nn
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
+from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import (
     Blueprint,
+    WorkerMaterials,
     connect,
-    make_distributed_worker,
-    make_local_workers,
-    make_passes_on_copies,
+    gather_local_materials,
+    gather_materials,
+    gather_materials_on_copies,
 )
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
@@ -55,7 +57,6 @@ from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.update.tied_weights import broadcast_tied
-from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelize_layers
 from pipedream.sharding.stage import StageSharding
 
@@ -67,6 +68,7 @@ class Session:
 
     Args:
         model: in a process group each rank keeps only its stages' parameters.
+        programs: one for each phase, over the same channels; verified. The blueprint has the first.
         stuck_after_s: limit for one op or the loader; 0 for none.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
         user_model: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
@@ -84,6 +86,7 @@ class Session:
         model: nn.Module,
         graph: LayerGraph,
         blueprint: Blueprint,
+        programs: Sequence[Program],
         *,
         stuck_after_s: float,
         weights: Weights = None,
@@ -93,7 +96,7 @@ class Session:
     ) -> None:
         whole_bytes = count_bytes(model)
         workers_here = self.workers_here = _build_local_workers(
-            model, graph, blueprint, weights, stuck_after_s, free_bytes, free_host_bytes
+            model, graph, blueprint, programs, weights, stuck_after_s, free_bytes, free_host_bytes
         )
         self.clock = ClockOffset(workers_here.group)
         self.checkpointer = Checkpointer(workers_here)
@@ -101,10 +104,6 @@ class Session:
         self.streams = Streams(workers_here, comparison)
         workers_here.activity.describe_op = lambda: workers_here.lead.where
         workers_here.activity.gpu_mark = lambda: workers_here.lead.recorder.oldest_mark()
-
-    def switch_to(self, phase: int) -> None:
-        for worker in self.workers_here.workers:
-            worker.switch_to(self.workers_here.blueprint.programs[phase], phase)
 
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""
@@ -137,13 +136,14 @@ def _build_local_workers(
     model: nn.Module,
     graph: LayerGraph,
     blueprint: Blueprint,
+    programs: Sequence[Program],
     weights: Weights,
     stuck_after_s: float,
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
     rank, processes = join_group(blueprint.device, check_software=False)
-    workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
+    workers_here = LocalWorkers(model, blueprint, programs, ModelNames.of(model, graph, blueprint, rank), rank)
     if blueprint.device.type == "cpu":
         ranks = range(blueprint.placement.workers) if processes == 1 else (workers_here.worker_rank,)
         stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
@@ -171,7 +171,7 @@ def _build_local_workers(
 
 
 def _check_activations(workers_here: LocalWorkers) -> None:
-    for program in workers_here.blueprint.programs:
+    for program in workers_here.programs:
         check_activations(program.plan.choices, workers_here.blueprint.device.type, program.plan)
 
 
@@ -182,10 +182,10 @@ def _build_all(workers_here: LocalWorkers, weights: Weights) -> None:
     materialise(model, names.local, blueprint.weights_device, blueprint.settings.seed)
     workers_here.store = HostStore(None, blueprint.device, blueprint.placement.workers)
     trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
-    workers_here.workers = make_local_workers(blueprint, trained, workers_here.store)
+    workers_here.build(gather_local_materials(blueprint, workers_here.programs, trained, workers_here.store))
     settings = blueprint.settings
     workers_here.data = DataSources(
-        blueprint.programs,
+        workers_here.programs,
         range(blueprint.placement.workers),
         batch_dim=settings.batch_dim,
         planned_samples=settings.planned_samples,
@@ -200,7 +200,7 @@ def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int]
     blueprint, plan = workers_here.blueprint, workers_here.blueprint.program.plan
     stages, versions = plan.stages, None
     if blueprint.placement.shares_weights:
-        rules = [program.weights for program in blueprint.programs]
+        rules = [program.weights for program in workers_here.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
     elif plan.choices.activations or plan.choices.hosts_optimizers:
         local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
@@ -223,20 +223,22 @@ def _join_others(
     connections = _connect(workers_here, processes)
     _check_host_memory(workers_here, free_host_bytes, [connections.worker_number])
     workers_here.worker_rank = connections.worker_number
-    workers_here.workers = [_build_worker(workers_here, graph, connections, weights)]
+    workers_here.build([_gather_materials(workers_here, graph, connections, weights)])
     optimizers = {
         f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
         for stage, stage_state in workers_here.stage_states
     }
     check_same_settings(optimizers, workers_here.group)
-    transport = Transport(connections, blueprint.programs, blueprint.device)
+    transport = Transport(connections, workers_here.programs, blueprint.device)
     channels = DataChannels(workers_here.worker_rank, connections.leaders, *transport.open_data_channels())
     if workers_here.worker_rank in blueprint.placement.readers:
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
         channels = replace(channels, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
     reads = [] if connections.leaders is None else [workers_here.worker_rank]
     settings = blueprint.settings
-    workers_here.data = DataSources(blueprint.programs, reads, channels, settings.batch_dim, settings.planned_samples)
+    workers_here.data = DataSources(
+        workers_here.programs, reads, channels, settings.batch_dim, settings.planned_samples
+    )
 
 
 def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
@@ -251,12 +253,16 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
         )
     connections = workers_here.connections = connect(blueprint)
     workers_here.group = connections.everyone
-    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), workers_here.group)
+    check_same_on_all_ranks(
+        "plan or schedule", "\n".join(p.to_json() for p in workers_here.programs), workers_here.group
+    )
     check_same_settings(blueprint.settings_to_agree(), workers_here.group)
     return connections
 
 
-def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights) -> Worker:
+def _gather_materials(
+    workers_here: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights
+) -> WorkerMaterials:
     blueprint, model, by_stage = workers_here.blueprint, workers_here.model, workers_here.names.by_stage
     local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(workers_here.worker_rank)]
     workers_here.names.local = {name for stage in local_stages for name in by_stage[stage]}
@@ -265,8 +271,9 @@ def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Co
         connections.everyone if blueprint.placement.shares_weights else None, blueprint.device
     )
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    on_copies = make_passes_on_copies(
+    on_copies = gather_materials_on_copies(
         blueprint,
+        workers_here.programs,
         workers_here.worker_rank,
         lambda stage: parameters.select_trained(model, by_stage[stage]),
         workers_here.store,
@@ -276,8 +283,9 @@ def _build_worker(workers_here: LocalWorkers, graph: LayerGraph, connections: Co
     if connections.mesh is not None:
         for stage in trained:
             _shard_stage(workers_here, graph, connections, stage, trained[stage])
-    return make_distributed_worker(
+    return gather_materials(
         blueprint,
+        workers_here.programs,
         workers_here.worker_rank,
         trained,
         on_copies,

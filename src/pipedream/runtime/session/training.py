@@ -182,7 +182,7 @@ class Training:
 
     def enter(self, phase: int) -> None:
         if phase != self.phase:
-            self._session.switch_to(phase)
+            self._session.workers_here.begin_phase(phase)
         self.phase = phase
         self._on_phase(phase)
 

@@ -438,7 +438,9 @@ class HostVersions(Versions):
     into these when the copy is dropped.
     """
 
-    def __init__(self, handles: Mapping[str, nn.Parameter], shared_weights: SharedWeights) -> None:
+    def __init__(
+        self, handles: Mapping[str, nn.Parameter], shared_weights: SharedWeights, single: bool = False
+    ) -> None:
         self._shared_weights = shared_weights
         self._store_format = shared_weights.store_format
         self._copies: dict[int, WeightSet] = {}
@@ -453,9 +455,12 @@ class HostVersions(Versions):
         ):
             for holder, name in slots:
                 holder[name].data = stored_tensor.copy_(tensor)
-        super().__init__(handles)
+        super().__init__(handles, single=single)
         self._numbers = {id(self.peek()): 0}
         self._buffers: list[torch.Tensor] = []
+
+    def take_over(self, former: Versions) -> None:
+        former.check_handles()  # these are in another place of the store now
 
     def make_storage(self) -> WeightSet:
         used_numbers = {self._numbers[id(weights)] for weights in self._all_sets}

@@ -93,28 +93,25 @@ class _Pass(NamedTuple):
 
 
 class Offload:
-    """Offloads the saved tensors of one rank's forwards.
+    """Offloads the saved tensors of one rank's forwards in a program.
 
-    Lifecycle: `switch_to` a program, `begin` a stream; then `packing` around each forward, `begin_backward` and
+    Lifecycle: `begin` a stream; then `packing` around each forward, `begin_backward` and
     `end_backward` around each backward; `close`.
 
     Attributes:
         moved_bytes: all bytes moved so far.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, program: Program) -> None:
         self._rank = rank
         self._device = device
-        self._mover: BlockMover | None = None
-        self._stages: frozenset[int] = frozenset()
-        self._blocks: dict[tuple[int, int], list[Block]] = {}
-        self._windows: dict[int, int] = {}
-        self.moved_bytes = 0
-
-    def switch_to(self, program: Program) -> None:
         self._program = program
         rows = enumerate(program.plan.stages if program.plan.choices.activations else ())
         self._stages = frozenset(s for s, stage in rows if stage.offload)
+        self._mover: BlockMover | None = None
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
+        self._windows: dict[int, int] = {}
+        self.moved_bytes = 0
         self.begin()
 
     def begin(self) -> None:

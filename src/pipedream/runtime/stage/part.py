@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
@@ -35,6 +35,7 @@ class StageFacts:
 
     Attributes:
         programs: of all phases.
+        replica_group: None for a single replica.
     """
 
     stage: int
@@ -42,6 +43,7 @@ class StageFacts:
     module: StageModule
     versions: Versions
     optimizer: Optimizer
+    replica_group: Group | None = None
 
 
 class StagePart:

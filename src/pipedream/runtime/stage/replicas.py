@@ -35,7 +35,7 @@ class EqualReplicas(StagePart):
 
     @classmethod
     def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        optimizer, group = facts.optimizer, facts.optimizer.replica_group
+        optimizer, group = facts.optimizer, facts.replica_group
         if group is None:
             return None
         return cls(facts.module, facts.versions, group, optimizer.replicas, optimizer.reducer)

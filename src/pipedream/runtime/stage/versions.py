@@ -110,7 +110,7 @@ class Versions(WeightStore):
 
     Attributes:
         newest: version that the handles hold.
-        peak: the most versions kept at once since `switch_to`.
+        peak: the most versions kept at once.
         averages: of the weights over time, by name; empty if the optimizer keeps none.
     """
 
@@ -282,11 +282,9 @@ class Versions(WeightStore):
         remaining.version = self.newest = 0
         self._sets[0] = remaining
 
-    def switch_to(self, single: bool) -> None:
-        """Switches the rule at a drain; drops free sets, as it may need fewer, and resets `peak`."""
-        self._single = single
-        self._free.clear()
-        self.peak = self.kept_count
+    def take_over(self, former: "Versions") -> None:
+        """Continues to notice what the user writes into the handles, after another program."""
+        self._marks = former._marks
 
     def reload(self) -> None:
         """Adopts weights that were written into the handles from outside, after a drain."""

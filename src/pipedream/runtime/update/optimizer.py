@@ -9,64 +9,92 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.choices import DEFAULTS, Choices
+from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.rules import UpdateRule
-from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.update.agreement import make_reducer
+from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.update.compensation import Compensator, check_optimizer
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
+from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
 from pipedream.sharding.stage import StageSharding
 
 
-class Optimizer:
-    """The user's optimizer on one stage's handles, and everything that belongs to its step.
+class StageUpdates(NamedTuple):
+    """A program's rule of the updates at one stage.
 
-    `switch_to` sets what depends on the method.
+    Attributes:
+        rule: with the stage's own compensation.
+        staleness: the greatest of the gradients.
+        mean_staleness: None if all gradients are equally stale.
+    """
+
+    rule: UpdateRule = UpdateRule((1,))
+    stage: int = 0
+    staleness: int = 0
+    mean_staleness: float | None = None
+
+    @classmethod
+    def of(cls, program: Program, stage: int) -> Self:
+        weights = program.weights
+        delays = [weights.staleness(at) for at in range(program.placement.stages)]
+        return cls(program.updates.at_stage(stage, delays), stage, delays[stage], weights.mean_staleness(stage))
+
+    @property
+    def clock_rate(self) -> tuple[int, int]:
+        """Microbatches of an update here, and at the input stage."""
+        return self.rule.per_update[self.stage], self.rule.per_update[0]
+
+    def rate_factor(self, rounds: int) -> float:
+        staleness = self.staleness if self.mean_staleness is None else self.mean_staleness
+        return self.rule.rate_factor(self.stage, staleness, rounds)
+
+
+_PLAIN = StageUpdates()
+
+
+class Optimizer:
+    """The user's optimizer on one stage's handles, and everything that belongs to its step under one program.
 
     Args:
         optimizer: factory from a list of (name, parameter).
         scheduler: factory from the optimizer; None for a constant rate.
         replicas: r_s.
-        replica_group: None for a single replica.
-        choices: say how the replicas agree.
-        ema: decay of the average of the weights; None keeps none.
+        reducer: how the replicas agree; by default there is one replica.
+        ema: averages of the weights, by name; empty if none are kept.
+        ema_decay: of these averages.
         counted_elsewhere: indices of handles that another stage counts in the norm.
-        tied: names of weights that other stages hold too; their gradients are summed over all holders.
         loss_scale: by default the loss is not scaled.
         sharding: None on a single rank.
         stepped: by default the handles.
 
     Attributes:
-        reducer: how the replicas agree.
         finite: False skips the next update.
-        updates: made or skipped since `switch_to`.
-        scheduled: scheduler steps since `switch_to`.
-        rounds_before: rounds of the input stage before `switch_to`.
+        updates: made or skipped with this program.
+        scheduled: scheduler steps with this program.
+        rounds_before: rounds of the input stage before this program.
 
     Raises:
-        ScheduleError: the optimizer computes the loss itself.
+        ScheduleError: the optimizer computes the loss itself, or a compensation is not defined for it.
     """
 
     def __init__(
         self,
         handles: Mapping[str, torch.nn.Parameter],
         optimizer: Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer],
+        updates: StageUpdates = _PLAIN,
         *,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         replicas: int = 1,
-        replica_group: Group | None = None,
-        choices: Choices = DEFAULTS,
-        ema: float | None = None,
+        reducer: Reducer | None = None,
+        ema: dict[str, torch.Tensor] | None = None,
+        ema_decay: float = 0.0,
         counted_elsewhere: Collection[int] = (),
-        tied: Collection[str] = (),
         loss_scale: LossFactor | None = None,
         sharding: StageSharding | None = None,
         stepped: SteppedWeights | None = None,
@@ -88,56 +116,37 @@ class Optimizer:
                 "trained (requires_grad_(False)), so that a stage without trained parameters needs no optimizer"
             ) from error
         _check_steps_by_gradients(self.optimizer)
-        facts = self.optimizer, self.stepped, sharding
-        self._make_compensator: Callable[[Any, int], Compensator] = lambda rules, d: Compensator(rules, d, *facts)
-        self.compensator = self._make_compensator((), 0)
+        self._rule = updates
+        self.compensator = Compensator(
+            updates.rule.compensation, updates.staleness, self.optimizer, self.stepped, sharding
+        )
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
-        self._clock_rate = 1, 1
-        self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
+        self._clock_rate = updates.clock_rate
         self.replicas = replicas
-        self.replica_group = replica_group
-        self._mean_of_rounds = False
-        self._decay = ema or 0.0
+        self._mean_of_rounds = updates.rule.mean_of_rounds
+        self.ema = ema or {}
+        self._ema_decay = ema_decay
         self.finite = True
         self.skipped = 0
         self._has_stepped = False
         self.loss_scale = loss_scale or LossFactor()
         self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
-        self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        self.reducer = make_reducer(choices.sums, handles, self.ema, replica_group, replicas, tied)
+        self.reducer = reducer or Reducer()
         self.scheduled = self.updates = self.rounds_before = 0
 
-    def switch_to(
-        self,
-        updates: UpdateRule,
-        stage: int,
-        staleness: int,
-        input_updates: int,
-        *,
-        mean_staleness: float | None = None,
-    ) -> None:
-        """Switches to another method's updates at a drain, and counts updates from 0 again.
+    def take_over(self, former: Optimizer, input_updates: int) -> None:
+        """Continues after another program's updates of the same weights, at a drain.
 
-        The state of a compensation continues if the previous method kept it too.
+        The state of a compensation continues if the former program kept it too.
 
         Args:
-            staleness: the greatest of the gradients.
-            input_updates: the input stage's updates with the previous method.
-            mean_staleness: None if all gradients are equally stale.
-
-        Raises:
-            ScheduleError: a compensation is not defined for the optimizer.
+            input_updates: the input stage's updates with the former program.
         """
-        self.step_scheduler(input_updates - self.scheduled)
-        self.rounds_before += input_updates
-        self.updates = self.scheduled = 0
-        self._clock_rate = updates.per_update[stage], updates.per_update[0]
-        self._mean_of_rounds = updates.mean_of_rounds
-        self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
-        old_state = self.compensator.state
-        self.compensator = self._make_compensator(updates.compensation, staleness)
-        for name, tensors in old_state.items():
+        former.step_scheduler(input_updates - former.scheduled)
+        self.rounds_before = former.rounds_before + input_updates
+        self.skipped, self._has_stepped = former.skipped, former._has_stepped
+        for name, tensors in former.compensator.state.items():
             self.compensator.load(name, tensors)
 
     def check(self, updates: UpdateRule) -> None:
@@ -163,7 +172,7 @@ class Optimizer:
     @property
     def rate_factor(self) -> float:
         """Factor on the next update's learning rate: the stage's times T1's."""
-        return self._rate_factor(self.rounds)
+        return self._rule.rate_factor(self.rounds)
 
     @property
     def copies(self) -> int:
@@ -264,7 +273,7 @@ class Optimizer:
         self._has_stepped = True
         if self.ema:
             averages = [self.ema[name] for name in self._names]
-            torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
+            torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._ema_decay)
 
     @property
     def rounds(self) -> int:
