@@ -7,11 +7,13 @@ from itertools import combinations, groupby, pairwise
 
 import pytest
 from hypothesis import assume, given, strategies as st
+from programs import with_rank
 
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
+from pipedream.core.schedule.program import Move
 from pipedream.core.units import format_bytes
 from pipedream.extensions.methods.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
@@ -171,6 +173,27 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
         assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
         assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
     pd.verify(pd.lower(pd.schedules.evaluation(schedule.plan, placement)))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_passes_that_read_what_a_thread_still_writes_are_refused(workers: int) -> None:
+    """Each update is joined on its rank, before what reads its weights, its gradients or its state."""
+    program = pd.lower(roundpipe(plan_of(workers, 5), workers, delay=1))
+    for rank, text in enumerate(program.ranks):
+        joins = [item for item in text.period if item.kind is Move.JOIN_UPDATE]
+        assert {join.channel for join in joins} == {s for s, _ in program.placement.stage_replicas(rank)}
+        for join in joins:
+            at = text.period.index(join)
+            readers = [i for i in range(at, len(text.period)) if isinstance(text.period[i], pd.schedules.Op)]
+            if not readers:  # the first of the next period
+                continue
+            reader = readers[0]
+            late = (*text.period[:at], *text.period[at + 1 : reader + 1], join, *text.period[reader + 1 :])
+            with pytest.raises(pd.errors.ScheduleError, match=rf"a thread makes {join.channel}U\d+, and no"):
+                pd.verify(with_rank(program, rank, period=late))
+        never = {part: tuple(i for i in getattr(text, part) if i not in joins) for part in ("warmup", "period")}
+        with pytest.raises(pd.errors.ScheduleError, match=r"a thread makes \dU\d+, and no"):
+            pd.verify(with_rank(program, rank, **never))
 
 
 @given(sizes(), st.integers(1, 4), st.floats(0.1, 30.0))

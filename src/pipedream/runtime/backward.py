@@ -154,7 +154,6 @@ class BackwardRunner:
     def _end_backward(self, kind: str, stage: int, index: int, passes: StagePasses, start: Moment) -> None:
         self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
-            passes.join_update(self._recorder)  # it still reads the memory that gradients are copied to
             passes.finish_minibatch()
             if self._placement.rotates:  # the update is made on another rank
                 for microbatch, *versions in passes.gradient_versions:

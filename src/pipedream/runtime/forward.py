@@ -106,9 +106,6 @@ class ForwardRunner:
         message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
-        if self._stream.trains and stage in self._stage_states:
-            version = self._program.weights.forward_version(stage, index)
-            self._stage_states[stage].join_update(self._recorder, version)
         return self._run_forward(stage, index, message)
 
     def fetch_weights(self, stage: int, index: int) -> Waiting[None] | None:
@@ -116,8 +113,6 @@ class ForwardRunner:
         if not self._stream.trains:
             return None
         version = self._program.weights.forward_version(stage, index)
-        if stage in self._stage_states:
-            self._stage_states[stage].join_update(self._recorder, version)
         changes_buffers = not self._program.placement.runs_backward_elsewhere(stage)
         return self._fetch(stage, index, version, changes_buffers=changes_buffers)
 

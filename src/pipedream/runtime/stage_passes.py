@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.stage.part import PassParts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightChoice, WeightSet, WeightStore
@@ -119,9 +118,6 @@ class StagePasses:
         """Returns what takes the gradients of a backward while it runs; None if a sum needs them only afterwards."""
         return None
 
-    def join_update(self, recorder: Recorder, version: int | None = None) -> None:
-        """Waits for an update of a thread, if one makes `version` or an earlier one (by default any)."""
-
     def close_sum(self, stop_request: float) -> None:
         """Follows the backward whose gradients a hook has taken."""
 
@@ -134,5 +130,5 @@ class StagePasses:
             self.weight_choice.release(saved.weights)
 
     def finish_minibatch(self) -> None:
-        """Drops copied weights and moves gradients, after the last forward, or backward, of a minibatch."""
+        """Drops copied weights, after the last forward, or backward, of a minibatch."""
         self.store.end_passes(self.gradients)

@@ -30,13 +30,13 @@ class StageState(StagePasses):
     1. `begin` starts a stream.
     2. Passes run (`StagePasses`). In a backward in which a sum begins, `gradient_ready` takes gradients to the reducer.
     3. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
-       the handles; if a thread makes it, `join_update` waits for it.
+       the handles. A thread may make it (`step_in_thread`) until `join_update`.
     4. `end` ends a stream, at a drain.
 
     The `parts` take part in all of it, and in checkpoints.
 
     Attributes:
-        overlapped: the newest update, while a thread makes it or after it failed.
+        overlapped: an update that a thread makes.
     """
 
     def __init__(
@@ -96,24 +96,24 @@ class StageState(StagePasses):
         self.observer.gradient_ready(index, complete)
         self.optimizer.reducer.put(index, complete)
 
+    def collect_gradients(self) -> Gradients:
+        """Moves the next update's gradients to the device of the handles, and returns them."""
+        self.store.collect_gradients(self.gradients)
+        return self.gradients
+
     def compare_first_update(self) -> None:
         """Compares the gradients of the first update, which the handles have, with the model's."""
         if self.observer.observes:
             self.versions.check_handles()  # first: its error, such as for a hook, explains a difference
         self.observer.before_update(self.versions.handles)
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a thread may make the next update: only the weights and the optimizer take part in it."""
-        is_alone = not self.observer.observes and all(part.allows_overlap for part in self.parts)
-        return is_alone and not self.optimizer.compensator.needs_read_weights
-
-    def join_update(self, recorder: Recorder, version: int | None = None) -> None:
-        """Waits for a thread's update, if it makes `version` or an earlier one (by default any); raises its error."""
-        if self.overlapped is None or (version is not None and version < self.overlapped.op.index):
-            return
+    def join_update(self, recorder: Recorder, activity: Activity) -> None:
+        """Waits for the update that a thread makes; raises its error."""
+        assert self.overlapped is not None, "no update has begun"
         update, start = self.overlapped, recorder.mark()
+        activity.begin("an update")
         seconds = update.finish()
+        activity.end()
         self.overlapped = None
         recorder.note("wait", update.op.stage, update.number, start)
         recorder.note_step(update.op.stage, update.number, *seconds)
@@ -164,7 +164,7 @@ class StageState(StagePasses):
     ) -> None:
         """Lets a thread call `prepare` with the gradients, unless they are in the handles, and `step`."""
         assert self.overlapped is None, f"{self.overlapped} has not ended"
-        gradients, self.gradients = self.gradients, self.gradients.make_next()
+        gradients, self.gradients = self.collect_gradients(), self.gradients.make_next()
         self.versions.announce()
 
         def make() -> None:
@@ -190,26 +190,11 @@ def fetch_gradients(
     stage_state: StageState, program: Program, stage: int, update: int, recorder: Recorder
 ) -> Waiting[None]:
     """Waits for an update's gradients, which the ranks of its backwards leave in the host store, and takes them."""
-    stage_state.join_update(recorder)  # which still reads those of the update before
     start = recorder.mark()
     assert isinstance(stage_state.versions, HostVersions)
     yield from stage_state.versions.take_turn(update, stage_state.gradients)
     recorder.note("wait", stage, update, start)
     stage_state.next_forward = program.updates.members(stage, update).stop
-
-
-def finish_updates(stage_states: Mapping[int, StageState], recorder: Recorder, activity: Activity) -> None:
-    """Waits for the updates that a thread makes; raises the error of one."""
-    for stage_state in stage_states.values():
-        activity.begin("an update")
-        stage_state.join_update(recorder)
-        activity.end()
-
-
-def find_failed_update(stage_states: Mapping[int, StageState]) -> Op | None:
-    """Returns the update that failed in a thread, or None."""
-    updates = (stage_state.overlapped for stage_state in stage_states.values())
-    return next((update.op for update in updates if update is not None and update.failed), None)
 
 
 def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:

@@ -53,6 +53,7 @@ class UpdateBarrier:
         self._pending_norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
         self.thread = UpdateThread()
+        self._thread_stages: set[int] = set()
 
     @property
     def needs_norms(self) -> bool:
@@ -63,6 +64,16 @@ class UpdateBarrier:
     def couples_stages(self) -> bool:
         """Whether an update needs the gradients of other stages."""
         return self._is_decided_globally or bool(self._tied_sums)
+
+    def begin_thread(self, stage: int, update: int) -> None:
+        """Chooses the thread for the update that follows."""
+        self._thread_stages.add(stage)
+
+    def ask_thread(self, stage: int) -> bool:
+        """Returns whether the thread makes an update that is due."""
+        is_chosen = stage in self._thread_stages
+        self._thread_stages.discard(stage)
+        return is_chosen
 
     def overlap(self, op: Op, number: int, *, is_prepared: bool) -> None:
         """Lets the thread make an update (`StageState.step_in_thread`), and prepare it first unless `is_prepared`."""
@@ -78,14 +89,16 @@ class UpdateBarrier:
         """Does what `Optimizer.prepare` does, then decides about the update."""
         if not self.couples_stages:
             stage_state = self._stage_states[stage]
-            prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
+            prepared = yield from stage_state.optimizer.prepare(stage_state.collect_gradients(), stop_request)
             stage_state.compare_first_update()
             self._decide_locally(stage_state)
             return prepared
         if not self._prepared:
             gathered = {}
             for number, stage_state in self._stage_states.items():
-                gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, stop_request)
+                gathered[number] = yield from stage_state.optimizer.gather(
+                    stage_state.collect_gradients(), stop_request
+                )
             for gradient_sum in self._tied_sums:
                 yield from gradient_sum.all_reduce(
                     {number: gradients.gradients for number, gradients in gathered.items()}

@@ -32,9 +32,7 @@ from pipedream.runtime.stage_state import (
     StageState,
     check_finite,
     fetch_gradients,
-    find_failed_update,
     find_not_finite,
-    finish_updates,
 )
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -163,6 +161,8 @@ class Worker:
             Move.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
             Move.REPEAT: backwards.repeat_forward,
             Move.BEGIN_SUM: backwards.begin_sum,
+            Move.BEGIN_UPDATE: update_barrier.begin_thread,
+            Move.JOIN_UPDATE: lambda s, n: stage_states[s].join_update(self.recorder, activity),
             **dict.fromkeys(SUMS, _skip_sum),
         }
         self._steps = {
@@ -237,8 +237,6 @@ class Worker:
     def where(self) -> str:
         if self._running is None:
             return "the start"
-        if failed := find_failed_update(self.stage_states):
-            return self._running.describe(failed)
         advance = self._period * self._running.cycle
         return self._running.describe(advance_instruction(self._instruction, advance, self._running.updates))
 
@@ -275,7 +273,6 @@ class Worker:
                     self._instruction = instruction
                     step = _resolve_step(program, instruction, self._actions)
                     yield from step.run(step.stage_or_channel, step.index) or ()
-            finish_updates(self.stage_states, self.recorder, self._activity)
         except CaptureError as error:
             raise WorkerError(self._process, self.where, str(error)) from error
         except (PipelineError, GeneratorExit, KeyboardInterrupt):
@@ -308,9 +305,8 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
-        overlaps = self.program.overlaps_updates and stage_state.can_overlap
-        prepared = None
-        if not overlaps or self.update_barrier.couples_stages:
+        is_in_thread, prepared = self.update_barrier.ask_thread(stage), None
+        if not is_in_thread or self.update_barrier.couples_stages or stage_state.observer.observes:
             stop_request = self._replicas[stage] > 1 and self.stop_requested()
             prepared = yield from self.update_barrier.prepare(stage, float(stop_request))
             if stage in self._waiting_stages:
@@ -322,7 +318,7 @@ class Worker:
         gradient_versions = stage_state.choose_version(self.program, op, self._microbatches)
         rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
-        if overlaps:
+        if is_in_thread:
             self.update_barrier.overlap(op, number, is_prepared=prepared is not None)
         else:
             stage_state.step(present_share)

@@ -8,6 +8,8 @@
   over their holders, which begins when all have reached it.
 - A backward that recomputes begins early: it has repeated its forward by the time its gradient arrives.
 - A fetch waits until what another rank leaves in shared memory is there, and copied.
+- An update that a thread makes takes no time of its rank's, whose thread makes one at a time. Its rank waits where it
+  joins it.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens.
 Nothing that a rank does later comes before it, so ports see all events in the order of time.
@@ -31,11 +33,15 @@ from pipedream.simulator.compiled import (
     ALL_RANKS,
     FETCH,
     GIVE,
+    JOIN,
+    NORM,
     OP,
     RECEIVE,
     SEND,
+    STEP,
     STOP,
     SYNC,
+    TIED,
     TURN,
     CompiledInstruction,
     CompiledRank,
@@ -104,7 +110,7 @@ class _Rank:
         missing: ops not yet done; `missing_before` is their number one turn ago.
         slowness: factor on its seconds.
         joined: stage -> newest update whose sum has this rank's gradients.
-        stepping: stage -> (update, its end), of updates that its host makes beside the passes.
+        made_s: stage -> end of its newest update that a thread makes.
         arrival_s: of the newest message received; an op may begin before it, but not end.
     """
 
@@ -124,7 +130,7 @@ class _Rank:
     received: list[Wire] = field(default_factory=list)
     joined: dict[int, int] = field(default_factory=dict)
     arrival_s: float = 0.0
-    stepping: dict[int, tuple[int, float]] = field(default_factory=dict)
+    made_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,22 +158,30 @@ class _Clock:
         placement = program.placement
         stragglers.check_ranks(placement.workers)
         early_sums = range(placement.stages) if costs.buckets else ()
-        texts = [compile_rank(program, number, total, early_sums=early_sums) for number in range(placement.workers)]
+        # On a CPU passes and updates share the cores: updates in a thread save no time.
+        has_threads = costs.runtime.overlap_device
+        texts = [
+            compile_rank(program, number, total, early_sums=early_sums, has_threads=has_threads)
+            for number in range(placement.workers)
+        ]
         self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
         self.ready: list[_Rank] = []
         self.messages = Network(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
-            instructions = list(rank.text.instructions) if rank.missing else rank.text.list_remaining_sends(0, 0)
+            instructions = list(rank.text.instructions) if rank.missing else rank.text.list_remainder(0, 0)
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
             rank.instructions = self._add_seconds(instructions, rank.slowness)
         self.member_counts = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.barriers: dict[tuple[int, int], _Barrier] = {}
+        self.awaits: dict[int, Callable[[_Rank, Any, int, float], float | None]] = {
+            **dict.fromkeys((SYNC, TIED, NORM), self._await_barrier),
+            FETCH: self._await_shared,
+            JOIN: lambda rank, stage, update, now: rank.made_s[stage],
+        }
         self.shared = range(placement.stages if placement.shares_weights else 0)
         self.left_s = {("U", stage, 0): 0.0 for stage in self.shared}  # when an op's result was in shared memory
         self.readers: dict[tuple[str, int, int], list[_Rank]] = defaultdict(list)
         self.ends_turn = placement.turn if placement.rotates else 0
-        # On a CPU passes and updates share the cores: updates in a thread save no time.
-        self.overlaps = program.overlaps_updates and costs.runtime.overlap_device
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
@@ -176,7 +190,7 @@ class _Clock:
     def _add_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         @cache
         def find_seconds(code: int, what: Any, letter: str) -> tuple[Any, float]:
-            if code == OP:
+            if code in (OP, STEP):
                 return what, self.costs.op_s(Kind(letter), what) * slowness
             if code in (SEND, RECEIVE):
                 wire = self.messages.wires[what]
@@ -225,12 +239,12 @@ class _Clock:
                 if code == STOP:
                     self._end_rank(rank, missing)
                     break
-            elif code == OP:
+            elif code <= STEP:
                 if load_s and not what and letter == "F" and not index % microbatches:
                     now += load_s
                 end = now + seconds if draw is None else max(now + seconds * draw(letter), rank.arrival_s)
-                if self.overlaps and letter in "FU":
-                    now, end = self._overlap(rank, letter, what, index, now, end)
+                if code:
+                    end = self._begin_step(rank, what, index, now, end - now)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
                 if letter == "U" or self.ends_turn:
@@ -239,9 +253,7 @@ class _Clock:
                     self._post_receives(received, now)
                 missing -= 1
                 if not missing:
-                    # Once its ops are done, a rank only has sends to do.
-                    instructions = self._add_seconds(rank.text.list_remaining_sends(position + 1, turn), rank.slowness)
-                    rank.instructions, position, turn = instructions, 0, 0
+                    instructions, position, turn = self._list_remainder(rank, position + 1, turn), 0, 0
                     continue
             elif code == RECEIVE:
                 if not what.arrived:
@@ -261,8 +273,8 @@ class _Clock:
                 backward_s = now - spans[-1].start_s
                 self._join_barrier(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage, what = (what, what) if code == SYNC else what
-                over_s = (self._await_shared if code == FETCH else self._await_barrier)(rank, stage, index, now)
+                barrier, what = what
+                over_s = self.awaits[code](rank, barrier, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -271,19 +283,18 @@ class _Clock:
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
-    def _overlap(self, rank: _Rank, letter: str, stage: int, index: int, now: float, end: float) -> tuple[float, float]:
-        """Returns start and end of a forward or an update on a rank that makes updates beside its passes."""
-        update, made_s = rank.stepping.get(stage, (0, 0.0))
-        if made_s > now and (letter == "U" or self.program.weights.forward_version(stage, index) >= update):
-            rank.spans.append(_new(Span, (rank.number, "wait", stage, update, now, made_s)))
-            now, end = made_s, end + made_s - now
-        if letter == "F":
-            return now, end
-        start_s = max([now, *(ended_s for _, ended_s in rank.stepping.values())])
-        rank.stepping[stage] = index, start_s + end - now
-        rank.sends.append(_new(Span, (rank.number, "step", stage, index, start_s, start_s + end - now)))
-        self._note_left("U", stage, index, start_s + end - now)
-        return now, now
+    def _list_remainder(self, rank: _Rank, position: int, turn: int) -> list[_Work]:
+        """Returns what a rank has to do once its ops are done: to send, and to join updates."""
+        rank.instructions = self._add_seconds(rank.text.list_remainder(position, turn), rank.slowness)
+        return rank.instructions
+
+    def _begin_step(self, rank: _Rank, stage: int, update: int, now: float, seconds: float) -> float:
+        """Lets a rank's thread make an update; returns the end of the op."""
+        start_s = max([now, *rank.made_s.values()])
+        end_s = rank.made_s[stage] = start_s + seconds
+        rank.sends.append(_new(Span, (rank.number, "step", stage, update, start_s, end_s)))
+        self._note_left("U", stage, update, end_s)
+        return now
 
     def _note_done(self, letter: str, stage: int, index: int, now: float) -> None:
         if letter == "U":
@@ -292,7 +303,7 @@ class _Clock:
             self._note_left("B", stage, index, now)
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
-        if stage in self.shared and not self.overlaps:
+        if stage in self.shared and ("U", stage, update) not in self.left_s:
             self._note_left("U", stage, update, now)
 
     def _note_left(self, letter: str, stage: int, index: int, now: float) -> None:

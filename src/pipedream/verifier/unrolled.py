@@ -6,6 +6,7 @@ replicas join each sum; and the runtime's further assumptions about each stage r
 - Forwards take microbatches in order: a stream ends at the first that does not exist.
 - An update takes all gradients since the previous one, so they must not include those of another update.
 - Each sum over replicas is followed by its update.
+- An update that a thread makes is joined before an op that needs it, and before the end.
 - Version numbers never decrease, so that older ones can be dropped; under the backward rule 'stash' a backward reads
   what its forward read.
 """
@@ -57,6 +58,10 @@ class Unrolled:
     def recomputing(self) -> set[int]:
         """The stages whose backwards repeat their forwards."""
         return {stage for stage in range(self.program.placement.stages) if self.program.recomputes(stage)}
+
+    @cached_property
+    def has_threads(self) -> bool:
+        return any(step.kind is Move.BEGIN_UPDATE for _, step in self.steps)
 
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
         program = self.program
@@ -221,24 +226,50 @@ def _check_steps(run: Unrolled) -> None:
     """Checks that what a rank does for an op beside messages and sums is of use to one that follows."""
     program, placement = run.program, run.program.placement
     kinds = FETCHES | {Move.REPEAT: find_gradient_kind(program.kinds), Move.BEGIN_SUM: find_last_kind(program.kinds)}
+    kinds[Move.BEGIN_UPDATE] = Kind.UPDATE
     for (rank, step), position in run.steps.items():
-        kind, stage, index = kinds[step.kind], step.channel, step.index
-        if not 0 <= stage < placement.stages:
+        if not 0 <= step.channel < placement.stages:
             raise run.error(rank, position, f"there are {placement.stages} stages")
+        if step.kind is Move.JOIN_UPDATE:
+            _check_join(run, rank, step, position)
+            continue
+        kind, stage, index = kinds[step.kind], step.channel, step.index
         op = Op(kind, stage, index, 0 if kind is Kind.UPDATE else placement.replica(stage, index))
         place = run.ops.get(op)
         if place is None or place[0] != rank or place[1] < position:
             raise run.error(rank, position, f"{op}, for which it is, does not follow on this rank")
         if step.kind is Move.BEGIN_SUM:
             is_useful = placement.replicas[stage] > 1
+        elif step.kind is Move.BEGIN_UPDATE:
+            is_useful = program.overlaps_update(stage)
+            _check_joined(run, op, rank, len(run.streams[rank]), "the end of the run")
         else:
             is_useful = program.recomputes(stage) if step.kind is Move.REPEAT else step in list_waits(program, rank, op)
         if not is_useful:
             raise run.error(rank, position, f"{op} does not need it")
 
 
+def _check_join(run: Unrolled, rank: int, join: Transfer, position: int) -> None:
+    """Checks that an update which is joined has begun."""
+    begin, update = join._replace(kind=Move.BEGIN_UPDATE), Op(Kind.UPDATE, join.channel, join.index)
+    if (rank, begin) not in run.steps or run.ops[update][1] > position:
+        raise run.error(rank, position, f"{begin} and {update}, which it waits for, do not come before it")
+
+
+def _check_joined(run: Unrolled, update: Op, rank: int, position: int, reader: str) -> None:
+    """Checks that an update has been made at a position of its rank, if a thread makes it."""
+    if not run.has_threads:
+        return
+    _, stage, index, _ = update
+    begin, join = Transfer(Move.BEGIN_UPDATE, stage, index), Transfer(Move.JOIN_UPDATE, stage, index)
+    begin_position = run.steps.get((rank, begin))
+    if begin_position is not None and run.steps.get((rank, join), position) >= position:
+        reason = f"a thread makes {update}, and no {join} comes before {reader}, which needs it"
+        raise run.error(rank, begin_position, reason)
+
+
 def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    program = run.program
+    program, index = run.program, op.index
     last_allowed = position
     for item in list_waits(program, rank, op):
         wait_position = (run.sums if item.kind in SUMS else run.steps).get((rank, item))
@@ -249,6 +280,8 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
             last_allowed = wait_position  # the rank's own gradients; those of others are checked at their updates
         elif item.kind in SUMS:
             _check_rank_gradients(run, op, rank, wait_position)
+        elif item.kind is Move.FETCH_GRADIENTS and index > 1:  # where the thread reads those of the update before
+            _check_joined(run, Op(Kind.UPDATE, item.channel, index - 1), rank, wait_position, str(item))
     for required in program.requires(op, run.total):
         place = run.ops.get(required)
         if place is None:
@@ -256,6 +289,8 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         if place[0] == rank:
             if place[1] > last_allowed:
                 raise run.error(rank, position, f"needs {required}, which comes later, at instruction {place[1]}")
+            if required.kind is Kind.UPDATE:
+                _check_joined(run, required, rank, position, str(op))
         elif not is_in_shared_memory(op, required):
             check_arrival(run, op, required, place[0], _choose_cargo(op, required))
 
@@ -277,6 +312,8 @@ def _check_rank_gradients(run: Unrolled, op: Op, rank: int, position: int) -> No
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
             place = run.ops.get(need)
+            if need.kind is Kind.UPDATE:
+                _check_joined(run, need, rank, position, str(run.streams[rank][position]))
             if need.kind is not Kind.UPDATE and place is not None and place[0] == rank and place[1] > position:
                 raise run.error(rank, position, f"waits for all stages, but {need} on this rank comes later")
 

@@ -64,8 +64,8 @@ def score(plan: Plan) -> planner.Score:
     seconds, updates = simulator.time_updates(program, costs, total, begin // per_update, end // per_update)
     microbatch_s = seconds / (updates * per_update)
     ops = [(rank, op) for rank, row in enumerate(program.ranks) for op in row.period if isinstance(op, Op)]
-    if program.overlaps_updates and costs.runtime.overlap_device:  # at the same time as the passes
-        ops = [(rank, op) for rank, op in ops if op.kind is not Kind.UPDATE]
+    if costs.runtime.overlap_device:  # some updates are made at the same time as the passes
+        ops = [(rank, op) for rank, op in ops if op.kind is not Kind.UPDATE or not program.overlaps_update(op.stage)]
     op_s, speed = cache(costs.op_s), cache(costs.speed)
     busy_s = sum(op_s(op.kind, op.stage) / speed(rank) for rank, op in ops) / cycle
     samples = round(plan.batch * max(program.updates.per_update) / m)

@@ -2,7 +2,8 @@
 
 1. Each op gets its messages, and what it waits for besides: sums, and what other ranks leave in shared memory. Targets
    go directly from the input stage to the output stage. A forward is repeated before the gradient of its output is
-   received. A sum begins within the last backward before its update.
+   received. A sum begins within the last backward before its update. An update that a thread makes is joined before the
+   first op that needs it.
 2. Each direction across a boundary between two ranks has its own channel: sharing one would deadlock two stages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
@@ -10,7 +11,7 @@ A send should find its receive posted. So the depth of a channel is the differen
 flight, divided among the channels between them, plus one; at most `MAX_AHEAD`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import chain, islice
@@ -32,6 +33,7 @@ from pipedream.core.schedule.program import (
     Transfer,
     advance_instruction,
     count_indices,
+    list_joint_stages,
     list_waits,
 )
 from pipedream.core.schedule.rules import Rules
@@ -205,10 +207,17 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
     start, second = anchor_positions[:2]
     length = second - start
 
+    joins = _find_joins(schedule, rank, window)
+
     def repeats(i: int) -> bool:
         op, later = window[i], window[i + length]
         advance = count_indices(op, cycle, schedule.updates)
-        return later.index - op.index == advance and later[:2] == op[:2] and later.replica == op.replica
+        if later.index - op.index != advance or later[:2] != op[:2] or later.replica != op.replica:
+            return False
+        if not joins:
+            return True
+        advanced = [advance_instruction(join, cycle, schedule.updates) for join in joins.get(i, ())]
+        return advanced == joins.get(i + length, [])
 
     while start and repeats(start - 1):
         start -= 1
@@ -217,24 +226,66 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )
-    updated: set[int] = set()
-    instructions: list[list[Instruction]] = []
-    begin_sums = _find_last_gradients(schedule, window) if max(placement.replicas) > 1 else ()
-    gradient_kind = find_gradient_kind(schedule.kinds)
-    repeating = {stage for stage in range(placement.stages - 1) if schedule.recomputes(stage)}
-    for number, op in enumerate(window[: start + length]):
-        waits = list_waits(schedule, rank, op, is_first=op.index not in updated)
-        if op.kind is Kind.UPDATE:
-            updated.add(op.index)
-        if number in begin_sums:
-            waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
-        repeats_forward = op.stage in repeating and op.kind is gradient_kind
-        instructions.append(_expand(op, waits, find_numbers, repeats_forward))
+    instructions = _place(schedule, rank, window, start + length, joins, find_numbers)
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
     # The last transfers of the warm-up may repeat although their op does not.
     while warmup and period[-1] == advance_instruction(warmup[-1], cycle, schedule.updates):
         period = [warmup.pop(), *period[:-1]]
     return RankProgram(tuple(warmup), tuple(period))
+
+
+def _place(
+    schedule: Schedule,
+    rank: int,
+    window: Sequence[Op],
+    end: int,
+    joins: Mapping[int, list[Transfer]],
+    find_numbers: _FindNumbers,
+) -> list[list[Instruction]]:
+    """Returns the ops of a window before its `end`, each with what belongs to it."""
+    placement = schedule.placement
+    updated: set[int] = set()
+    instructions: list[list[Instruction]] = []
+    begin_sums = _find_last_gradients(schedule, window) if max(placement.replicas) > 1 else ()
+    gradient_kind = find_gradient_kind(schedule.kinds)
+    repeating = {stage for stage in range(placement.stages - 1) if schedule.recomputes(stage)}
+    for number, op in enumerate(window[:end]):
+        waits = [*joins.get(number, ()), *list_waits(schedule, rank, op, is_first=op.index not in updated)]
+        if op.kind is Kind.UPDATE:
+            updated.add(op.index)
+            if schedule.overlaps_update(op.stage):
+                waits.append(Transfer(Move.BEGIN_UPDATE, op.stage, op.index))
+        if number in begin_sums:
+            waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
+        repeats_forward = op.stage in repeating and op.kind is gradient_kind
+        instructions.append(_expand(op, waits, find_numbers, repeats_forward))
+    return instructions
+
+
+def _find_joins(schedule: Schedule, rank: int, window: Sequence[Op]) -> dict[int, list[Transfer]]:
+    """Returns the updates made by a thread that are joined before ops, by position.
+
+    An update is joined before a pass that reads its version, and before the next one: with it the gradients of all
+    stages change whose updates are made together.
+    """
+    overlapping = {stage for stage, _ in schedule.placement.stage_replicas(rank) if schedule.overlaps_update(stage)}
+    joins: dict[int, list[Transfer]] = {}
+    begun: dict[int, int] = {}  # stage -> update
+    for position, op in enumerate(window if overlapping else ()):
+        if op.stage not in overlapping:
+            continue
+        if op.kind is Kind.UPDATE:
+            needed = [
+                stage for stage in list_joint_stages(schedule, rank, op.stage) if begun.get(stage, op.index) < op.index
+            ]
+        else:
+            is_needed = op.stage in begun and schedule.find_awaited_version(op) >= begun[op.stage]
+            needed = [op.stage] if is_needed else []
+        if needed:
+            joins[position] = [Transfer(Move.JOIN_UPDATE, stage, begun.pop(stage)) for stage in needed]
+        if op.kind is Kind.UPDATE:
+            begun[op.stage] = op.index
+    return joins
 
 
 def _find_last_gradients(schedule: Schedule, window: Sequence[Op]) -> set[int]:

@@ -7,7 +7,8 @@ Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` rece
 of the gradients over the replicas of stage 0; ``~1:2`` of those of the tied weights number 1 over their holders;
 ``|0:2`` of squared norms over all ranks. In memory that ranks share, ``^F0:5`` waits for the weights that 0F5 reads,
 ``^B0:5`` for the buffers that 0B5 continues from, ``^U0:2`` for the gradients of 0U2. ``*0:5`` repeats 0F5 while the
-gradient of its output is on its way; ``+0:5`` begins the sum of stage 0's gradients within 0B5.
+gradient of its output is on its way; ``+0:5`` begins the sum of stage 0's gradients within 0B5. ``{0:2`` lets a thread
+make 0U2 beside the ops that follow; ``}0:2`` waits until it is made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
@@ -40,6 +42,8 @@ class Move(StrEnum):
     FETCH_GRADIENTS = "^U"
     REPEAT = "*"
     BEGIN_SUM = "+"
+    BEGIN_UPDATE = "{"
+    JOIN_UPDATE = "}"
 
 
 SUMS = {
@@ -62,12 +66,17 @@ AT_STAGES = {
     Move.FETCH_GRADIENTS: "waiting for the gradients of update",
     Move.REPEAT: "repeating the forward of microbatch",
     Move.BEGIN_SUM: "beginning the sum in the backward of microbatch",
+    Move.BEGIN_UPDATE: "beginning update",
+    Move.JOIN_UPDATE: "finishing update",
 }
 """What a rank does for one of its stages beside ops and sums, in words."""
 
+_AT_UPDATES = (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS, Move.BEGIN_UPDATE, Move.JOIN_UPDATE)
+"""The instructions whose index is an update of their stage."""
+
 
 class Transfer(NamedTuple):
-    """What a rank does beside ops: messages, sums over ranks, waits for memory that ranks share, repeated forwards.
+    """What a rank does beside ops: messages, sums over ranks, waits for shared memory and updates, repeated forwards.
 
     Attributes:
         channel: the channel of a message; of a sum over holders of tied weights their number in `Plan.tied_weights`, of
@@ -182,30 +191,42 @@ class Program(Tabular, Rules, Artifact):
                 last may be the op that found the end.
         """
         exists = self.exists(total)
-        missing = self.op_count(rank, total) - self._count_work_before(rank, executed, exists)
+        missing = self.count_work(rank, total) - self._count_work_before(rank, executed, exists)
         # Indices only grow: what a whole period lacks, no later one has.
         max_idle = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
         idle = 0
         for instruction in self.stream(rank, executed):
-            # The sends after the last op still belong to it.
+            # The sends after the last op still belong to it. An update is joined before an op that may not exist.
             if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
                 return
             if exists(instruction):
                 idle = 0
-                missing -= isinstance(instruction, Op)
+                missing -= is_work(instruction)
                 yield instruction
             elif (idle := idle + 1) > max_idle:
                 break
         if missing:
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
 
+    def count_work(self, rank: int, total: int) -> int:
+        """Returns how many ops and ends of updates (`is_work`) a rank has in a run."""
+        joined = sum(self.updates.updates(stage, total) for stage in self._joined_stages[rank])
+        return self.op_count(rank, total) + joined
+
+    @cached_property
+    def _joined_stages(self) -> list[set[int]]:
+        """The stages of each rank whose updates a thread makes."""
+        return [
+            {item[1] for item in (*rank.warmup, *rank.period) if item.kind is Move.JOIN_UPDATE} for rank in self.ranks
+        ]
+
     def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
-        """Counts the ops among a rank's `executed` instructions; see `instructions`."""
+        """Counts the work among a rank's `executed` instructions; see `instructions`."""
         rank_program = self.ranks[rank]
-        count = _count_ops(rank_program.warmup[:executed])
+        count = _count_work(rank_program.warmup[:executed])
         if executed > len(rank_program.warmup):
             laps, position = divmod(executed - len(rank_program.warmup), len(rank_program.period))
-            count += laps * _count_ops(rank_program.period) + _count_ops(rank_program.period[:position])
+            count += laps * _count_work(rank_program.period) + _count_work(rank_program.period[:position])
         if executed:
             last = next(self.stream(rank, executed - 1))
             count -= isinstance(last, Op) and not exists(last)
@@ -306,8 +327,13 @@ class Program(Tabular, Rules, Artifact):
         return advance_instruction(instruction, laps * self.cycle, self.updates) if laps else instruction
 
 
-def _count_ops(instructions: tuple[Instruction, ...]) -> int:
-    return sum(isinstance(instruction, Op) for instruction in instructions)
+def is_work(instruction: Instruction) -> bool:
+    """Returns whether a rank has to execute an instruction before it has ended: an op, or the end of an update."""
+    return isinstance(instruction, Op) or instruction.kind is Move.JOIN_UPDATE
+
+
+def _count_work(instructions: tuple[Instruction, ...]) -> int:
+    return sum(map(is_work, instructions))
 
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
@@ -328,7 +354,7 @@ def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRu
 def find_per_update(instruction: Instruction, updates: UpdateRule) -> int | None:
     """Returns the microbatches of an update, or of that after a sum; None for an instruction of one microbatch."""
     kind, stage = instruction[:2]
-    if kind is Kind.UPDATE or kind is Move.SYNC or kind is Move.FETCH_GRADIENTS:
+    if kind in _AT_UPDATES:
         return updates.per_update[stage]
     # The updates of stages that wait for each other have the same microbatches.
     return updates.per_update[0] if kind in SUMS else None
@@ -356,9 +382,15 @@ def list_waits(rules: Rules, rank: int, op: Op, *, is_first: bool = True) -> lis
     joint += [Transfer(Move.NORM, 0, index)] if rules.couples_updates else []
     if joint and not is_first:
         return syncs
-    stages = [joined for joined, _ in placement.stage_replicas(rank)] if joint else [stage]
-    fetches = [Transfer(Move.FETCH_GRADIENTS, joined, index) for joined in stages if placement.rotates]
-    return [*fetches, *syncs, *joint]
+    stages = list_joint_stages(rules, rank, stage) if placement.rotates else []
+    return [*(Transfer(Move.FETCH_GRADIENTS, joined, index) for joined in stages), *syncs, *joint]
+
+
+def list_joint_stages(rules: Rules, rank: int, stage: int) -> list[int]:
+    """Returns the stages of a rank whose gradients must be there before an update of one of them."""
+    placement = rules.placement
+    is_joint = rules.couples_updates or any(rank in weights.ranks(placement) for weights in rules.plan.tied_weights)
+    return [joined for joined, _ in placement.stage_replicas(rank)] if is_joint else [stage]
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
@@ -372,7 +404,7 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
-        transfer = re.fullmatch(r"([<>=~|*+]|\^[FBU])(\d+):(\d+)", token)
+        transfer = re.fullmatch(r"([<>=~|*+{}]|\^[FBU])(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
         elif transfer:

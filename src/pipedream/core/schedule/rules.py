@@ -108,11 +108,15 @@ class Rules:
         """Whether there are backwards and updates, unlike in an evaluation."""
         return len(self.kinds) > 1
 
-    @property
-    def overlaps_updates(self) -> bool:
-        """Whether updates on the host overlap the next minibatch's passes, which read older weights."""
+    def overlaps_update(self, stage: int) -> bool:
+        """Returns whether a thread makes a stage's updates on the host, while passes read older weights.
+
+        Only the weights and the optimizer take part in such an update.
+        """
         is_hosted = self.placement.shares_weights or self.plan.choices.hosts_optimizers
-        return self.trains and is_hosted and isinstance(self.weights, DoubleBuffer)
+        is_alone = self.placement.replicas[stage] == 1
+        reads_more = any(rule.needs_read_weights for rule in self.updates.compensation)
+        return self.trains and is_hosted and is_alone and not reads_more and isinstance(self.weights, DoubleBuffer)
 
     @property
     def gradient_sets(self) -> int:
@@ -167,10 +171,11 @@ class Rules:
         changes = kind is Kind.BACKWARD or (kind is Kind.FORWARD and not self.placement.runs_backward_elsewhere(stage))
         if changes and self.trains and self.placement.begins_turn(index):
             inputs = (*inputs, Op(Kind.BACKWARD, stage, index - 1, replica))
-        version = self._find_awaited_version(op)
+        version = self.find_awaited_version(op)
         return (*inputs, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else inputs
 
-    def _find_awaited_version(self, op: Op) -> int:
+    def find_awaited_version(self, op: Op) -> int:
+        """Returns the version for which a pass waits; 0 for that at the start, or if an earlier pass has waited."""
         kind, stage, index, _ = op
         if kind is Kind.WEIGHT_GRADIENT or not self.trains:  # the first half of the backward has already waited
             return 0

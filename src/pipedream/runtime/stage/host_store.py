@@ -548,8 +548,11 @@ class HostVersions(Versions):
                     home_buffers[number].copy_(buffer)  # the host waits for its GPU
             self._copied_buffers = []
         self._shared_weights.copies.note_dropped()
-        slots = self._store_format.view_gradients(self._shared_weights.gradients)
-        gradients.replace(*self._shared_weights.copies.copy_to_store(gradients.accumulators, slots))
+
+    def collect_gradients(self, gradients: Gradients) -> None:
+        if not self._store_format.rotations:  # else the ranks of their backwards have left them in the store
+            slots = self._store_format.view_gradients(self._shared_weights.gradients)
+            gradients.replace(*self._shared_weights.copies.copy_to_store(gradients.accumulators, slots))
 
 
 class CopiesInModules(StagePart):

@@ -47,13 +47,7 @@ class StageFacts:
 
 
 class StagePart:
-    """Takes part in a stage's passes, streams, updates and checkpoints. By default it does nothing.
-
-    Attributes:
-        allows_overlap: a thread may make an update while passes run.
-    """
-
-    allows_overlap = True
+    """Takes part in a stage's passes, streams, updates and checkpoints. By default it does nothing."""
 
     @classmethod
     def check(cls, facts: StageFacts, program: Program) -> None:

@@ -33,8 +33,6 @@ class WeightPredictions(StagePart):
         ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
     """
 
-    allows_overlap = False
-
     def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
         self._stage = stage
         self._versions = versions

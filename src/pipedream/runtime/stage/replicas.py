@@ -22,8 +22,6 @@ from pipedream.runtime.update.reducer import Reducer
 class EqualReplicas(StagePart):
     """One replica of a stage; all make the same calls, at drains."""
 
-    allows_overlap = False
-
     def __init__(self, module: StageModule, versions: Versions, group: Group, replicas: int, reducer: Reducer) -> None:
         self._reducer = reducer
         self._module = module

@@ -86,9 +86,12 @@ class WeightStore:
         raise NotImplementedError(f"passes do not wait for {type(self).__name__}")
 
     def end_passes(self, gradients: Gradients) -> None:
-        """Drops what was copied for the passes of a minibatch, and moves their gradients to where they are summed."""
+        """Drops what was copied for the passes of a minibatch; leaves their gradients for an update elsewhere."""
 
     # -- updates --------------------------------------------------------------------------------------
+
+    def collect_gradients(self, gradients: Gradients) -> None:
+        """Moves an update's gradients to the device of the handles."""
 
     def publish(self) -> None:
         """Lets other ranks read the newest version."""

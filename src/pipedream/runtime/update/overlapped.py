@@ -14,21 +14,15 @@ class OverlappedUpdate:
 
     Attributes:
         number: counts updates since the start of training.
-        failed: `finish` has raised its error.
     """
 
     op: Op
     number: int
     _future: Future[tuple[float, float]]
-    failed: bool = False
 
     def finish(self) -> tuple[float, float]:
         """Waits for it. Returns when it began and ended, in seconds of `time.perf_counter`; raises its error."""
-        try:
-            return self._future.result()
-        except BaseException:
-            self.failed = True
-            raise
+        return self._future.result()
 
 
 class UpdateThread:
