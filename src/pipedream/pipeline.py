@@ -36,7 +36,7 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
-from pipedream.runtime.assemble import Blueprint, Settings
+from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.checkpoint.folders import SavedCheckpoint
 from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
 from pipedream.runtime.checkpoint.stores import Folder, open_store

@@ -1,34 +1,23 @@
-"""Builds workers from channels, stages and optimizers: all of them, or this process's.
+"""Builds workers from links, stages and optimizers.
 
 What a worker keeps under all programs of a session is made once (`WorkerMaterials`); `build_worker` makes the rest for
 one program.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.layout import Boundary, Layout
-from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.compensation import BasisRotation
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
-from pipedream.runtime.comm.connections import Connections, connect_groups
-from pipedream.runtime.comm.encoded import with_decoding, with_encoding
-from pipedream.runtime.comm.transport import Transport
-from pipedream.runtime.data.splitter import BatchDim
-from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.results.losses import Loss, Metric
+from pipedream.runtime.blueprint import Blueprint
+from pipedream.runtime.comm.channel import Group
+from pipedream.runtime.links import RankLinks, StageSource
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
@@ -36,7 +25,6 @@ from pipedream.runtime.stage.copied_weights import CopiedWeights, CopiesInstalle
 from pipedream.runtime.stage.host_store import HostStore, HostVersions, SharedWeights, StoreFormat
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.recompute import Recomputation
-from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, choose_weights
 from pipedream.runtime.stage_parts import check_parts, make_parts
@@ -44,97 +32,14 @@ from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.agreement import make_reducer
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
+from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
-from pipedream.runtime.update.tied_weights import TiedGradientSum, copy_tied
+from pipedream.runtime.update.tied_weights import TiedGradientSum
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The user's choices for the training itself.
-
-    Attributes:
-        ema: decay of the averaged weights; None keeps no average.
-        autocast: dtype of the forwards; None computes in the dtype of the weights.
-        compile: arguments of torch.compile; None does not compile.
-        scaling: None does not scale the loss.
-        batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
-        planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
-        layout: of tensors on the mesh of each worker.
-        parallelize: shards layers in place of the layout, see `sharding.parallelized`.
-    """
-
-    loss: Loss
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-    metrics: Mapping[str, Metric]
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    seed: int = 0
-    policy: Policy = field(default_factory=Policy)
-    ema: float | None = None
-    autocast: torch.dtype | None = None
-    compile: Mapping[str, Any] | None = None
-    scaling: LossScaleOptions | None = None
-    batch_dim: BatchDim = 0
-    planned_samples: int = 1
-    layout: Layout = field(default_factory=Layout)
-    parallelize: Callable[[str, nn.Module, Any], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What all workers of a run are built from.
-
-    Attributes:
-        program: verified.
-        evaluation: a verified program without backwards.
-        stages: (name, module) of each stage's layers.
-        last_layers: name of each stage's last layer, in the model's graph.
-        settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
-    """
-
-    program: Program
-    evaluation: Program
-    stages: Sequence[Sequence[tuple[str, nn.Module]]]
-    settings: Settings
-    device: torch.device
-    tied: Sequence[TiedWeights] = ()
-    settings_to_agree: Callable[[], Mapping[str, str]] = dict
-    last_layers: Sequence[str] = ()
-
-    @property
-    def weights_device(self) -> torch.device:
-        """Where weights are updated: the device, or the memory of the machine (`host_store`)."""
-        return torch.device("cpu") if self.placement.shares_weights else self.device
-
-    @property
-    def meshes(self) -> tuple[Mesh, ...]:
-        return self.placement.meshes(self.program.plan.meshes)
-
-    def boundary(self, stage: int) -> Boundary | None:
-        """Returns the boundary after a stage; None after the last one, and where no worker is a mesh."""
-        meshes = self.program.plan.meshes
-        if stage == len(meshes) - 1 or not any(mesh.dimensions for mesh in meshes):
-            return None
-        return Boundary(self.settings.layout, self.last_layers[stage], meshes[stage], meshes[stage + 1])
-
-    @property
-    def placement(self) -> Placement:
-        return self.program.placement
-
-
-@dataclass(frozen=True)
-class WorkerChannels:
-    """One worker's channel ends by number; for results, by the other rank."""
-
-    senders: dict[int, Sender]
-    receivers: dict[int, Receiver]
-    result_senders: dict[int, Sender]
-    result_receivers: dict[int, Receiver]
 
 
 @dataclass(frozen=True)
@@ -178,136 +83,31 @@ class WorkerMaterials:
     """What a worker keeps under all programs.
 
     Attributes:
-        process: this rank among all ranks of the job.
-        everyone: the group of all workers.
-        tied: weights that stages here share with others, each with the group of its holders.
+        on_copies: of the stages whose passes here copy weights.
     """
 
-    rank: int
-    process: int
+    links: RankLinks
     stages: dict[int, StageMaterials]
     on_copies: dict[int, CopyMaterials]
-    channels: WorkerChannels
-    everyone: Group
-    tied: Sequence[tuple[TiedWeights, Group]]
     recorder: Recorder
-    activity: Activity
-
-
-def connect(blueprint: Blueprint) -> Connections:
-    """Makes and connects the process groups; every rank calls it."""
-    program, placement = blueprint.program, blueprint.placement
-    pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
-    holder_ranks = [list(weights.ranks(placement)) for weights in blueprint.tied]
-    devices = blueprint.device, blueprint.weights_device
-    return connect_groups(list(pairs), placement.ranks, holder_ranks, *devices, blueprint.meshes)
-
-
-def gather_local_materials(
-    blueprint: Blueprint, programs: Sequence[Program], parameters: Sequence[dict[str, nn.Parameter]], store: HostStore
-) -> list[WorkerMaterials]:
-    """Returns the materials of all workers, joined by queues in one process."""
-    program, placement, tied = blueprint.program, blueprint.placement, blueprint.tied
-    queues = {number: LocalChannel() for number in range(len(program.channels))}
-    owners = placement.scorers
-    results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
-    everyone = LocalGroup(placement.workers)
-    replica_groups = [LocalGroup(count) for count in placement.replicas]
-    holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in tied]
-    channels, messages = list(enumerate(program.channels)), program.plan.choices.messages
-    workers = []
-    changing: dict[int, set[tuple[int, str]]] = {}  # stage -> attributes that forwards change (`CopiedAttributes`)
-    for rank in range(placement.workers):
-        stages = {}
-        for stage, replica in placement.stage_replicas(rank):
-            layers, replica_parameters = blueprint.stages[stage], parameters[stage]
-            copied_attributes = []
-            if replica:
-                layers, replica_parameters = _copy_layers(
-                    layers, replica_parameters, chain.from_iterable(blueprint.stages)
-                )
-            if placement.replicas[stage] > 1:
-                modules = _list_modules(blueprint.stages[stage]), _list_modules(layers)
-                copied_attributes = [CopiedAttributes(*modules, changing.setdefault(stage, set()))]
-            stages[stage] = _gather_stage_materials(
-                blueprint,
-                programs,
-                stage,
-                layers,
-                replica_parameters,
-                replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
-                copies=copy_tied(replica_parameters, stage, tied) if not replica else None,
-                store=store,
-                replica=replica,
-                parts=copied_attributes,
-            )
-        ends = WorkerChannels(
-            {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
-            {n: with_decoding(queues[n], messages, c.carries) for n, c in channels if c.receiver == rank},
-            {other: channel for (owner, other), channel in results.items() if owner == rank},
-            {owner: channel for (owner, other), channel in results.items() if other == rank},
-        )
-        on_copies = gather_materials_on_copies(blueprint, programs, rank, parameters.__getitem__, store)
-        groups = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
-        recorder = Recorder(rank, blueprint.device)
-        workers.append(
-            WorkerMaterials(rank, rank, stages, on_copies, ends, everyone.member(rank), groups, recorder, Activity())
-        )
-    return workers
 
 
 def gather_materials(
     blueprint: Blueprint,
     programs: Sequence[Program],
-    rank: int,
-    parameters: Mapping[int, dict[str, nn.Parameter]],
+    links: RankLinks,
     on_copies: dict[int, CopyMaterials],
-    connections: Connections,
-    shardings: Mapping[int, StageSharding],
     store: HostStore,
-    activity: Activity,
 ) -> WorkerMaterials:
-    """Returns the materials of this process's worker, joined to the others by torch.distributed.
+    """Returns the materials of a worker.
 
     Args:
-        programs: all that the worker will run, over the same channels.
-        shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+        programs: all that it will run, over the same channels.
     """
-    placement, tied = blueprint.placement, blueprint.tied
-    transport = Transport(connections, programs, blueprint.device)
-    stages = {}
-    for stage, _ in placement.stage_replicas(rank):
-        group = connections.stages[stage]
-        stages[stage] = _gather_stage_materials(
-            blueprint,
-            programs,
-            stage,
-            blueprint.stages[stage],
-            parameters[stage],
-            connections.sum_over(group) if group is not None else None,
-            copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in tied]),
-            store=store,
-            sharding=shardings.get(stage),
-            boundary=blueprint.boundary(stage),
-        )
-    if placement.shares_weights:
+    stages = {row.stage: _gather_stage_materials(blueprint, programs, row, store) for row in links.sources}
+    if blueprint.placement.shares_weights:
         store.exchange()
-    tied_groups: list[tuple[TiedWeights, Group]] = [
-        (weights, connections.sum_over(group))
-        for weights, group in zip(tied, connections.holders, strict=True)
-        if group is not None and rank in weights.ranks(placement)
-    ]
-    return WorkerMaterials(
-        rank,
-        connections.process,
-        stages,
-        on_copies,
-        WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
-        connections.sum_over(connections.everyone),
-        tied_groups,
-        Recorder(rank, blueprint.device),
-        activity,
-    )
+    return WorkerMaterials(links, stages, on_copies, Recorder(links.rank, blueprint.device))
 
 
 def gather_materials_on_copies(
@@ -348,68 +148,22 @@ def _make_store_format(
     return StoreFormat(module, sets, ema=settings.ema is not None, gradients=gradients, rotations=rotations)
 
 
-def _copy_layers(
-    layers: Sequence[tuple[str, nn.Module]],
-    parameters: dict[str, nn.Parameter],
-    others: Iterable[tuple[str, nn.Module]],
-) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
-    """Copies layers for a further replica in one process, because the user's model has each only once.
-
-    Tensors that share memory share it in the copy too. Modules of `others`, which the layers refer to, are not copied.
-    """
-    modules = {id(m): m for _, layer in layers for m in layer.modules()}
-    memo: dict[int, Any] = {id(m): m for _, layer in others for m in layer.modules() if id(m) not in modules}
-    for module in modules.values():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in memo:
-                memo[id(parameter)] = _copy_parameter(parameter, memo)
-        for value in module.__dict__.values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:  # the last forward's result, as of weight_norm
-                memo.setdefault(id(value), value.detach().clone())
-    copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
-    return copied, {name: memo[id(handle)] for name, handle in parameters.items()}
-
-
-def _list_modules(layers: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
-    return list({id(module): module for _, layer in layers for module in layer.modules()}.values())
-
-
-def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Copies a parameter's storage and attributes; torch's deepcopy of it does neither."""
-    data = copy.deepcopy(parameter.data, memo)
-    duplicate: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    duplicate.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
-    return duplicate
-
-
 def _gather_stage_materials(
-    blueprint: Blueprint,
-    programs: Sequence[Program],
-    stage: int,
-    layers: Sequence[tuple[str, nn.Module]],
-    parameters: dict[str, nn.Parameter],
-    replica_group: Group | None,
-    copies: dict[str, nn.Parameter] | None,
-    store: HostStore,
-    replica: int = 0,
-    sharding: StageSharding | None = None,
-    boundary: Boundary | None = None,
-    parts: Sequence[StagePart] = (),
+    blueprint: Blueprint, programs: Sequence[Program], source: StageSource, store: HostStore
 ) -> StageMaterials:
-    """`copies` are trained in place of parameters that another stage of this rank holds too."""
+    stage, replica_group, sharding, parameters = source.stage, source.replica_group, source.sharding, source.handles
     plan, settings = blueprint.program.plan, blueprint.settings
     module = StageModule(
-        layers,
-        parameters,
+        source.layers,
+        source.parameters,
         blueprint.device,
         settings.seed,
         settings.autocast,
         settings.compile,
         sharding,
-        boundary,
+        source.boundary,
         replicated=replica_group is not None,
     )
-    parameters = copies or parameters
     ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in parameters.items()}
     stored = None
     if blueprint.placement.shares_weights:
@@ -419,7 +173,7 @@ def _gather_stage_materials(
     if plan.choices.hosts_optimizers and stored is None:
         _refuse_mesh(sharding)
         layout = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
-        cpu_optimizer = store.host(stage, replica, parameters, layout)
+        cpu_optimizer = store.host(stage, source.replica, parameters, layout)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
     return StageMaterials(
         programs=programs,
@@ -433,7 +187,7 @@ def _gather_stage_materials(
         loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         stored=stored,
         stepped=cpu_optimizer,
-        parts=tuple(parts),
+        parts=source.parts,
     )
 
 
@@ -459,7 +213,7 @@ def _refuse_mesh(sharding: StageSharding | None) -> None:
 
 def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
     """Returns the worker of the blueprint's program."""
-    program, placement, settings = blueprint.program, blueprint.placement, blueprint.settings
+    program, placement, settings, links = blueprint.program, blueprint.placement, blueprint.settings, materials.links
     stage_states = {stage: _build_stage_state(blueprint, stage, row) for stage, row in materials.stages.items()}
     on_copies = {stage: _build_passes_on_copies(blueprint, stage, row) for stage, row in materials.on_copies.items()}
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
@@ -467,34 +221,34 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         TiedGradientSum(
             weights, {stage: trained[stage] for stage in weights.among(stage_states).stages}, placement.replicas, group
         )
-        for weights, group in materials.tied
+        for weights, group in materials.links.tied
     ]
     results = Results(
-        materials.rank,
+        links.rank,
         placement,
-        materials.channels.result_senders,
-        materials.channels.result_receivers,
+        links.channels.result_senders,
+        links.channels.result_receivers,
         list(settings.metrics),
         raises_on_nan=settings.policy.on_nan == "error",
         reads_late=blueprint.device.type == "cuda",
-        process=materials.process,
+        process=links.process,
     )
     materials.recorder.max_queued = (max(program.plan.in_flight) + 2) * len(stage_states)
     return Worker(
-        materials.rank,
-        process=materials.process,
+        links.rank,
+        process=links.process,
         program=program,
         evaluation=blueprint.evaluation,
         stage_states=stage_states,
         stage_passes=stage_states | on_copies,
-        senders=materials.channels.senders,
-        receivers=materials.channels.receivers,
+        senders=links.channels.senders,
+        receivers=links.channels.receivers,
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, program),
         device=blueprint.device,
-        update_barrier=UpdateBarrier(settings.policy, program, materials.everyone, stage_states, sums),
+        update_barrier=UpdateBarrier(settings.policy, program, links.everyone, stage_states, sums),
         recorder=materials.recorder,
-        activity=materials.activity,
+        activity=links.activity,
     )
 
 

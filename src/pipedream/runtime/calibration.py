@@ -20,7 +20,7 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.runtime.assemble import Blueprint, Settings
+from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng

@@ -14,7 +14,8 @@ from torch import nn
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.assemble import Blueprint, WorkerMaterials, build_worker, check_programs
+from pipedream.runtime.assemble import WorkerMaterials, build_worker, check_programs
+from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.parameters import collect_extra_states

@@ -20,14 +20,8 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
-from pipedream.runtime.assemble import (
-    Blueprint,
-    WorkerMaterials,
-    connect,
-    gather_local_materials,
-    gather_materials,
-    gather_materials_on_copies,
-)
+from pipedream.runtime.assemble import WorkerMaterials, gather_materials, gather_materials_on_copies
+from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
@@ -48,6 +42,7 @@ from pipedream.runtime.comm.same_settings import check_same_settings, describe_o
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.source import DataChannels, DataSources
 from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.checkpointer import Checkpointer
 from pipedream.runtime.session.comparison import Comparison, count_bytes
@@ -182,7 +177,19 @@ def _build_all(workers_here: LocalWorkers, weights: Weights) -> None:
     materialise(model, names.local, blueprint.weights_device, blueprint.settings.seed)
     workers_here.store = HostStore(None, blueprint.device, blueprint.placement.workers)
     trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
-    workers_here.build(gather_local_materials(blueprint, workers_here.programs, trained, workers_here.store))
+    programs, store = workers_here.programs, workers_here.store
+    workers_here.build(
+        [
+            gather_materials(
+                blueprint,
+                programs,
+                links,
+                gather_materials_on_copies(blueprint, programs, links.rank, trained.__getitem__, store),
+                store,
+            )
+            for links in join_in_process(blueprint, trained)
+        ]
+    )
     settings = blueprint.settings
     workers_here.data = DataSources(
         workers_here.programs,
@@ -283,17 +290,9 @@ def _gather_materials(
     if connections.mesh is not None:
         for stage in trained:
             _shard_stage(workers_here, graph, connections, stage, trained[stage])
-    return gather_materials(
-        blueprint,
-        workers_here.programs,
-        workers_here.worker_rank,
-        trained,
-        on_copies,
-        connections,
-        workers_here.shardings,
-        workers_here.store,
-        workers_here.activity,
-    )
+    shardings, activity = workers_here.shardings, workers_here.activity
+    links = join_processes(blueprint, workers_here.programs, connections, trained, shardings, activity)
+    return gather_materials(blueprint, workers_here.programs, links, on_copies, workers_here.store)
 
 
 def _fill_initial_values(workers_here: LocalWorkers, connections: Connections, weights: Weights) -> None:

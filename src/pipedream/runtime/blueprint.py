@@ -1,0 +1,91 @@
+"""What all workers of a run are built from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream.core.plan.layout import Boundary, Layout
+from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.stage import TiedWeights
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.data.splitter import BatchDim
+from pipedream.runtime.results.losses import Loss, Metric
+from pipedream.runtime.update.loss_scale import LossScaleOptions
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's choices for the training itself.
+
+    Attributes:
+        ema: decay of the averaged weights; None keeps no average.
+        autocast: dtype of the forwards; None computes in the dtype of the weights.
+        compile: arguments of torch.compile; None does not compile.
+        scaling: None does not scale the loss.
+        batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
+        planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
+        layout: of tensors on the mesh of each worker.
+        parallelize: shards layers in place of the layout, see `sharding.parallelized`.
+    """
+
+    loss: Loss
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    metrics: Mapping[str, Metric]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    seed: int = 0
+    policy: Policy = field(default_factory=Policy)
+    ema: float | None = None
+    autocast: torch.dtype | None = None
+    compile: Mapping[str, Any] | None = None
+    scaling: LossScaleOptions | None = None
+    batch_dim: BatchDim = 0
+    planned_samples: int = 1
+    layout: Layout = field(default_factory=Layout)
+    parallelize: Callable[[str, nn.Module, Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What all workers of a run are built from.
+
+    Attributes:
+        program: verified.
+        evaluation: a verified program without backwards.
+        stages: (name, module) of each stage's layers.
+        last_layers: name of each stage's last layer, in the model's graph.
+        settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
+    """
+
+    program: Program
+    evaluation: Program
+    stages: Sequence[Sequence[tuple[str, nn.Module]]]
+    settings: Settings
+    device: torch.device
+    tied: Sequence[TiedWeights] = ()
+    settings_to_agree: Callable[[], Mapping[str, str]] = dict
+    last_layers: Sequence[str] = ()
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where weights are updated: the device, or the memory of the machine (`host_store`)."""
+        return torch.device("cpu") if self.placement.shares_weights else self.device
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        return self.placement.meshes(self.program.plan.meshes)
+
+    def boundary(self, stage: int) -> Boundary | None:
+        """Returns the boundary after a stage; None after the last one, and where no worker is a mesh."""
+        meshes = self.program.plan.meshes
+        if stage == len(meshes) - 1 or not any(mesh.dimensions for mesh in meshes):
+            return None
+        return Boundary(self.settings.layout, self.last_layers[stage], meshes[stage], meshes[stage + 1])
+
+    @property
+    def placement(self) -> Placement:
+        return self.program.placement
