@@ -40,6 +40,8 @@ TORCH_PACKAGES = (
     "capture",
     "experts",
     "extensions.meshes",
+    "extensions.reducers.averages.average",
+    "extensions.reducers.powersgd.low_rank",
     "hf",
     "layouts.layer",
     "layouts.step",

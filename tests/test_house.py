@@ -24,7 +24,13 @@ MODULES = {
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 WITHOUT_TORCH += ("extensions.codecs", "extensions.methods", "extensions.meshes.planning", "extensions.torch_csv")
-WITHOUT_TORCH += ("extensions.two_bw", "layouts.description", "layouts.report", "layouts.search")
+WITHOUT_TORCH += (
+    "extensions.reducers.sixteen_bits",
+    "extensions.two_bw",
+    "layouts.description",
+    "layouts.report",
+    "layouts.search",
+)
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:

@@ -65,7 +65,6 @@ from pipedream.workflows.prepare import (
 )
 from pipedream.workflows.probe import warn_of_loopback
 from pipedream.workflows.profile import find_plan_layers
-from pipedream.workflows.sums import check_sums
 
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}
 _IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
@@ -407,7 +406,8 @@ def _build_session(
             f"compile={options.compile!r} was asked for with activations={plan.choices.activations!r}, but compiled "
             "modules keep what they save; leave one of them out"
         )
-    check_sums(plan, model, captured.graph, [phase.program for phase in phases], policy)
+    shapes = partial(_list_summed_shapes, plan, model, captured.graph)
+    plan.choices.sums.check(plan, [phase.program for phase in phases], policy, shapes)
     settings = Settings(
         loss=loss,
         optimizer=options.optimizer,
@@ -502,6 +502,13 @@ def _list_settings_to_agree(model: Any, options: PipelineOptions) -> dict[str, s
     names = {option.name for option in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
     texts = {name: describe_value(getattr(options, name)) for name in sorted(names)}
     return texts | {"seed": str(options.seed or 0), "the model": describe_model(model)}
+
+
+def _list_summed_shapes(plan: Plan, model: Any, graph: LayerGraph) -> list[tuple[int, ...]]:
+    """Returns the shapes of the trained weights of the stages with replicas."""
+    stages = [stage for stage in plan.stages if stage.replicas > 1]
+    names = [name for stage in stages for name in list_stage_names(graph, stage.first, stage.last)]
+    return [tuple(parameter.shape) for parameter in select_trained(model, names).values()]
 
 
 def _list_hyperparameters(options: PipelineOptions, plan: Plan, schedule: Schedule, rate: float) -> dict[str, Any]:

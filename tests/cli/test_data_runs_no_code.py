@@ -84,7 +84,9 @@ def test_the_user_may_name_it(method: Path, answer: Answer) -> None:
     assert answer("simulate", "plan.json") == by_name, "with the plan's microbatches"
 
 
-@pytest.mark.parametrize("texts", [{"messages": {"activations": "mine.py"}}, {"messages": "mine.py"}])
+@pytest.mark.parametrize(
+    "texts", [{"messages": {"activations": "mine.py"}}, {"messages": "mine.py"}, {"sums": "mine.py:4"}]
+)
 def test_a_choice_of_a_plan(texts: dict[str, Any], method: Path, refused: Refused) -> None:
     data = json.loads(pd.Plan.uniform(2, replicas=(2, 1)).to_json())
     Path("plan.json").write_text(json.dumps(data | texts))

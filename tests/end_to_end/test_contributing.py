@@ -42,7 +42,7 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
-FILES = {"A new encoding of messages": "cut.py"}
+FILES = {"A new encoding of messages": "cut.py", "A new way for replicas to agree": "scaled.py"}
 """Section -> the file that it shows."""
 
 

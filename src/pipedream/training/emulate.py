@@ -142,7 +142,7 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
     sums = plan.choices.sums
-    if sums.is_low_rank and byte_scale != 1:
+    if sums.needs_shapes and byte_scale != 1:
         raise PlanError(
             f"byte scale {byte_scale:g} was asked for with sums={sums!r}, whose bytes depend on the shapes of "
             "weights; leave it out, or emulate sums='bfloat16'"
@@ -200,7 +200,7 @@ def build_emulated_pipeline(
         parts,
         splits_backward=built.splits_backward,
         byte_scale=byte_scale,
-        shaped=plan.choices.sums.is_low_rank,
+        shaped=plan.choices.sums.needs_shapes,
     )
     return Pipeline(
         model,

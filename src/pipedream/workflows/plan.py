@@ -196,7 +196,7 @@ def _fill_in_cluster(request: PlanRequest, profile: Profile) -> tuple[Profile, P
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    if request.choices.sums.is_low_rank and not profile.matrices:
+    if request.choices.sums.needs_shapes and not profile.matrices:
         raise PlanError(
             f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
             "model again"

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from pipedream.core.plan.sums import SumMethod, greatest_rank
+from pipedream.extensions.reducers.powersgd import PowerSGD, greatest_rank
+from pipedream.extensions.reducers.powersgd.low_rank import LowRankSum
 from pipedream.runtime.comm.channel import LocalGroup, run_together
-from pipedream.runtime.update.low_rank import LowRankSum
+from pipedream.runtime.update.agreement import Replica
 
 Shape = tuple[int, int]
 SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: greatest_rank(shape) > 0)
@@ -19,10 +20,8 @@ SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: 
 
 def make(replicas: int, shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float64) -> list[LowRankSum]:
     group = LocalGroup(replicas)
-    return [
-        LowRankSum({"weight": torch.zeros(*shape, dtype=dtype)}, SumMethod("powersgd", rank), group.member(i))
-        for i in range(replicas)
-    ]
+    handles = {"weight": torch.zeros(*shape, dtype=dtype)}
+    return [LowRankSum(handles, ["weight"], rank, group.member(i)) for i in range(replicas)]
 
 
 def sum_up(replicas: Sequence[LowRankSum], gradients: Sequence[Tensor | None], divisor: float = 1.0) -> list[Any]:
@@ -95,7 +94,8 @@ def test_few_numbers_are_sent_and_small_tensors_are_left_out() -> None:
         "tied": torch.zeros(40, 40),
     }
     group = Mock(wraps=LocalGroup(1).member(0))
-    low_rank = LowRankSum(handles, SumMethod("powersgd", 3), group, ["tied"])
+    compressed = PowerSGD(3).list_compressed(Replica(handles, {}, group, 1, ["tied"]))  # type: ignore[arg-type]
+    low_rank = LowRankSum(handles, compressed, 3, group)
     assert low_rank.names_by_index == {0: "large"}
     before: list[Tensor | None] = [torch.randn(handle.shape) for handle in handles.values()]
     sums = list(before)
@@ -125,5 +125,5 @@ def test_low_precision_and_other_strides(dtype: torch.dtype) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5))
 def test_the_greatest_rank(rows: int, columns: int, rank: int) -> None:
-    compresses = SumMethod("powersgd", rank).compresses((rows, columns))
+    compresses = PowerSGD(rank).compresses((rows, columns))
     assert compresses == (rank <= greatest_rank((rows, columns))) == (2 * rank * (rows + columns) < rows * columns)

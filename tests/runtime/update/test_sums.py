@@ -11,7 +11,8 @@ from cases import Case, check, check_processes, make_pipeline, run
 from marks import slow, thinned
 
 import pipedream as pd
-from pipedream.core.plan.sums import SumMethod
+from pipedream.core.plan.sum_method import SumMethod
+from pipedream.extensions.reducers.averages import DiLoCo
 
 
 def summing(sums: str, schedule: str, replicas: tuple[int, ...], animal: str = "mlp", **more: Any) -> Case:
@@ -61,7 +62,7 @@ def test_texts() -> None:
     for text in ("full", "bfloat16", "float16", "powersgd:4", "every:8", "diloco:30", "diloco:30,lr=0.5,momentum=0"):
         assert str(SumMethod.parse(text)) == text
     assert str(SumMethod.parse("diloco:030,lr=0.70")) == "diloco:30"
-    assert SumMethod.parse("diloco:30,momentum=0.5") == SumMethod("diloco", period=30, momentum=0.5)
+    assert SumMethod.parse("diloco:30,momentum=0.5") == DiLoCo(30, momentum=0.5)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,8 @@ def test_texts() -> None:
         ("every:0", "has no number of updates between averages; write every:"),
         ("every:-1", "has no number"),
         ("diloco:x", "has no number"),
-        ("every:8,lr=0.3", "the setting 'lr=0.3'; only diloco has settings"),
-        ("diloco:8,lr=0", "the setting 'lr=0'"),
+        ("every:8,lr=0.3", "the setting 'lr=0.3'; every takes nothing"),
+        ("diloco:8,lr=0", "the setting 'lr=0'; diloco takes lr=NUMBER above 0 and"),
         ("diloco:8,momentum=1", "the setting 'momentum=1'"),
         ("diloco:8,rate=1", "the setting 'rate=1'"),
         ("diloco:8,lr=nan", "the setting 'lr=nan'"),

@@ -18,7 +18,7 @@ from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.message_encoding import MessageEncoding
 from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.sums import SUMS_METAVAR, SumMethod
+from pipedream.core.plan.sum_method import FullSum, SumMethod, list_sums
 
 ALWAYS, AUTOMATIC, NEVER = "always", "auto", "never"
 RECOMPUTING = {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}
@@ -68,7 +68,7 @@ class Choices:
         PlanError: no such text.
     """
 
-    sums: SumMethod = _choice(SumMethod(), SumMethod.parse, SUMS_METAVAR)
+    sums: SumMethod = _choice(FullSum(), SumMethod.read, "|".join(list_sums()))
     messages: MessageEncoding = _choice(MessageEncoding(), MessageEncoding.read, "ENCODING[,ENCODING]")
     activations: str = _choice("", _read_activations, f"{NONE}|{HOST}")
     optimizer_state: str = _choice(DEVICE, _read_optimizer_state, f"{DEVICE}|{HOST}")
@@ -92,6 +92,7 @@ class Choices:
                 texts.pop("activations", None)  # only inputs would be left to move
             texts |= of_source
         choices = cls(**texts)
+        choices.sums.check_opened()
         choices.messages.check_opened()
         return choices
 
@@ -117,7 +118,7 @@ class Choices:
     @property
     def exact(self) -> Choices:
         """The choices without the approximate ones."""
-        return replace(self, sums=SumMethod(), messages=MessageEncoding())
+        return replace(self, sums=FullSum(), messages=MessageEncoding())
 
     def terms(self, weights: Stage | Profile) -> Terms:
         """Returns what the choices cost; for a model, in the mean over its stages."""
@@ -159,7 +160,7 @@ class Choices:
 
     def on_replicas(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices that have a meaning for stages with these replicas."""
-        return self if max(replicas) > 1 else replace(self, sums=SumMethod())
+        return self if max(replicas) > 1 else replace(self, sums=FullSum())
 
 
 def _list_texts(source: Any) -> dict[str, Any]:

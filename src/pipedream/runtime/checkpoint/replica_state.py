@@ -2,8 +2,8 @@
 
 | KIND | saved by |
 | --- | --- |
-| `error` | each replica: what its gradients lack (`runtime.update.low_rank`) |
-| `weights`, `ema` | each replica: its own between two averages (`runtime.update.average`) |
+| `error` | each replica: what its gradients lack (PowerSGD) |
+| `weights`, `ema` | each replica: its own between two averages (`SumMethod.averages_weights`) |
 | `optimizer`, `compensation` | each replica but the first, whose state has its usual names |
 
 State that replicas have in common, besides weights and averages, is ``factor/NAME`` and ``velocity/NAME``.

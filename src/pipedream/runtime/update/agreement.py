@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import torch
 
-from pipedream.core.plan.sums import SumMethod
+from pipedream.core.plan.sum_method import SumMethod
 from pipedream.runtime.comm.channel import Group
 from pipedream.runtime.update.all_reduce import GradientAllReduce, GradientSum
-from pipedream.runtime.update.average import OuterOptimizer, WeightAverage
-from pipedream.runtime.update.low_rank import LowRankGradientSum, LowRankSum
-from pipedream.runtime.update.reducer import Reducer
+from pipedream.runtime.update.reducer import NamedTensors, Reducer
+
+
+class Replica(NamedTuple):
+    """One replica of a stage, as its reducer needs it.
+
+    Attributes:
+        handles: the stage's weights, by name.
+        ema: the averages over time that the replica keeps of its own weights.
+        group: of the stage's replicas.
+        replicas: how many they are.
+        tied: names of weights that other stages hold, too.
+    """
+
+    handles: Mapping[str, torch.nn.Parameter]
+    ema: NamedTensors
+    group: Group
+    replicas: int
+    tied: Collection[str] = ()
+
+    def all_reduce(
+        self,
+        *,
+        encode: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        decode: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        excluded: Collection[int] = (),
+    ) -> GradientAllReduce:
+        """Returns the all-reduce of gradients, see there."""
+        return GradientAllReduce(
+            list(self.handles.values()), self.group, encode=encode, decode=decode, excluded=excluded
+        )
+
+    def reduce_gradients(
+        self,
+        encode: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        decode: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> GradientSum:
+        """Returns the sum of all gradients, see `GradientAllReduce`."""
+        return GradientSum(self.all_reduce(encode=encode, decode=decode))
 
 
 def make_reducer(
     method: SumMethod,
     handles: Mapping[str, torch.nn.Parameter],
-    ema: dict[str, torch.Tensor],
+    ema: NamedTensors,
     group: Group | None,
     replicas: int,
     tied: Collection[str] = (),
 ) -> Reducer:
-    """Returns the part of one replica; `group` is None for a single one. `tied` weights are not compressed."""
+    """Returns the part of one replica; `group` is None for a single one."""
     if group is None:
         return Reducer()
-    if method.averages_weights:
-        average_class = OuterOptimizer if method.has_outer_steps else WeightAverage
-        return average_class(handles, ema, method, group, replicas)
-    low_rank = LowRankSum(handles, method, group, tied) if method.is_low_rank else None
-    excluded = () if low_rank is None else low_rank.names_by_index
-    sent_dtype = getattr(torch, method.sent_dtype) if method.sent_dtype else None
-    all_reduce = GradientAllReduce(list(handles.values()), group, sent_dtype=sent_dtype, excluded=excluded)
-    return GradientSum(all_reduce) if low_rank is None else LowRankGradientSum(all_reduce, low_rank)
+    reducer: Reducer = method.make_reducer(Replica(handles, ema, group, replicas, tied))
+    return reducer

@@ -58,7 +58,8 @@ class GradientAllReduce:
     """The all-reduce of one stage's gradients over its replicas.
 
     Args:
-        sent_dtype: gradients of more bits are sent and summed in this dtype; by default in their own.
+        encode: returns what is sent and summed for a bucket of gradients of one dtype; by default they are.
+        decode: returns gradients, in any dtype, for the sum of what was sent.
         excluded: indices of handles whose gradients are not summed here.
     """
 
@@ -67,14 +68,16 @@ class GradientAllReduce:
         handles: Sequence[torch.Tensor],
         group: Group,
         *,
-        sent_dtype: torch.dtype | None = None,
+        encode: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        decode: Callable[[torch.Tensor], torch.Tensor] | None = None,
         excluded: Collection[int] = (),
         first_bytes: int = FIRST_BUCKET_BYTES,
         bucket_bytes: int | None = None,
     ) -> None:
         self._handles = list(handles)
         self._group = group
-        self._sent_dtype = sent_dtype
+        self._encode = encode or _keep
+        self._decode = decode or _keep
         summed = [index for index in range(len(self._handles)) if index not in excluded]
         buckets = fill_buckets([self._handles[index] for index in summed], first_bytes, bucket_bytes)
         self._members = [[summed[place] for place in bucket] for bucket in buckets]
@@ -129,11 +132,6 @@ class GradientAllReduce:
             first.flat = self._encode(torch.cat(flat) if len(flat) > 1 else flat[0])
             self._pending_sums.append(self._group.all_reduce(first.flat))
 
-    def _encode(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns gradients in the dtype in which they are sent."""
-        low = self._sent_dtype
-        return flat.to(low) if low is not None and flat.is_floating_point() and flat.itemsize > low.itemsize else flat
-
     def close(
         self, gradients: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float
     ) -> None:
@@ -170,7 +168,7 @@ class GradientAllReduce:
         gradients: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
-            flat = bucket.flat.to(self._handles[bucket.members[0]].dtype)
+            flat = self._decode(bucket.flat).to(self._handles[bucket.members[0]].dtype)
             pieces = torch.split(flat, [self._handles[i].numel() for i in bucket.members])
             for i, piece in zip(bucket.members, pieces, strict=True):
                 gradients[i] = piece.view_as(self._handles[i]) if present[i] else None
@@ -178,6 +176,10 @@ class GradientAllReduce:
             gradients[i] = torch.zeros_like(self._handles[i]) if gradient is None and present[i] else gradient
         self._begin()
         return gradients, loss_weight, int(count), stop_request
+
+
+def _keep(flat: torch.Tensor) -> torch.Tensor:
+    return flat
 
 
 _REDUCED = torch.empty(0)

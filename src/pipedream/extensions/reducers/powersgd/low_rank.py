@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from pipedream.core.plan.sums import SumMethod
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce, GradientSum, all_reduce_many
@@ -51,7 +50,7 @@ class LowRankSum:
 
     Args:
         handles: of the stage.
-        uncompressed: names of matrices that are not compressed.
+        compressed: names of those that are compressed.
 
     Attributes:
         names_by_index: index of each compressed handle -> its name.
@@ -59,22 +58,17 @@ class LowRankSum:
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.Tensor], method: SumMethod, group: Group, uncompressed: Collection[str] = ()
+        self, handles: Mapping[str, torch.Tensor], compressed: Collection[str], rank: int, group: Group
     ) -> None:
         self._group = group
-        self.names_by_index = {
-            number: name
-            for number, (name, handle) in enumerate(handles.items())
-            if name not in uncompressed and handle.is_floating_point() and method.compresses(handle.shape)
-        }
+        self.names_by_index = {number: name for number, name in enumerate(handles) if name in compressed}
         self.errors: dict[str, torch.Tensor] = {}
         self.factors: dict[str, torch.Tensor] = {}
-        self._rank = method.rank
         for name in self.names_by_index.values():
             matrix = handles[name].detach().flatten(1)
             dtype = torch.promote_types(matrix.dtype, torch.float32)
             self.errors[name] = torch.zeros_like(matrix, dtype=dtype, memory_format=torch.contiguous_format)
-            self.factors[name] = self.errors[name].new_empty(matrix.shape[1], method.rank)
+            self.factors[name] = self.errors[name].new_empty(matrix.shape[1], rank)
         self.load({}, {})
         self._rounds: dict[str, _Round] = {}
         self._divisor = 1.0

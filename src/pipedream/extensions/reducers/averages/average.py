@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from pipedream.core.plan.sums import SumMethod
-from pipedream.runtime.comm.channel import Group, Waiting
+from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.update.agreement import Replica
 from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.reducer import NamedTensors, Reducer, select_kind
@@ -23,8 +23,7 @@ class WeightAverage(Reducer):
     """One replica's part in the averages of its stage; all make the same calls.
 
     Args:
-        handles: the weights, by name.
-        ema: the averages over time that the replica keeps of its own weights.
+        period: updates from one average to the next.
 
     Attributes:
         local: while the common ones are shown, ``weights/NAME`` and ``ema/NAME`` of this replica; otherwise empty.
@@ -32,14 +31,12 @@ class WeightAverage(Reducer):
 
     averages_weights = True
 
-    def __init__(
-        self, handles: Mapping[str, torch.Tensor], ema: NamedTensors, method: SumMethod, group: Group, replicas: int
-    ) -> None:
-        self.method = method
-        self._handles = dict(handles)
-        self._ema = ema
-        self._group = group
-        self._replicas = replicas
+    def __init__(self, replica: Replica, period: int) -> None:
+        self._period = period
+        self._handles = dict(replica.handles)
+        self._ema = replica.ema
+        self._group = replica.group
+        self._replicas = replica.replicas
         self.updates = 0
         self.local: NamedTensors = {}
 
@@ -63,7 +60,7 @@ class WeightAverage(Reducer):
 
     def after_step(self) -> Waiting[bool]:
         self.updates += 1
-        if self.updates < self.method.period:
+        if self.updates < self._period:
             return False
         self.updates = 0
         weights = self._weights
@@ -114,11 +111,10 @@ class OuterOptimizer(WeightAverage):
         outer, velocity: the outer weights, and their momentum, by name.
     """
 
-    def __init__(
-        self, handles: Mapping[str, torch.Tensor], ema: NamedTensors, method: SumMethod, group: Group, replicas: int
-    ) -> None:
-        super().__init__(handles, ema, method, group, replicas)
-        self.outer = {name: handle.detach().clone() for name, handle in handles.items()}
+    def __init__(self, replica: Replica, period: int, rate: float, momentum: float) -> None:
+        super().__init__(replica, period)
+        self._rate, self._momentum = rate, momentum
+        self.outer = {name: handle.detach().clone() for name, handle in replica.handles.items()}
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
 
     def adopt(self) -> None:
@@ -138,8 +134,8 @@ class OuterOptimizer(WeightAverage):
     def _step(self, means: NamedTensors) -> NamedTensors:
         for name, outer in self.outer.items():
             change = outer - means[f"weights/{name}"]
-            velocity = self.velocity[name].mul_(self.method.momentum).add_(change)
-            outer.sub_(change.add_(velocity, alpha=self.method.momentum), alpha=self.method.rate)
+            velocity = self.velocity[name].mul_(self._momentum).add_(change)
+            outer.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._rate)
         return self._find_common({})
 
     def _find_common(self, means: NamedTensors) -> NamedTensors:
