@@ -8,7 +8,7 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.schedule.phase import split_list
+from pipedream.core.schedule.method_text import split_list
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import sweep as sweeping
 

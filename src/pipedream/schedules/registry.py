@@ -21,7 +21,7 @@ from typing import Any, Union, get_args, get_origin
 from pipedream.core.door import run_file
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import name_and_options
+from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.files import is_schedule_file, load_schedule
 from pipedream.schedules.kit.method import Method, StageOrder

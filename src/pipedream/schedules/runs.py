@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import makes_same_updates
+from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.occupancy import MethodProperties, occupancy
-from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.files import is_schedule_file, load_schedule
 from pipedream.schedules.kit.idioms import max_in_flight
