@@ -30,7 +30,7 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.phase import Phase, phase_at, phases_text
+from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
@@ -107,7 +107,7 @@ class Pipeline:
         self.prepared = prepare(self.plan, self.phases, policy)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
         self._local, self._streams = self._session.workers_here, self._session.streams
-        self._training = Training(self._session, self.phases, self._report_done, self._report_phase)
+        self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
@@ -288,7 +288,7 @@ class Pipeline:
         """
         self._begin_collective_call("load()")
         checkpoint, manifest = self._session.checkpointer.read_newest(open_store(folder))
-        self._training.enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
+        self._training.enter_phase_at(manifest.minibatches, manifest.epoch)
         self._streams.skip_comparison()
         self._session.checkpointer.restore(checkpoint, manifest)
         self._training.restore(manifest)

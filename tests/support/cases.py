@@ -19,9 +19,10 @@ from compensated import Spike
 from torch.optim import lr_scheduler
 
 import pipedream as pd
-from pipedream.core.schedule.phase import phase_at, read_phases
+from pipedream.core.schedule.phase import read_phases
 from pipedream.extensions.methods.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
+from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.testing import (
     CompensationRule,
     MethodRules,
@@ -333,7 +334,8 @@ def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Calla
     for checkpoint in folders.list_checkpoints(folder / "whole")[:-1] if phases else ():
         manifest = folders.read_manifest(checkpoint)
         assert manifest.phases == case.phases
-        number = phase_at(phases, checkpoint.minibatches, manifest.epoch)
+        ends = [PhaseEnd(str(phase), phase.until, phase.until_epoch) for phase in phases]
+        number = find_phase(ends, checkpoint.minibatches, manifest.epoch)
         assert manifest.schedule == phases[number].name
     return whole
 

@@ -18,8 +18,9 @@ from marks import slow, thinned
 
 import pipedream as pd
 from pipedream.core.schedule.lowering import with_common_channels
-from pipedream.core.schedule.phase import phase_at, phases_text, read_phases
+from pipedream.core.schedule.phase import phases_text, read_phases
 from pipedream.extensions.torch_csv.notation import write as to_torch_csv
+from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.testing import MethodRules, Reads, Trained
 from pipedream.training.job import profile_recipe
 from pipedream.workflows.prepare import check_phases_fit
@@ -216,9 +217,10 @@ def test_phases_as_text() -> None:
         assert read_phases(f" {text}, methods.py") == (phase, pd.Phase("methods.py"))
         assert phases_text([phase]) == text
     phases = read_phases("1f1b/4:200,pipedream:3e,1f1b/4")
-    at = [phase_at(phases, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
+    ends = [PhaseEnd(str(phase), phase.until, phase.until_epoch) for phase in phases]
+    at = [find_phase(ends, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
     assert at == [0, 0, 1, 1, 2, 2]
-    assert phase_at(phases, 10, 3) == 0, "phases come one after the other"
+    assert find_phase(ends, 10, 3) == 0, "phases come one after the other"
 
 
 COUNT = "was asked for; give a count from 1 on"

@@ -14,6 +14,7 @@ from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.phase import Phase, check_phases, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.runtime.session.phase_order import PhaseEnd
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.check import check_plan_memory, count_moved_state
 from pipedream.workflows.exclusions import check_options
@@ -28,6 +29,10 @@ class Prepared:
     schedule: Schedule
     program: Program
     proof: Proof
+
+    @property
+    def end(self) -> PhaseEnd:
+        return PhaseEnd(str(self.phase), self.phase.until, self.phase.until_epoch)
 
 
 def read_run_phases(

@@ -10,7 +10,6 @@ start of training. A method may be ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``
 """
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -58,11 +57,6 @@ class Phase:
     @property
     def name(self) -> str:
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
-
-    def is_over(self, minibatches: int, epochs: int) -> bool:
-        return (self.until is not None and minibatches >= self.until) or (
-            self.until_epoch is not None and epochs >= self.until_epoch
-        )
 
     def __str__(self) -> str:
         microbatches = "" if self.microbatches is None else f"/{self.microbatches}"
@@ -143,31 +137,3 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
                 "so each must be greater than the one before"
             )
     return tuple(phases)
-
-
-def find_next_end(phases: Sequence[Phase], epoch: int, until: int) -> int:
-    """Returns the first epoch between `epoch` and `until` at which one of the phases ends, or `until`.
-
-    The data is reopened there (docs/exact_rules.md, Phases).
-    """
-    return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
-
-
-def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns the number of the phase that follows phase `number` at this point.
-
-    Warns of phases that are skipped because their end, in the other unit, has passed.
-    """
-    next_number = phase_at(phases, minibatches, epochs)
-    for phase in phases[number + 1 : next_number]:
-        warnings.warn(
-            f"phase {phase} is skipped, because the one before it has ended at minibatch {minibatches}, after {epochs} "
-            "whole epochs; let it end later",
-            stacklevel=2,
-        )
-    return next_number
-
-
-def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:
-    """Returns the number of the first phase that is not over."""
-    return next(number for number, phase in enumerate(phases) if not phase.is_over(minibatches, epochs))

@@ -10,11 +10,11 @@ import torch._dynamo  # noqa: F401  # the first optimizer does so if not done he
 
 from pipedream.core.checkpoint import Checkpoint, Position
 from pipedream.core.errors import PipelineError
-from pipedream.core.schedule.phase import Phase, find_next_end, phase_after
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.splitter import AdaptBatch
 from pipedream.runtime.results.results import Done
+from pipedream.runtime.session.phase_order import PhaseEnd, find_data_end, find_next_phase, find_phase
 from pipedream.runtime.session.session import Session
 
 
@@ -22,6 +22,7 @@ class Training:
     """The training stream of a session, which a change of phase drains.
 
     Args:
+        ends: of all phases.
         on_done: called with each result before the loop gets it.
         on_phase: called with the number of the phase that begins.
 
@@ -38,13 +39,13 @@ class Training:
     def __init__(
         self,
         session: Session,
-        phases: Sequence[Phase],
+        ends: Sequence[PhaseEnd],
         on_done: Callable[[Done], None],
         on_phase: Callable[[int], None],
     ) -> None:
         self._session = session
         self._streams = session.streams
-        self._phases = phases
+        self._ends = ends
         self._on_done = on_done
         self._on_phase = on_phase
         self._segment: Iterator[Done] | None = None
@@ -123,13 +124,13 @@ class Training:
         until = self.epoch + self._count_epochs(epochs, until_epoch)
         opened_end: int | None = None
         while True:
-            end = find_next_end(self._phases[self.phase :], self.epoch, until)
+            end = find_data_end(self._ends[self.phase :], self.epoch, until)
             if end != opened_end:
                 self._streams.open_feed(
                     loader, adapt, first_epoch=self.epoch, epochs=end, skip=self.epoch_batches, state=state
                 )
                 opened_end, state = end, None
-            self._segment = self._streams.train(self._phases[self.phase].until)
+            self._segment = self._streams.train(self._ends[self.phase].until)
             while self.ready or self._advance():
                 done = self.ready.popleft()
                 self._session.workers_here.activity.loop_minibatches = done.number + 1
@@ -171,7 +172,7 @@ class Training:
                 self.drains.append(self.number)
             self._segment = None
             self.stop_reason = self._streams.stop_reason
-            self.enter(phase_after(self._phases, self.phase, self.number, self.epoch))
+            self._enter(find_next_phase(self._ends, self.phase, self.number, self.epoch))
             return False
         self.number = done.number + 1
         self.epoch = done.epoch + 1 if done.ends_epoch else done.epoch
@@ -180,7 +181,11 @@ class Training:
         self._on_done(done)
         return True
 
-    def enter(self, phase: int) -> None:
+    def enter_phase_at(self, minibatches: int, epochs: int) -> None:
+        """Begins the phase at a position, at a drain."""
+        self._enter(find_phase(self._ends, minibatches, epochs))
+
+    def _enter(self, phase: int) -> None:
         if phase != self.phase:
             self._session.workers_here.begin_phase(phase)
         self.phase = phase
