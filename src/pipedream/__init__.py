@@ -13,8 +13,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from pipedream._version import __version__ as __version__
-from pipedream.core.display import Tabular as _Tabular
 from pipedream.core.garbage import pause_collection as _pause_collection
+from pipedream.core.tabular import Tabular as _Tabular
 
 if TYPE_CHECKING:
     from pipedream import (

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular, align
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
+from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
 _ENDS = ("B", "W")  # the op with which a stage finishes a microbatch

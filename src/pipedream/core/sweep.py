@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipedream.core.display import Tabular, align
+from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_number, format_rate, format_seconds
 
 DATA_PARALLEL = "data parallel"

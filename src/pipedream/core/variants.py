@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from pipedream.core.artifact import NOT_STORED
-from pipedream.core.display import align
+from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
 ONE_WORKER, DDP = "one worker", "DDP"

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from pipedream.core.display import align
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
+from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_seconds, shorten
 from pipedream.layouts.description.operators import DescribedStep
 from pipedream.layouts.search.exchanges import Exchanges

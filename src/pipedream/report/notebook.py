@@ -7,13 +7,13 @@ from html import escape
 from typing import Any
 
 from pipedream import schedules
-from pipedream.core.display import Tabular, fold
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.tabular import Tabular, fold
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner import Comparison
 from pipedream.report.charts import profile_svg

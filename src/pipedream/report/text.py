@@ -18,11 +18,11 @@ from typing import Any
 from rich.text import Text
 
 from pipedream.core.artifact import decode
-from pipedream.core.display import align
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.core.tabular import align
 from pipedream.core.units import describe_slowness, format_bytes, format_number
 from pipedream.report.style import TERMINAL, colour_class, time_unit
 

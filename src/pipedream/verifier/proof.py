@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
-from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
+from pipedream.core.tabular import Tabular
 from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_copied_spans, unroll
 from pipedream.verifier.waits import check_waits
 

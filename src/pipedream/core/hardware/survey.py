@@ -10,9 +10,9 @@ from statistics import median
 from typing import ClassVar
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import align
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
 _SPEED_TOLERANCE = 0.15

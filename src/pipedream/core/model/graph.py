@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pipedream.core.artifact import Artifact, encode_attributes
-from pipedream.core.display import align
+from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes
 
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular, align, fold
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
+from pipedream.core.tabular import Tabular, align, fold
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
 

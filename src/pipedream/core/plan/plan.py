@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, Self
 
 from pipedream.core.artifact import INLINE, Artifact
-from pipedream.core.display import Tabular, align
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
@@ -23,6 +22,7 @@ from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
+from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
 

@@ -22,11 +22,11 @@ from functools import cached_property
 from typing import Any, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
-from pipedream.core.display import Tabular
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules, UpdateRule
+from pipedream.core.tabular import Tabular
 
 
 class Move(StrEnum):

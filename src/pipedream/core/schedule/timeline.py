@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular
+from pipedream.core.tabular import Tabular
 from pipedream.core.units import format_seconds
 
 WORK = ("F", "B", "I", "W", "U")

@@ -1,4 +1,4 @@
-"""Results as a line, as a table, and as a picture in a notebook."""
+"""Results as a line and as a table; what draws them in a notebook is a hook."""
 
 import csv
 import io
