@@ -2,7 +2,7 @@
 
 from html import escape
 
-from pipedream.core.sweep import MethodComparison
+from pipedream.core.method_comparison import MethodComparison
 from pipedream.core.units import format_number
 from pipedream.report.style import COLOURS, LINES, length, line_style, ticks
 from pipedream.report.svg import frame, line, text, y_axis

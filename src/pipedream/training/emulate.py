@@ -14,10 +14,10 @@ from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
+from pipedream.core.summary_text import slowness_text
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
-from pipedream.report.text import slowness_text
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads

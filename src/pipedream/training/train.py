@@ -12,6 +12,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.summary_text import collectives_text, failures_text, slowness_text
 from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
 from pipedream.metrics import run_metrics
 from pipedream.options import TrainingOptions, keywords, model_options, plain
@@ -267,8 +268,6 @@ def _simulate_run(
 
 
 def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
-    from pipedream.report.text import collectives_text, failures_text, slowness_text
-
     results = ", ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
     rate, bubble, target = summary["throughput"], summary["bubble"], ""
     if summary["seconds_to_target"] is not None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from pipedream import metrics, schedules, simulator as clock
 from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.method_comparison import MethodComparison, MethodFigures
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Move, Program, Transfer
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.sweep import MethodComparison, MethodFigures
 from pipedream.verifier import verify
 from pipedream.workflows.methods import resolve_method
 
