@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from pipedream.apps.report.style import COLOURS, LINES, length, line_style
+from pipedream.apps.report.svg import frame, line, text
 from pipedream.core.units import format_number
-from pipedream.report.style import COLOURS, LINES, length, line_style
-from pipedream.report.svg import frame, line, text
 
 _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
 

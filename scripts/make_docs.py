@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipedream.apps.report.html_tables import NOTHING
+from pipedream.apps.report.svg import timeline_svg
+from pipedream.apps.report.text import grid
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.lowering import lower
@@ -20,9 +23,6 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_number
 from pipedream.metrics import run_metrics, steady_metrics
-from pipedream.report.html_tables import NOTHING
-from pipedream.report.svg import timeline_svg
-from pipedream.report.text import grid
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, build, first_stage_units, uniform
 from pipedream.simulator import costs, simulate
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pipedream.apps.report.style import LINES, length, line_style, ticks
+from pipedream.apps.report.svg import frame, polyline, text, y_axis
 from pipedream.core.units import format_number
-from pipedream.report.style import LINES, length, line_style, ticks
-from pipedream.report.svg import frame, polyline, text, y_axis
 
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150
 

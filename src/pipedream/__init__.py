@@ -100,7 +100,7 @@ _HOMES = {
 
 _MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules", "testing")
 
-_Tabular.drawing = staticmethod(lambda: _import_module("pipedream.report.notebook"))
+_Tabular.drawing = staticmethod(lambda: _import_module("pipedream.apps.report.notebook"))
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Golden pictures: each method's staircase, as its paper draws it; tests/report/test_grid.py has those of the files.
+"""Golden pictures: each method's staircase, as its paper draws it; tests/apps/report/test_grid.py has files'.
 
 A forward and a backward take one slot each, an update and a message none; every op starts as early as its
 worker and its needs allow. ``'`` marks an update after an op, ``.`` a slot in which the worker waits.

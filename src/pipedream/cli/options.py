@@ -120,7 +120,7 @@ def check_outputs(**paths: Path | None) -> None:
             if not path.parent.is_dir():
                 raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
         if name == "svg":
-            from pipedream.report.svg import check_picture  # here, because few commands draw
+            from pipedream.apps.report.svg import check_picture  # here, because few commands draw
 
             check_picture(path)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipedream.apps.report.text import stage_memory_table
 from pipedream.cli.options import JSON, OUTPUT, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode, encode_attributes
 from pipedream.core.errors import PlanError, ProfileError
@@ -15,7 +16,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
-from pipedream.report.text import stage_memory_table
 from pipedream.workflows import plan as planning
 from pipedream.workflows.check import check_plan
 

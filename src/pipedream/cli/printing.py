@@ -4,9 +4,9 @@ import sys
 
 from rich.console import Console
 
+from pipedream.apps.report.text import grid_rich
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_seconds
-from pipedream.report.text import grid_rich
 from pipedream.schedules import Run, is_schedule_file, stage_order_of
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import typer
 
 from pipedream import schedules
+from pipedream.apps.report.svg import save_picture, timeline_svg
+from pipedream.apps.report.text import grid, schedule_table
 from pipedream.cli import options as common
 from pipedream.cli.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
@@ -16,8 +18,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Move, Program
 from pipedream.core.schedule.timeline import WORK
-from pipedream.report.svg import save_picture, timeline_svg
-from pipedream.report.text import grid, schedule_table
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_claims
 from pipedream.workflows.methods import resolve_method

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedream import metrics, schedules
+from pipedream.apps.report.methods import methods_svg
+from pipedream.apps.report.svg import save_picture, timeline_svg
+from pipedream.apps.report.trace import save_trace
 from pipedream.cli import options as common
 from pipedream.cli.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import encode_attributes, write_text
@@ -12,9 +15,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
-from pipedream.report.methods import methods_svg
-from pipedream.report.svg import save_picture, timeline_svg
-from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import compare_methods, share_model, simulate as simulated
 

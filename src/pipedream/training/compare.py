@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipedream.apps.report.variants import comparison_page, comparison_svg
 from pipedream.core.artifact import encode, read_text, write_text
 from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
@@ -27,7 +28,6 @@ from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.report.variants import comparison_page, comparison_svg
 from pipedream.runtime.checkpoint.stores import open_store
 from pipedream.schedules import properties_of
 from pipedream.slow_links import loopback_bytes_per_s, slow_network

@@ -234,7 +234,7 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
     Raises:
         WorkerError: a file cannot be written.
     """
-    from pipedream.report import save_trace  # here, because the first minibatch need not wait for it
+    from pipedream.apps.report import save_trace  # here, because the first minibatch need not wait for it
 
     run_folder = run_folder or LocalFolder(folder)
     try:
@@ -264,7 +264,7 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
 
 def _cut_start(measured: Timeline) -> Timeline | None:
     """Returns the start of a run, for its picture; None if nothing ran."""
-    from pipedream.report.lanes import start_window
+    from pipedream.apps.report.lanes import start_window
 
     window = start_window(measured, _SHOWN_MICROBATCHES)
     if window is None:
@@ -279,7 +279,7 @@ def write_report(folder: Path) -> Path:
     Raises:
         ArtifactError: the folder is not a run folder.
     """
-    from pipedream.report import save_page
+    from pipedream.apps.report import save_page
 
     try:
         summary = json.loads(read_text(folder / "summary.json"))

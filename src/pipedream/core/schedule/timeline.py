@@ -134,7 +134,7 @@ class Timeline(Tabular, Artifact):
         end_s: float | None = None,
         versions: bool = False,
     ) -> str:
-        """Returns the picture as SVG text; `pipedream.report.save_picture` writes it as a file, also PDF or PNG.
+        """Returns the picture as SVG text; `pipedream.apps.report.save_picture` writes it as a file, also PDF or PNG.
 
         Args:
             start_s, end_s: the part to show; None: from the start, to the end.

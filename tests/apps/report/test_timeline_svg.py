@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.report.charts import curve_svg
-from pipedream.report.svg import LEFT, timeline_svg
-from tests.report.conftest import SVG, Simulated
+from pipedream.apps.report.charts import curve_svg
+from pipedream.apps.report.svg import LEFT, timeline_svg
+from tests.apps.report.conftest import SVG, Simulated
 
 
 def _find_boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:

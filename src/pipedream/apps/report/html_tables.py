@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from pipedream.apps.report.style import page_style
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.tabular import fold
 from pipedream.core.units import format_bytes, format_number, format_seconds
-from pipedream.report.style import page_style
 
 NOTHING = "-"
 """Shown for an unknown value."""

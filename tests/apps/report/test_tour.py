@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CELLS = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
 SIMULATED = next(i for i, cell in enumerate(CELLS) if "".join(cell["source"]).startswith("## A model"))
 """Cells before this one show no measured numbers."""

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream.apps.report.text import choose_slot, grid, grid_rich
 from pipedream.core.schedule.timeline import Span
-from pipedream.report.text import choose_slot, grid, grid_rich
-from tests.report.conftest import Simulated
+from tests.apps.report.conftest import Simulated
 
 
 def test_updates_that_fill_a_column_are_ops(simulated: Simulated) -> None:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from pipedream.apps.report.style import COLOURS, LINES, length, line_style, ticks, time_unit
+from pipedream.apps.report.svg import frame, line, polyline, rect, text, y_axis
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.style import COLOURS, LINES, length, line_style, ticks, time_unit
-from pipedream.report.svg import frame, line, polyline, rect, text, y_axis
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MAX_POINTS, _MAX_POINTS_OF_SEVERAL = 200, 50

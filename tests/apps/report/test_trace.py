@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.report.trace import save_trace, trace
-from tests.report.conftest import Simulated
+from pipedream.apps.report.trace import save_trace, trace
+from tests.apps.report.conftest import Simulated
 
 
 def _check(events: list[dict[str, Any]]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from rich.text import Text
 
+from pipedream.apps.report.style import TERMINAL, colour_class, time_unit
 from pipedream.core.plan.memory import ELSEWHERE
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_number
-from pipedream.report.style import TERMINAL, colour_class, time_unit
 
 _TICK_SLOTS = 4
 _NOTHING = 1e-9

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream.apps.report.charts import average_neighbours, curve_svg
+from pipedream.apps.report.lanes import assign_rows, middle_window, start_window
+from pipedream.apps.report.style import COLOURS, LINES, page_style, ticks
 from pipedream.core.schedule.timeline import Span
 from pipedream.core.units import format_number
-from pipedream.report.charts import average_neighbours, curve_svg
-from pipedream.report.lanes import assign_rows, middle_window, start_window
-from pipedream.report.style import COLOURS, LINES, page_style, ticks
-from tests.report.conftest import SVG, Simulated
+from tests.apps.report.conftest import SVG, Simulated
 
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
 

@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 from hypothesis import given, strategies as st
 
+from pipedream.apps.report.variants import comparison_page, comparison_svg
 from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant
-from pipedream.report.variants import comparison_page, comparison_svg
-from tests.report.conftest import SVG
+from tests.apps.report.conftest import SVG
 
 NAMES = (ONE_WORKER, DDP, "1f1b", "PipeDream <full>", "x & y")
 RATES = st.none() | st.floats(1e-3, 1e7)

@@ -7,12 +7,12 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from pipedream.apps.report.lanes import assign_rows, match_waits
+from pipedream.apps.report.style import COLOURS, colour_class, length, svg_style, ticks, time_unit
 from pipedream.core.artifact import new_file
 from pipedream.core.errors import PlanError
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_number, format_seconds
-from pipedream.report.lanes import assign_rows, match_waits
-from pipedream.report.style import COLOURS, colour_class, length, svg_style, ticks, time_unit
 
 LEFT, RIGHT = 78, 16
 """Pixels to the left and to the right of the lanes."""

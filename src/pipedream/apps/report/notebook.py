@@ -7,6 +7,10 @@ from html import escape
 from typing import Any
 
 from pipedream import schedules
+from pipedream.apps.report.charts import profile_svg
+from pipedream.apps.report.html_tables import amount, table
+from pipedream.apps.report.lanes import start_window
+from pipedream.apps.report.svg import timeline_svg
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -16,10 +20,6 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.tabular import Tabular, fold
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner import Comparison
-from pipedream.report.charts import profile_svg
-from pipedream.report.html_tables import amount, table
-from pipedream.report.lanes import start_window
-from pipedream.report.svg import timeline_svg
 from pipedream.simulator import costs, simulate
 
 __all__ = ["html", "picture", "timeline_svg"]

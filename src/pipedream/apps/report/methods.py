@@ -2,10 +2,10 @@
 
 from html import escape
 
+from pipedream.apps.report.style import COLOURS, LINES, length, line_style, ticks
+from pipedream.apps.report.svg import frame, line, text, y_axis
 from pipedream.core.method_comparison import MethodComparison
 from pipedream.core.units import format_number
-from pipedream.report.style import COLOURS, LINES, length, line_style, ticks
-from pipedream.report.svg import frame, line, text, y_axis
 
 _LEFT, _TOP = 74, 70
 _WIDTH, _HEIGHT, _RIGHT = 560, 320, 130

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import pipedream as pd
-from pipedream.report.html import page
-from tests.report.conftest import Simulated
+from pipedream.apps.report.html import page
+from tests.apps.report.conftest import Simulated
 
 pytestmark = pytest.mark.browser
 Opened = Callable[..., tuple[dict[str, Any], list[str]]]

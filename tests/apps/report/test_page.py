@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream.apps.report.html import page
 from pipedream.core.schedule.timeline import Span
-from pipedream.report.html import page
-from tests.report.conftest import Simulated
-from tests.report.html_page import HtmlPage
+from tests.apps.report.conftest import Simulated
+from tests.apps.report.html_page import HtmlPage
 
 SUMMARY: dict[str, Any] = {
     "recipe": "examples/digits.py",

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import pipedream as pd
+from pipedream.apps.report.notebook import picture
 from pipedream.plan_request import PlanRequest
-from pipedream.report.notebook import picture
 from pipedream.workflows.sweep import sweep
+from tests.apps.report.html_page import HtmlPage
 from tests.planner.planned import compare
-from tests.report.html_page import HtmlPage
 
 CHAIN = pd.Profile.of_chain(tuple(pd.LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
 

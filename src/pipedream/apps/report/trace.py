@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipedream.apps.report.lanes import assign_rows
+from pipedream.apps.report.svg import SPAN_NAMES
 from pipedream.core.artifact import write_text
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.report.lanes import assign_rows
-from pipedream.report.svg import SPAN_NAMES
 
 
 def trace(*timelines: Timeline) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Programs around the library: nothing of the library imports them."""
