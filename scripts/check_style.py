@@ -37,6 +37,7 @@ BASES_NAMES = {
     "get_total_train_batch_size",
 }  # of methods that a base class asks for
 TORCH_PACKAGES = (
+    "apps.compare",
     "capture",
     "experts",
     "extensions.meshes",

@@ -22,10 +22,10 @@ from scaffold import format_range, format_table
 from worker_processes import Disturbance
 
 from pipedream import Cluster, Plan, Profile, plan as make_plan
+from pipedream.apps.compare.compare_runs import Runs
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, format_link, format_ratio
 from pipedream.core.units import format_bytes, format_number
-from pipedream.core.variants import DDP, ONE_WORKER, format_link, format_ratio
 from pipedream.slow_links import Network, slow_network
-from pipedream.training.compare_runs import Runs
 
 ACCUMULATED = 8  # minibatches that each worker accumulates for an update
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch

@@ -36,7 +36,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream.runtime.torch_baselines import DataParallel, PlainLoop, Task
+from pipedream.apps.compare.torch_baselines import DataParallel, PlainLoop, Task
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))

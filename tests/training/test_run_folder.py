@@ -14,8 +14,8 @@ import torch
 from commands import Run
 
 import pipedream as pd
+from pipedream.apps.report.run_page import write_report
 from pipedream.runtime.checkpoint.files import save_weights
-from pipedream.training.run_folder import write_report
 from tests.cli.test_data_runs_no_code import RECIPE
 
 

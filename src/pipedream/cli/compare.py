@@ -4,10 +4,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from pipedream.apps.compare.compare_options import ComparisonOptions
 from pipedream.cli.options import JSON, RECIPE
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
-from pipedream.training.compare_options import ComparisonOptions
 
 
 def compare(
@@ -35,7 +35,7 @@ def compare(
     """
     if not Path(recipe).is_file():
         raise PlanError(f"the recipe {recipe} does not exist; give the path of a Python file")
-    from pipedream.training.compare import STATE, compare_recipe
+    from pipedream.apps.compare.compare import STATE, compare_recipe
 
     report = (lambda line: None) if as_json else partial(print, file=sys.stderr, flush=True)
     comparison, folder = compare_recipe(recipe, options, out=out, progress=report)

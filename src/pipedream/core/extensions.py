@@ -1,4 +1,4 @@
-"""Finds what extensions offer: the modules of one name in the folders of `pipedream/extensions/`.
+"""Finds what extensions offer: the modules of one name in the folders of `pipedream/extensions/`, or of `apps/`.
 
 What may be offered, under the names of their modules:
 
@@ -7,6 +7,7 @@ What may be offered, under the names of their modules:
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
+| `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 
@@ -16,12 +17,10 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
-_FOLDER = "pipedream.extensions"
-
 
 @cache
-def list_offers(name: str) -> tuple[ModuleType, ...]:
+def list_offers(name: str, package: str = "pipedream.extensions") -> tuple[ModuleType, ...]:
     """Returns the module of this name of each extension that has one, in the order of the folders' names."""
-    folders = iter_modules(import_module(_FOLDER).__path__, f"{_FOLDER}.")
+    folders = iter_modules(import_module(package).__path__, f"{package}.")
     names = [f"{folder.name}.{name}" for folder in folders if folder.ispkg]
     return tuple(import_module(module) for module in names if find_spec(module) is not None)

@@ -24,9 +24,10 @@ from typing import Any
 
 from pipedream import metrics
 from pipedream._version import __version__
-from pipedream.core.artifact import encode, read_text, write_text
+from pipedream.core.artifact import encode, write_text
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -46,8 +47,6 @@ from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
 from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.runtime.comm import process_group
 from pipedream.training.restarts import count_restarts
-
-_SHOWN_MICROBATCHES = 40  # in the picture of a run's start
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
@@ -205,7 +204,7 @@ def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run folder.
+    """The contents of a run folder, of which applications make pages.
 
     Attributes:
         measured: each phase's, for the trace.
@@ -234,8 +233,6 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
     Raises:
         WorkerError: a file cannot be written.
     """
-    from pipedream.apps.report import save_trace  # here, because the first minibatch need not wait for it
-
     run_folder = run_folder or LocalFolder(folder)
     try:
         if files.weights is not None:
@@ -245,12 +242,10 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
         keep_plan(folder, files.plan, files.profile)
         files.predicted.save(folder / "predicted.json")
         files.steady.save(folder / "measured.json")
-        if (start := _cut_start(files.measured[0])) is not None:
-            start.save(folder / "start.json")
         write_text(folder / "losses.json", json.dumps(files.losses))
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
-        save_trace(files.measured, folder / "trace.json")
-        write_report(folder)
+        for page in list_offers("run_page", "pipedream.apps"):  # here: the first minibatch need not wait for them
+            page.write(folder, files)
         run_folder.write_files(folder)
     except (ArtifactError, OSError) as error:
         saved = find_newest_checkpoint(run_folder.within(CHECKPOINTS))
@@ -260,48 +255,6 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
         if not run_folder.on_disk:
             advice = f"the files are in {folder}; {advice}"
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
-
-
-def _cut_start(measured: Timeline) -> Timeline | None:
-    """Returns the start of a run, for its picture; None if nothing ran."""
-    from pipedream.apps.report.lanes import start_window
-
-    window = start_window(measured, _SHOWN_MICROBATCHES)
-    if window is None:
-        return None
-    versions = tuple(tag for tag in measured.gradient_versions if tag.microbatch < window.last)
-    return replace(measured.between(window.start_s, window.end_s), gradient_versions=versions)
-
-
-def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` into a run folder, from its other files; returns its path.
-
-    Raises:
-        ArtifactError: the folder is not a run folder.
-    """
-    from pipedream.apps.report import save_page
-
-    try:
-        summary = json.loads(read_text(folder / "summary.json"))
-        losses = json.loads(read_text(folder / "losses.json"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{folder} is not a run folder: {error}; give the folder of a training run") from None
-    profile = folder / "profile.json"
-    files: dict[str, Any] = {
-        "plan": Plan.load(folder / "plan.json"),
-        "profile": Profile.load(profile) if profile.exists() else None,
-        "predicted": Timeline.load(folder / "predicted.json"),
-        "measured": Timeline.load(folder / "measured.json"),
-        "start": Timeline.load(start) if (start := folder / "start.json").exists() else None,
-    }
-    try:
-        title = f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}"
-        return save_page(folder / "report.html", summary, **files, losses=losses, title=title)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"summary.json or losses.json in {folder} is not as a run writes it ({type(error).__name__}: {error}); "
-            "give the unchanged folder of a training run"
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from typing import Any
 
 from rich.console import Console
 
+from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
+from pipedream.apps.compare.variants import Variant
 from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.variants import Variant
 from pipedream.recipe import load_recipe
 from pipedream.runtime.checkpoint.stores import open_store
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import launch, set_threads
 from pipedream.runtime.failure.processes import write_error
-from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
 from pipedream.slow_links import Network
 from pipedream.training import run_folder
 from pipedream.training.job import capture_recipe, profile_recipe
@@ -64,7 +64,7 @@ class Runs:
             with redirect_stdout(sys.stderr):
                 run_job(kind, self.recipe, options)
             return folder
-        arguments = ["-m", "pipedream.training.compare_runs", kind, self.recipe, json.dumps(options)]
+        arguments = ["-m", "pipedream.apps.compare.compare_runs", kind, self.recipe, json.dumps(options)]
         self.count += 1
         folder.mkdir(parents=True, exist_ok=True)
         if self.network is not None and workers > 1:

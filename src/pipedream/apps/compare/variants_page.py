@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.apps.report.charts import curve_svg
 from pipedream.apps.report.html_tables import document, scroll, section, table
-from pipedream.core.variants import ONE_WORKER, RecipeComparison, Variant, format_link
 
 
 def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> str:

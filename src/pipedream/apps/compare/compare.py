@@ -16,7 +16,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedream.apps.report.variants import comparison_page, comparison_svg
+from pipedream.apps.compare.compare_options import ComparisonOptions
+from pipedream.apps.compare.compare_runs import Runs
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
+from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
 from pipedream.core.artifact import encode, read_text, write_text
 from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
@@ -26,13 +29,10 @@ from pipedream.core.plan.message_encoding import names_encoding
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
-from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.runtime.checkpoint.stores import open_store
 from pipedream.schedules import properties_of
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
-from pipedream.training.compare_options import ComparisonOptions
-from pipedream.training.compare_runs import Runs
 from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.probe import detect_cluster

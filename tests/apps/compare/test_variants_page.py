@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 from hypothesis import given, strategies as st
 
-from pipedream.apps.report.variants import comparison_page, comparison_svg
-from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant
+from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
 from tests.apps.report.conftest import SVG
 
 NAMES = (ONE_WORKER, DDP, "1f1b", "PipeDream <full>", "x & y")

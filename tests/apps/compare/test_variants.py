@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.variants import DDP, ONE_WORKER, RecipeComparison, Variant
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant
 
 
 def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:

@@ -13,11 +13,11 @@ import torch
 from commands import Run, load_script
 
 import pipedream as pd
-from pipedream.core.variants import RecipeComparison
-from pipedream.runtime.torch_baselines import PlainLoop, Task
-from pipedream.training import compare, compare_runs
-from pipedream.training.compare_options import ComparisonOptions
-from tests.training import test_comparing
+from pipedream.apps.compare import compare, compare_runs
+from pipedream.apps.compare.compare_options import ComparisonOptions
+from pipedream.apps.compare.torch_baselines import PlainLoop, Task
+from pipedream.apps.compare.variants import RecipeComparison
+from tests.apps.compare import test_comparing
 
 RECIPE = (
     test_comparing.RECIPE.replace("160", "60").replace("size=8", "size=6").replace('target=("loss", 10.0)', "epochs=2")

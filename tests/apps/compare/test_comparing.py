@@ -25,11 +25,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import pipedream as pd
+from pipedream.apps.compare import compare, compare_runs
+from pipedream.apps.compare.compare_options import ComparisonOptions
+from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
+from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison
 from pipedream.core.cold import count_warm_up
-from pipedream.core.variants import ONE_WORKER, RecipeComparison
-from pipedream.runtime.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
-from pipedream.training import compare, compare_runs, loop
-from pipedream.training.compare_options import ComparisonOptions
+from pipedream.training import loop
 
 CPU = torch.device("cpu")
 RECIPE = """
@@ -149,7 +150,7 @@ def test_an_accumulating_worker_sums_its_gradients_once(monkeypatch: pytest.Monk
             summed.append(self.syncs)
             return self.module(inputs)
 
-    monkeypatch.setattr("pipedream.runtime.torch_baselines.DistributedDataParallel", OneProcess)
+    monkeypatch.setattr("pipedream.apps.compare.torch_baselines.DistributedDataParallel", OneProcess)
     rival = DataParallel(task(test=None, target=None), 4)
     rows = [(done.number, done.samples, done.ends_epoch) for done in rival.train(None, until_epoch=1)]
     assert rows == [(3, 32, False), (5, 12, True)]

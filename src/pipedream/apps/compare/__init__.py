@@ -1,0 +1,1 @@
+"""Trains a recipe with several methods, and beside what torch offers."""
