@@ -30,7 +30,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.runtime.checkpoint.stores import open_store
+from pipedream.runtime.checkpoint.stores import find_kind
 from pipedream.schedules import properties_of
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
 from pipedream.training.run_folder import measure_steady
@@ -251,7 +251,7 @@ def open_folder(recipe: str, out: str | os.PathLike[str] | None, settings: Mappi
     """Returns a comparison's folder. Raises a `PlanError` if it holds anything else than one of these settings."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if not open_store(out).on_disk:
+    if not find_kind(out).on_disk:
         raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):

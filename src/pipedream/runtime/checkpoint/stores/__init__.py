@@ -15,9 +15,7 @@ Folder = str | os.PathLike[str] | CheckpointStore
 
 
 def open_store(folder: Folder) -> CheckpointStore:
-    """Returns the store at an address: of the kind that accepts its text, else at a URL or on this machine's disk.
-
-    Stores that were defined elsewhere count once their module is imported.
+    """Returns the store at an address; see `find_kind`.
 
     Raises:
         ArtifactError: the address cannot be used, or needs a package that is not installed.
@@ -28,9 +26,16 @@ def open_store(folder: Folder) -> CheckpointStore:
         raise ArtifactError(
             f"a Path of {url[1]}//{url[2]} has lost a slash and is no URL; give the URL as a text (str)"
         )
+    return find_kind(folder)(os.fspath(folder))
+
+
+def find_kind(folder: str | os.PathLike[str]) -> type[CheckpointStore]:
+    """Returns the kind of store that accepts an address, else that of any URL, or of this machine's disk.
+
+    Stores that were defined elsewhere count once their module is imported.
+    """
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
-    address = os.fspath(folder)
     general: list[type[CheckpointStore]] = [ObjectStore, LocalFolder]
     kinds = [*(kind for kind in CheckpointStore.kinds if kind not in general), *general]
-    return next(kind for kind in kinds if kind.accepts(address))(address)
+    return next(kind for kind in kinds if kind.accepts(os.fspath(folder)))
