@@ -43,10 +43,13 @@ IN_FUNCTION = "inside a custom autograd function"
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
              "has_names", "is_same_size", "__format__", "__repr__", "retain_grad"}  # fmt: skip
+"""Functions that read no numbers, for which a stage needs no more than a placeholder."""
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
            "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
            "cauchy_", "geometric_", "rrelu", "gumbel_softmax"}  # fmt: skip
+"""Functions that draw random numbers, by their names where no generator shows it."""
+
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -154,7 +157,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, changed_by_forward: frozenset[str]) -> None:
         super().__init__()
         self.moment = 0
-        self.records: dict[int, TensorRecord] = {}
+        self.records: dict[int, TensorRecord] = {}  # they keep the tensors alive, so that no id is used again
         self.writes: dict[int, list[int]] = {}
         self.draws: list[int] = []
         self.hooks: list[tuple[int, int, RemovableHandle]] = []
@@ -197,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
         results = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
         if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in results):
-            if name in _RECURRENT:
+            if name in _RECURRENT:  # their only float is the dropout
                 return any(type(argument) is float and argument > 0 for argument in args)
             if name == "scaled_dot_product_attention":
                 return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
@@ -212,7 +215,7 @@ class _Recorder(TorchFunctionMode):
         if random:
             self.draws.append(self.moment)
         if depends and not results and name in READS_NUMBERS:
-            depends = False
+            depends = False  # no tensor is computed: what only looks at numbers makes no call depend
         sources = frozenset().union(*(argument.sources for argument in arguments)) if not depends else frozenset()
         written = self._list_written(name, args, kwargs)
         if depends:
@@ -221,10 +224,11 @@ class _Recorder(TorchFunctionMode):
         for argument in arguments:
             argument.last = argument.last_read = self.moment
             if name == "register_hook":
+                # In a later stage it would miss the gradients of what has read the tensor before.
                 self.hooks.append((min(argument.first_read, self.moment), self.moment, result))
             else:
                 argument.first_read = min(argument.first_read, self.moment)
-            if not argument.depends and (depends or name in READS_NUMBERS):
+            if not argument.depends and (depends or name in READS_NUMBERS):  # by which all stages decide again
                 argument.uses.append(END if name in READS_NUMBERS else self.moment)
             if argument.state:
                 argument.reads.append((self.moment, self.stack[-1]))
@@ -245,6 +249,7 @@ class _Recorder(TorchFunctionMode):
 
     def _make_depend(self, record: TensorRecord, name: str) -> None:
         if record.born < 0 and not record.state:  # an input, from which what has read it before is computed again
+            # Under a key that is no tensor's id, as that of the tensor now finds what was written.
             self.records[-id(record.tensor)] = replace(record, sites=record.sites[:1])
             record.sites = record.sites[1:]
         record.depends, record.born, record.made_by = True, self.moment, name
@@ -252,7 +257,7 @@ class _Recorder(TorchFunctionMode):
     def _list_written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         out = kwargs.get("out")
         written = [out] if isinstance(out, torch.Tensor) else []
-        if (
+        if (  # three names only look like those of in-place operators
             is_in_place(name) and name != "__index__" and name != "__int__" and name != "__invert__"
         ) or name == "__setitem__":
             written += [args[0]] if args and isinstance(args[0], torch.Tensor) else []
@@ -273,15 +278,15 @@ class _Recorder(TorchFunctionMode):
         return self.records[id(tensor)]
 
     def call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # no stage can begin inside a torch.func
             return original(*args, **kwargs)
         call = self._enter(module, args, kwargs)
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            while self.stack.pop() is not call:
+            while self.stack.pop() is not call:  # above it are calls that failed as they were entered
                 pass
-            if call.parent is not None:
+            if call.parent is not None:  # the model may catch the error, and the call has no end
                 call.parent.inner.remove(call)
             raise
         self._leave(call, args, kwargs, output)
@@ -306,7 +311,7 @@ class _Recorder(TorchFunctionMode):
         """Returns why the present call must not be cut inside, or ""."""
         if get_ident() != self.thread:
             return "in a thread of its own, and stages begin and end in that of the forward"
-        for frame, _ in walk_stack(sys._getframe(3)):
+        for frame, _ in walk_stack(sys._getframe(3)):  # from the caller of `call` outwards
             code = frame.f_code
             if code.co_filename.endswith("torch/utils/checkpoint.py"):
                 return "checkpointed"
@@ -376,13 +381,13 @@ def record(
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()
         for attribute, value in module.__dict__.items()
-        if attributes.get(name, {}).get(attribute, recorder) is not value
+        if attributes.get(name, {}).get(attribute, recorder) is not value  # the default is no attribute's value
     )
     records = list(recorder.records.values())
     for record in records:
         record.storage = _find_storage(record.tensor)
     for record in records:
-        if not record.state and record.storage != id(record.tensor):
+        if not record.state and record.storage != id(record.tensor):  # not if sparse, or wrapped by torch.func
             record.tensor = meta_like(record.tensor)  # frees its memory
     transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
     changed_by_forward, hooked = frozenset(changed), recorder.list_hooked()

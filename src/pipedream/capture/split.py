@@ -24,7 +24,7 @@ Refused = dict[str, str]
 Ties = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 """Groups of layers, and those of them that no method can train in separate stages."""
 
-_LOOP = 3  # calls of one module with parameters, from which on they are taken for a loop over the length
+_LOOP = 3  # calls of one module with parameters, from which on they are taken for a loop over a sequence's length
 
 
 def build_graph(
@@ -43,9 +43,10 @@ def build_graph(
     if evaluation is None or not graph.calls:
         return graph, refused
     starts = {layer.name for layer in graph.layers}
+    # Evaluation is cut where training is, and nowhere else.
     others = {call.name: "" for call in evaluation.root.every() if call.name not in starts}
     other, reasons = _build_graph(model, evaluation, others, replayed)
-    lost = starts - {layer.name for layer in other.layers} - {graph.layers[0].name}
+    lost = starts - {layer.name for layer in other.layers} - {graph.layers[0].name}  # which no cut precedes
     if lost:
         reasons = {name: f"in evaluation mode {reasons.get(name, 'it is not called')}" for name in sorted(lost)}
         return build_graph(model, recording, refused | reasons, replayed, evaluation)
@@ -150,16 +151,16 @@ def list_skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
     Of a call that hides something the calls inside are skipped; a leaf that hides is returned.
     """
     skipped: list[Call] = []
-    until = -2
+    skipped_until = -2  # before every call
     for number, call in enumerate(calls):
         if call.start >= moment:
             break
-        if call.start < until or call.end > moment:
+        if call.start < skipped_until or call.end > moment:
             continue
         inner = number + 1 < len(calls) and calls[number + 1].start < call.end
         if not (call.hides and inner):
             skipped.append(call)
-            until = call.end
+            skipped_until = call.end
     return skipped
 
 
@@ -230,6 +231,7 @@ def _find_written_alias(recording: Recording, values: Sequence[TensorRecord], mo
     storages: set[int] = set()
     for record in values:
         if _is_read_across(record, moment) and recording.writes:
+            # They arrive as separate tensors: a write to one would not reach the other.
             if record.storage in storages and any(
                 written >= moment for written in recording.writes.get(record.storage, ())
             ):
@@ -252,7 +254,7 @@ def _list_calls(recording: Recording, leaves: Sequence[CallRecord], values: Sequ
     def visit(call: CallRecord) -> None:
         for inner in call.inner:
             if not inner.free:
-                is_leaf = id(inner) in ends
+                is_leaf = id(inner) in ends  # nothing inside of it can be skipped instead
                 calls.append(Call(inner.name, inner.start, inner.end, bool(inner.opaque) if is_leaf else hides(inner)))
                 if not is_leaf:
                     visit(inner)
@@ -285,6 +287,7 @@ def _assign_tensors(
     for record in recording.tensors:
         for source in record.sources:
             for moment in record.uses if source.startswith(":") else ():
+                # Every stage repeats what the forward decides by numbers.
                 at = range(len(names)) if moment == END else [layer_at(moment)]
                 for layer in at:
                     names[layer][source[1:]] = None
@@ -309,6 +312,7 @@ def _find_ties(
     for leaf in leaves:
         layer = max(bisect_right(moments, leaf.start) - 1, 0)
         for module in leaf.module.modules():
+            # Its statistics are written inside of one function, which a record does not show.
             if isinstance(module, _NormBase) and module.running_mean is not None:
                 changed_by_forward[id(module)].add(layer)
     every = dict(model.named_parameters(remove_duplicate=False))

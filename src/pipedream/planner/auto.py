@@ -19,7 +19,7 @@ from pipedream.planner.comparison import Candidate, Comparison, Score, candidate
 from pipedream.planner.search import PlanSearch, SearchVariant, list_finalists
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
-MAX_MICROBATCHES = 64
+MAX_MICROBATCHES = 64  # each power of two is another plan and simulation for every method and shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class _Alternatives:
         """Raises PlanError if no plan fits, or if the candidate's delay or depth changes nothing."""
         occupancy = self.occupancy(candidate.schedule, candidate.microbatches)
         profile = self._split_profile(self.methods[candidate.schedule].same_updates, candidate.microbatches)
-        free = self._plan_unlimited(profile, finalist, candidate.update_delay)
-        if candidate.update_delay and not any(free.update_delay):
+        unlimited = self._plan_unlimited(profile, finalist, candidate.update_delay)
+        if candidate.update_delay and not any(unlimited.update_delay):
             raise PlanError("no stage delays its updates")
-        if self.methods[candidate.schedule].flushes and max(free.replicas) > candidate.microbatches:
+        if self.methods[candidate.schedule].flushes and max(unlimited.replicas) > candidate.microbatches:
             raise PlanError("fewer microbatches than replicas")
         space = SearchSpace.of(
             profile,
@@ -80,7 +80,7 @@ class _Alternatives:
             occupancy=occupancy,
         )
         try:  # the best plan without limits may fit as it is
-            planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")
+            planned = apply_depth(space, replace(unlimited, cluster=self.cluster), "noam")
         except PlanError:
             search = PlanSearch(space, self.options.all_workers, describes_alternatives=False)
             planned = search.best(finalist.shape, link_factor=finalist.link_factor)
@@ -95,14 +95,14 @@ class _Alternatives:
     def _split_profile(self, same_updates: bool, microbatches: int) -> Profile:
         graph = self.profile.graph
         ties = graph.inseparable if same_updates else graph.ties
-        key = ties, min(microbatches, self.profile.parts)
+        key = ties, min(microbatches, self.profile.parts)  # for more parts `in_parts` returns the same
         if key not in self._profiles:
             profile = self.profile if ties == graph.ties else self.profile.without_tied_groups()
             self._profiles[key] = profile.in_parts(microbatches)
         return self._profiles[key]
 
     def _plan_unlimited(self, profile: Profile, finalist: SearchVariant, update_delay: int) -> Plan:
-        key = id(profile), update_delay
+        key = id(profile), update_delay  # `_profiles` keeps it, so no other gets its id
         if key not in self._searches:
             again = ALWAYS if self.options.choices.recompute == ALWAYS else NEVER  # memory is not limited
             search = PlanSearch.of(

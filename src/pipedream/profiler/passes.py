@@ -103,7 +103,7 @@ class Passes:
         try:
             with enter_autocast(self._device.type, self._autocast):
                 return self._call(self._layers[index], arguments)
-        except CaptureError:
+        except CaptureError:  # says itself which cut fails, and what to do
             raise
         except Exception as error:
             raise _make_error(f"the {self._name_layer(index)}", arguments, error) from error
@@ -123,19 +123,20 @@ class Passes:
         if not Allocations.is_free():
             return (Need(0, 0),) * len(saved)
         watches = []
-        for adds in (False, True):
+        for adds in (False, True):  # as the first microbatch of an update, and as a later one
             with Allocations(self._device) as watch:
                 arguments: Sample = sample
                 for index, parameters in enumerate(self._parameters):
                     arguments = (self._watch_call(self._layers[index], arguments, parameters, watch, adds),)
                 if self._loss is not None:
                     self._watch_call(self._compute_loss, arguments, [], watch, adds)
-            watches.append(iter(watch.sections[:-1]))
+            watches.append(iter(watch.sections[:-1]))  # without the one after the last backward
         needs = []
-        first, adding = (zip(*[sections] * 3, strict=True) for sections in watches)
+        first, adding = (zip(*[sections] * 3, strict=True) for sections in watches)  # three for each call
         for index, ((_, forward, alone), (_, _, added)) in enumerate(zip(first, adding, strict=True)):
             sizes_of = [p.nbytes for p in self._parameters[index]] if index < len(self._layers) else []
             passing = sum(size.output_bytes for size in sizes[max(index - 1, 0) : index + 1])  # gradients, in and out
+            # The largest gradient, whole before it is added, is counted apart (`largest_parameter_bytes`).
             added_bytes = added.rise_bytes - max(sizes_of, default=0)
             working = max(forward.rise_bytes + entering[index] - saved[index], added_bytes, passing)
             needs.append(Need(working, alone.rise_bytes))
@@ -203,7 +204,7 @@ class Passes:
 
     def _time_backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         gradients = [torch.ones_like(output) for output in outputs]
-        self._watch.start()
+        self._watch.start()  # without a backward, too: laps are known by their order
         if outputs and inputs:
             with self._enter_backward():
                 torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)

@@ -83,7 +83,7 @@ class Flows:
         flow.version = -1
         for port in flow.ports:
             del port.flows[flow]
-        for port in flow.ports:
+        for port in flow.ports:  # one flow of each, from which sharing reaches all that are connected
             if port.flows:
                 self._share(next(iter(port.flows)), now)
         return now, flow.what
@@ -132,7 +132,7 @@ class Flows:
         flow.left_bytes = max(0.0, flow.left_bytes - flow.bytes_per_s * (now - flow.since_s))
         flow.bytes_per_s, flow.since_s = bytes_per_s, now
         flow.version += 1
-        self._count += 1
+        self._count += 1  # decides between equal times, as flows have no order
         heappush(self._ends, (now + flow.left_bytes / bytes_per_s, self._count, flow.version, flow))
 
 
@@ -196,6 +196,8 @@ class Wire(_Queue):
         posted: times of unmatched receives.
         unmatched: messages without a posted receive, and when they were sent.
         arrived: messages not yet received, and when they arrived.
+        waiting: the receiver, if it waits for the next one to arrive.
+        sends, began_s: the spans of its sender's messages, and when the present one began.
         early_s: how long before its arrival the op that receives a message may begin.
     """
 
@@ -227,11 +229,11 @@ class Network:
                     channel=channel,
                     size_bytes=size,
                     latency_s=costs.latency_s(channel),
-                    posted=deque([0.0] * channel.depth),
+                    posted=deque([0.0] * channel.depth),  # a rank posts a ring of receives before it starts
                     sends=sends[channel.sender],
                 )
             )
-        self._rings = [
+        self._rings = [  # numbered before all wires
             _Queue(-1 - stage, self._list_ring_ports(ports, [costs.worker(rank) for rank in ranks], costs, stage))
             for stage, ranks in enumerate(
                 (*program.placement.ranks, *(tied.ranks(program.placement) for tied in program.plan.tied_weights))
@@ -277,7 +279,7 @@ class Network:
         starts, flows = self._starts, self._flows
         while not self.ready:
             end_s = flows.next_s()
-            if starts and (end_s is None or starts[0][0] < end_s):
+            if starts and (end_s is None or starts[0][0] < end_s):  # at equal times ends come first, and free ports
                 now, _, queue = heappop(starts)
                 if isinstance(queue, Wire):
                     queue.began_s = now
@@ -285,7 +287,7 @@ class Network:
             elif end_s is not None:
                 now, queue = flows.end()
                 self._end(queue, now)
-            else:
+            else:  # nothing is in transit: all have ended, or they wait for each other
                 return
 
     def find_unreceived(self) -> Iterator[tuple[Channel, int]]:

@@ -16,7 +16,7 @@ from pipedream.core.tabular import Tabular
 from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_copied_spans, unroll
 from pipedream.verifier.waits import check_waits
 
-_MAX_INSTRUCTIONS = 60_000
+_MAX_INSTRUCTIONS = 60_000  # of all runs that are checked, which limits the seconds of a proof
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +146,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in peaks),
         staleness=tuple(_compute_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
         mean_staleness=tuple(
-            0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)
+            program.weights.mean_staleness(stage) if program.trains else 0.0
             for stage in range(program.placement.stages)
         ),
         remote_forwards=tuple(
@@ -162,7 +162,8 @@ def _choose_totals(program: Program) -> tuple[tuple[int, ...], int]:
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # The first version that is read late is made after the warm-up, and dropped as late after its last reader.
+    # The first version that is read late is made after the warm-up, and dropped as late after its last reader. How late
+    # that is shows in a run of this length.
     steady = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
     late_microbatches = max(
         _compute_staleness(program, stage, steady) * count for stage, count in enumerate(program.updates.per_update)
@@ -195,7 +196,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """
     program = run.program
     stage_replicas = program.placement.stage_replicas(rank)
-    if len(program.kinds) == 1:
+    if not program.trains:
         return [
             (0, len(stage_replicas) + len(program.placement.passes_on_copies(rank, forward=True))),
             *[(0, 1)] * len(stage_replicas),
@@ -219,9 +220,10 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         pass_spans = [
             (
                 _find_start(run, stage, replica, k),
+                # If only the backward is here, it is a span of one instruction.
                 run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.runs_backward_elsewhere(stage),
             )
-            for k in (() if program.placement.rotates else microbatches)
+            for k in (() if program.placement.rotates else microbatches)  # in turns all passes are on copies, below
         ]
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
@@ -263,7 +265,7 @@ def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tup
             first, _ = predictions.get(version, (begin, begin))
             predictions[version] = first, begin + 1 if prediction_until is Kind.FORWARD else end
             ends[version] = max(ends[version], first)
-        if prediction_until is not Kind.BACKWARD:
+        if prediction_until is not Kind.BACKWARD:  # else the backward reads the prediction, too
             ends[backward_version] = max(ends[backward_version], end)
     return (*zip(starts, ends, strict=True), *predictions.values())
 
@@ -276,11 +278,11 @@ def _find_peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
         count += change
         if count > peak:
             peak, peak_position = count, position
-    return peak, max(peak_position, 0)
+    return peak, max(peak_position, 0)  # the first version begins at -1, before any instruction
 
 
 def _compute_staleness(program: Program, stage: int, total: int) -> int:
-    if len(program.kinds) == 1:
+    if not program.trains:
         return 0
     updates, weights = program.updates, program.weights
     return max(updates.update_of(stage, k) - 1 - weights.forward_version(stage, k) for k in range(total))

@@ -116,7 +116,7 @@ class Placement(Artifact):
     def microbatches(self, rank: int, stage: int, total: int, *, forward: bool) -> Sequence[int]:
         """Returns a stage's microbatches, of `total`, whose forwards or backwards are on a rank."""
         row = self._rotations(forward)[stage]
-        if self.turn == 1:
+        if self.turn == 1:  # the same, without a visit to each microbatch
             return range(row.index(rank), total, len(row)) if rank in row else range(0)
         return [k for k in range(total) if row[k // self.turn % len(row)] == rank]
 
@@ -156,6 +156,7 @@ class Placement(Artifact):
 
     def runs_backward_elsewhere(self, stage: int) -> bool:
         """Returns whether a stage's backwards may run on another rank than its forwards, and repeat these."""
+        # In turns every stage does, but the last, whose backwards follow their forwards in the same turn.
         passes_on = self._rotations(True)[stage], self._rotations(False)[stage]
         return passes_on[0] != passes_on[1] or (self.rotates and stage + 1 < self.stages)
 

@@ -72,7 +72,8 @@ def _join(backend: str) -> None:
         "interface that joins them on each (GLOO_SOCKET_IFNAME)"
     )
     who = f"rank {rank} at {machine_address()}"
-    # torchrun's agent serves the store. Not with wait_for_workers, whose error does not name the missing ranks.
+    # torchrun's agent serves the store. Not with wait_for_workers, whose error does not name the missing ranks. With
+    # multi_tenant, as torch does it: a store that this process already serves at the port is shared.
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -94,7 +95,7 @@ def _join(backend: str) -> None:
             tried = {other: store.get(f"address/{other}").decode() for other in others}
             reason = "it tried " + ", ".join(f"rank {other} at {machine}" for other, machine in tried.items())
         raise PlanError(f"{who} is not connected within {JOIN_TIMEOUT_S:g} s: {reason}; {advice} ({error})") from error
-    set_timeout(dist.default_pg_timeout)
+    set_timeout(dist.default_pg_timeout)  # the limit was for joining
 
 
 def _open_attempt(base_store: TCPStore, rank: int, processes: int) -> tuple[PrefixStore, list[int]]:
@@ -307,8 +308,8 @@ def _gather_in_time(text: str) -> list[str]:
         return gather_texts(text, group)
     except (RuntimeError, PeerError) as error:
         others = [other for other in range(dist.get_world_size()) if other != rank]
-        absent = [other for other in others if store.add(f"pipedream/came/{other}", 0) < number]
-        if not absent or " by peer" in str(error):
+        absent = [other for other in others if store.add(f"pipedream/came/{other}", 0) < number]  # adding 0 reads
+        if not absent or " by peer" in str(error):  # a connection closed: a rank has failed, and says why itself
             raise
         ranks_text = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         raise PlanError(
@@ -363,7 +364,7 @@ def _choose_gpu() -> int:
             f"{f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
         )
     variable = next((name for name in LOCAL_RANKS if name in os.environ), None)
-    if count == 1 and variable != "LOCAL_RANK":
+    if count == 1 and variable != "LOCAL_RANK":  # whoever sets LOCAL_RANK asks for a GPU by number
         return 0
     if variable is None and is_distributed():
         raise PlanError(

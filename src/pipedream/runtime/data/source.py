@@ -91,6 +91,9 @@ class Source(ABC):
     """One worker's microbatches.
 
     Life: `begin` a stream; `take` each microbatch until the answer is a `StopReason`; after a drain, `resume`.
+
+    Attributes:
+        ended_at: minibatches of the stream, once it has ended.
     """
 
     ended_at: int = 0
@@ -101,7 +104,8 @@ class Source(ABC):
 
         Args:
             base: minibatches done before.
-            until: as for `Reader.begin`, but counted from the start of training.
+            cycle: as for `Reader.begin`.
+            until: the same, but counted from the start of training.
         """
 
     @abstractmethod
@@ -187,7 +191,7 @@ class ReadingSource(Source):
         if self._per_minibatch > 1:  # its microbatches are those of all replicas
             self._send(self._parts)
             return
-        for replica in range(1, self._replicas):
+        for replica in range(1, self._replicas):  # of the round's minibatches, the first is this replica's
             minibatch = self._reader.read(number + replica, replica)
             if isinstance(minibatch, StopReason):
                 for later in range(replica, self._replicas):
@@ -253,7 +257,11 @@ class _PullingReceiver(Receiver):
 
 
 class ReceivingSource(Source):
-    """Microbatches that another rank reads and sends."""
+    """Microbatches that another rank reads and sends.
+
+    Args:
+        takes_turns: this rank's later stages may hear of the end first; then `end` receives what was sent until then.
+    """
 
     def __init__(self, receiver: Receiver, takes_turns: bool = False) -> None:
         self._receiver = receiver
@@ -364,6 +372,7 @@ class DataSources:
         """Opens a loader for one epoch; the training's order stays as it is."""
         self._borrowed = [(generator, read_state(generator)) for generator in find_order_generators(loader).values()]
         self._evaluation.order = DataOrder()
+        # Without the batch dimension, as samples are counted only to resume a training.
         return self._open(self._evaluation, _DataRequest(loader, adapt, EpochRange(), None))
 
     def close_evaluation(self) -> None:
@@ -381,7 +390,7 @@ class DataSources:
     def close(self) -> None:
         self._training.close()
         self._evaluation.close()
-        self.channels = DataChannels()  # the others have a group
+        self.channels = DataChannels()  # lets go of the group
 
     def _open(self, target: _OpenLoader, request: _DataRequest) -> dict[int, Source]:
         target.close_reader()
@@ -438,9 +447,10 @@ class DataSources:
         if sharded:
             return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
         if readers[replica] != replica:
+            # In an evaluation, too, ranks that take turns hear of the end from each other.
             return {rank: ReceivingSource(self.channels.receivers[readers[replica]], self._takes_turns)}
         senders = {other: sender for other, sender in self.channels.senders.items() if readers[other] == replica}
-        reader = target.reader or target.open(request)
+        reader = target.reader or target.open(request)  # `load_first` may have opened it
         if replica:
             follower = FollowingReader(reader, self.channels.receivers[0], rank)
             return {rank: ReadingSource(follower, splitter, senders, replicas=replicas)}

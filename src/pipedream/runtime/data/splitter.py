@@ -71,7 +71,7 @@ SINGLE_ADVICE = (
 DENSE = "give it dense: x.to_dense(), or of a nested tensor torch.nested.to_padded_tensor(x, 0.0) and a mask"
 
 _LEAVES = (torch.Tensor, PackedSequence)
-_PLAIN = (str, int, float)
+_PLAIN = (str, int, float)  # a list may have very many, which need no look inside
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Splitter:
     """
 
     on_first: Callable[[FirstMinibatch], None] | None = None
-    find_last_share: Callable[[], float] = float
+    find_last_share: Callable[[], float] = float  # 0.0
     planned_samples: int = 1
 
     def __init__(self, batch_dim: BatchDim = 0) -> None:
@@ -184,7 +184,7 @@ class Splitter:
 
     def _make_first(self, inputs: Any, targets: Any, parts: Parts, count: int) -> FirstMinibatch:
         def take_first(samples: int) -> Parts:
-            sizes = 1 if samples == count else [samples, count - samples]
+            sizes = 1 if samples == count else [samples, count - samples]  # a whole one is not split, and may be sparse
             _, (first_inputs, *_), (first_targets, *_) = split_minibatch(
                 inputs, targets, sizes, self._batch_dim, lists=self._lists
             )
@@ -192,6 +192,7 @@ class Splitter:
             return [(message.with_tensors(*first_inputs), message.with_tensors(*first_targets))]
 
         filled = [part for part in parts if part[0].samples]
+        # A minibatch of one sample that is not split would fail without a pipeline, too.
         ends_single = len(parts) > 1 and 1 in _list_sizes(round(count * self.find_last_share()), len(parts))
         pair = take_first(sum(message.samples for message, _ in filled[:2]))
         return FirstMinibatch(filled, take_first(count), pair, take_first(1) if ends_single else [])
@@ -211,7 +212,7 @@ class Splitter:
                 raise _make_error(f"the tensor {name!r} of the {role} is sparse or nested, and cannot be split", DENSE)
             key = role, name, counts[name]
             counts[name] += 1
-            if dim is None or self._per_minibatch == 1 or not isinstance(leaf, _LEAVES):
+            if dim is None or self._per_minibatch == 1 or not isinstance(leaf, _LEAVES):  # lists: `_find_known_leaves`
                 continue
             if self._is_split.setdefault(key, is_split) != is_split:
                 raise _make_error(
@@ -258,6 +259,7 @@ def split_minibatch(
         check: called with a role, its tensors, and the number of samples.
         lists: those of inputs and of targets that were seen before; new ones are added.
     """
+    # Where nothing is split, minibatches cannot contradict each other.
     input_lists, target_lists = ({}, {}) if lists is None or parts == 1 else lists
     leaves, count = _find_leaves(inputs, batch_dim, input_lists)
     target_leaves, _ = _find_known_leaves(targets, batch_dim, target_lists, count)
@@ -308,6 +310,7 @@ class _Split:
         return [part(index) for index in range(len(self.sizes))]
 
     def flatten_parts(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
+        # Items of a list, and the shape of a meta tensor, are in the structure.
         if any(not isinstance(leaf, torch.Tensor) or leaf.is_meta for leaf, *_ in leaves):
             return [flatten(part) for part in self.list_parts(value, leaves)]
         # All parts have the structure of the whole.
@@ -372,6 +375,7 @@ def _find_known_leaves(
     if count is None:
         of_tensors = find_lists(holds_samples)
         certain = [items for place, items in of_tensors if before.get(place, 0) is None or _holds_dicts(items)]
+        # Tensors of one sample each say nothing about the number of samples: first count without them.
         if certain or any(_is_ragged(items) for _, items in of_tensors):
             count = _known_count(value, list_leaves({id(items) for _, items in of_tensors}))
         if count is None:
@@ -380,11 +384,12 @@ def _find_known_leaves(
     def is_split(place: Place, items: Sequence[Any]) -> bool:
         fits = len(items) == count
         if place[0] in named_dims:
-            return fits and not _list_tensors(items)  # whose dimension it is
+            return fits and not _list_tensors(items)  # if there are tensors, the dimension is theirs
         if fits and before.get(place, 0) is None:
             return True
         fits = fits and _is_of_samples(items, count, dims[place[0]])
         first = before.setdefault(place, None if fits else len(items))
+        # It was split and does not fit now; or it was shared, had another length, and fits now.
         if first is None if not fits else first not in (None, len(items)):
             raise _make_unclear_error(place, len(items), count, first)
         return first is None  # else a shared list, which may have as many items as a smaller minibatch has samples
