@@ -173,13 +173,13 @@ def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool, monkeypat
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     local: Any = LocalWorkers(
         model,
-        blueprint=SimpleNamespace(),  # type: ignore[arg-type]
+        blueprint=SimpleNamespace(program=SimpleNamespace(placement=None)),  # type: ignore[arg-type]
+        programs=(),
         names=ModelNames([["0.weight", "0.bias", "1.weight", "1.bias"]], {}, []),
         rank=0,
         connections=SimpleNamespace(leaders="first ranks" if is_first else None),  # type: ignore[arg-type]
         group="everyone",  # type: ignore[arg-type]
-        shardings={0: SimpleNamespace(gather=gather)},  # type: ignore[dict-item]
-        workers=[SimpleNamespace(program=SimpleNamespace(placement=None))],  # type: ignore[list-item]
+        divisions={0: SimpleNamespace(gather=gather, is_divided=True)},  # type: ignore[dict-item]
     )
     monkeypatch.setattr(parameters, "collect", lambda tensors, *_: tensors)
     parts = {name: tensor.detach() for name, tensor in model.named_parameters()}

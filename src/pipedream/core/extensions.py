@@ -4,6 +4,7 @@ What may be offered, under the names of their modules:
 
 | module | offers | read by |
 | --- | --- | --- |
+| `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |

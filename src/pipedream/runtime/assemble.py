@@ -17,6 +17,7 @@ from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group
+from pipedream.runtime.division import Division
 from pipedream.runtime.links import RankLinks, StageSource
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
@@ -39,7 +40,6 @@ from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
-from pipedream.sharding.stage import StageSharding
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _make_store_format(
 def _gather_stage_materials(
     blueprint: Blueprint, programs: Sequence[Program], source: StageSource, store: HostStore
 ) -> StageMaterials:
-    stage, replica_group, sharding, parameters = source.stage, source.replica_group, source.sharding, source.handles
+    stage, replica_group, parameters = source.stage, source.replica_group, source.handles
     plan, settings = blueprint.program.plan, blueprint.settings
     module = StageModule(
         source.layers,
@@ -160,8 +160,7 @@ def _gather_stage_materials(
         settings.seed,
         settings.autocast,
         settings.compile,
-        sharding,
-        source.boundary,
+        source.division,
         replicated=replica_group is not None,
     )
     ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in parameters.items()}
@@ -171,7 +170,7 @@ def _gather_stage_materials(
         stored.adopt_averages(ema)
     cpu_optimizer = None
     if plan.choices.hosts_optimizers and stored is None:
-        _refuse_mesh(sharding)
+        _refuse_mesh(module.division)
         layout = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
         cpu_optimizer = store.host(stage, source.replica, parameters, layout)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
@@ -203,8 +202,8 @@ def _call_once(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return make_or_return
 
 
-def _refuse_mesh(sharding: StageSharding | None) -> None:
-    if sharding is not None:
+def _refuse_mesh(division: Division) -> None:
+    if division.is_divided:
         raise ScheduleError(
             "optimizer_state='host' was asked for on a mesh, whose ranks divide weights and state themselves; keep the "
             "optimizer on the device, or plan without a mesh"
@@ -273,7 +272,7 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
         ema_decay=settings.ema or 0.0,
         counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
         loss_scale=materials.loss_scale,
-        sharding=module.sharding,
+        division=module.division,
         stepped=materials.stepped,
     )
     facts = StageFacts(stage, materials.programs, module, versions, optimizer, replica_group)
@@ -295,7 +294,7 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
     """Raises a `ScheduleError` before a run if a stage does not fit one of the programs that it will run."""
     for worker in workers:
         for stage, stage_state in worker.stage_states.items():
-            optimizer, sharding = stage_state.optimizer, stage_state.module.sharding
+            optimizer, division = stage_state.optimizer, stage_state.module.division
             check_parts(StageFacts(stage, programs, stage_state.module, stage_state.versions, optimizer))
             if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
                 raise ScheduleError(
@@ -303,7 +302,6 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
                     f"{type(optimizer.optimizer).__name__}, which keeps weights of its own that would not be averaged; "
                     "use another optimizer, or sums='bfloat16'"
                 )
-            if sharding is not None:
-                rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
-                sharding.adapt_optimizer(optimizer.optimizer, rotates=rotates)
-                sharding.sample_memory = worker.recorder.memory.read_heap
+            rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
+            division.adapt_optimizer(optimizer.optimizer, rotates=rotates)
+            division.watch_memory(worker.recorder.memory.read_heap)

@@ -186,7 +186,7 @@ class BackwardRunner:
         results = self._results.take_carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(
-            index, content, tuple(input_gradients), saved.gradient_crossings, loss_weight=saved.loss_weight
+            index, content, tuple(input_gradients), saved.gradient_structure, loss_weight=saved.loss_weight
         )
         if results is not None and results.numbers:
             gradients.carry(results)

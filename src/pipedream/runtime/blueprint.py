@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.plan.layout import Boundary, Layout
+from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
@@ -78,13 +78,6 @@ class Blueprint:
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         return self.placement.meshes(self.program.plan.meshes)
-
-    def boundary(self, stage: int) -> Boundary | None:
-        """Returns the boundary after a stage; None after the last one, and where no worker is a mesh."""
-        meshes = self.program.plan.meshes
-        if stage == len(meshes) - 1 or not any(mesh.dimensions for mesh in meshes):
-            return None
-        return Boundary(self.settings.layout, self.last_layers[stage], meshes[stage], meshes[stage + 1])
 
     @property
     def placement(self) -> Placement:

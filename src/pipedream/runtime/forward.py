@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pipedream.core.plan.layout import read_crossings, with_crossings
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
@@ -226,12 +225,7 @@ class ForwardRunner:
                 value = passes.module.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value, saved.graph_inputs = passes.module.enter(message.structure, message.tensors, message.wants)
-                # The gradients travel back in the shards in which the tensors came.
-                crossings, _ = read_crossings(message.structure)
-                gradient_crossings = [
-                    crossing.reversed() for crossing, wants in zip(crossings, message.wants, strict=False) if wants
-                ]
-                saved.gradient_crossings = with_crossings("", gradient_crossings)
+                saved.gradient_structure = passes.module.division.gradient_structure(message)
             if index == 0 and not recomputes:
                 # Before the stage's own forward, which may write into its input and its buffers.
                 passes.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)

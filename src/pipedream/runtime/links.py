@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.plan.layout import Boundary
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
@@ -17,11 +16,11 @@ from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Rece
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
+from pipedream.runtime.division import Division
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.update.tied_weights import copy_tied
-from pipedream.sharding.stage import StageSharding
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class StageSource:
         parameters: that are trained, as they are in the layers.
         handles: the same; copies of those that another stage of this rank trains too.
         replica_group: None for a single replica.
-        sharding: how the ranks of its worker divide it; None for a single rank.
+        division: how the ranks of its worker divide it; None if no worker has several.
         parts: that the way of joining needs; they come first.
     """
 
@@ -52,8 +51,7 @@ class StageSource:
     parameters: dict[str, nn.Parameter]
     handles: dict[str, nn.Parameter]
     replica_group: Group | None
-    sharding: StageSharding | None = None
-    boundary: Boundary | None = None
+    division: Division | None = None
     parts: tuple[StagePart, ...] = ()
 
 
@@ -130,7 +128,7 @@ def join_processes(
     programs: Sequence[Program],
     connections: Connections,
     parameters: Mapping[int, dict[str, nn.Parameter]],
-    shardings: Mapping[int, StageSharding],
+    divisions: Mapping[int, Division],
     activity: Activity,
 ) -> RankLinks:
     """Returns the links of this process's worker, which torch.distributed joins to the others.
@@ -138,7 +136,7 @@ def join_processes(
     Args:
         programs: all that the worker will run, over the same channels.
         parameters: stage of this rank -> what it trains.
-        shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+        divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
     """
     placement, rank = blueprint.placement, connections.worker_number
     tied = [weights.among(parameters) for weights in blueprint.tied]
@@ -147,8 +145,7 @@ def join_processes(
     for stage, replica in placement.stage_replicas(rank):
         layers, trained, group = blueprint.stages[stage], parameters[stage], connections.stages[stage]
         handles, member = copy_tied(trained, stage, tied), connections.sum_over(group) if group is not None else None
-        sharding, boundary = shardings.get(stage), blueprint.boundary(stage)
-        sources.append(StageSource(stage, replica, layers, trained, handles, member, sharding, boundary))
+        sources.append(StageSource(stage, replica, layers, trained, handles, member, divisions.get(stage)))
     holders: list[tuple[TiedWeights, Group]] = [
         (weights, connections.sum_over(group))
         for weights, group in zip(blueprint.tied, connections.holders, strict=True)

@@ -10,10 +10,8 @@ from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import EqualReplicas
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
-from pipedream.runtime.stage.without_data import SampleMessage
 
 PARTS: tuple[type[StagePart], ...] = (
-    SampleMessage,
     CpuOptimizerWeights,
     EqualReplicas,
     SavedTensorHooks,
@@ -34,6 +32,7 @@ def check_parts(facts: StageFacts) -> None:
 
 def make_parts(facts: StageFacts, program: Program) -> Iterator[StagePart]:
     """Yields the parts that a stage has with a program."""
+    yield from facts.module.division.make_parts(facts)
     for part in PARTS:
         stage_part = part.make(facts, program)
         if stage_part is not None:

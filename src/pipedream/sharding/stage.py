@@ -179,7 +179,6 @@ class StageSharding:
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh, group)
         self.steps_whole_weights = False
-        self.first_message: Any = None
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, *, rotates: bool) -> None:
         """Decides whether the optimizer needs whole weights in its step; one that rotates them does."""

@@ -27,6 +27,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
+from pipedream.runtime.division import Division
 from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.model_runner import UserModel
@@ -35,7 +36,6 @@ from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
-from pipedream.sharding.stage import StageSharding
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _log = logging.getLogger("pipedream")
@@ -124,8 +124,8 @@ class Comparison:
         if runs_here and (placement.replicas[stage] == 1 or (microbatches == 1 and not replica)):
             buffers_here = dict(workers_here.model.named_buffers(remove_duplicate=False))
             buffers = [name for name in workers_here.names.by_stage[stage] if name in buffers_here]
-        sharding = workers_here.shardings.get(stage)
-        if whole_update or (microbatches == 1 and not replica and sharding is None):
+        division = stage_state.module.division
+        if whole_update or (microbatches == 1 and not replica and not division.is_divided):
             plan = workers_here.program.plan
             holders = {stage, *(s for tied in plan.tied_weights if stage in tied.stages for s in tied.stages)}
             # Gradients that only approximate the sums would differ.
@@ -135,7 +135,7 @@ class Comparison:
             if not comparable and workers_here.rank == replica == 0:
                 sums = plan.choices.sums
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
-            stage_state.observer = StageCheck(run, stage, names, buffers, whole_update, sharding)
+            stage_state.observer = StageCheck(run, stage, names, buffers, whole_update, division)
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -152,7 +152,7 @@ class StageCheck(StageObserver):
         buffers: names of the stage's buffers, if no other replica has changed its own.
         is_whole_update: the minibatch is its whole first update; otherwise the gradients of the minibatch's only
             microbatch, 0, are compared before they are summed over the replicas.
-        sharding: of a mesh, whose ranks compare whole gradients.
+        division: whose ranks compare whole gradients.
     """
 
     run: ReferenceRun
@@ -160,7 +160,7 @@ class StageCheck(StageObserver):
     names: Sequence[str]
     buffers: Sequence[str] = ()
     is_whole_update: bool = False
-    sharding: StageSharding | None = None
+    division: Division = field(default_factory=Division)
     _ready_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     observes = True
 
@@ -184,8 +184,8 @@ class StageCheck(StageObserver):
     def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
         for name in self.names if self.is_whole_update else ():
             gradient = handles[name].grad
-            if gradient is not None and self.sharding is not None:
-                gradient = self.sharding.gather([name], gradient)
+            if gradient is not None:
+                gradient = self.division.gather([name], gradient)
             self.run.comparer.compare_gradients(self.stage, {name: gradient})
 
 

@@ -24,12 +24,12 @@ from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
+from pipedream.runtime.division import Division
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
-from pipedream.sharding.stage import StageSharding
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LocalWorkers:
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
         guard, connections, group: None in a single process. The group has all ranks; after the end it is the user's.
-        shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+        divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
         store: weights that a method keeps in the memory of the machine.
     """
 
@@ -85,7 +85,7 @@ class LocalWorkers:
     guard: Guard | None = None
     connections: Connections | None = None
     group: dist.ProcessGroup | None = None
-    shardings: dict[int, StageSharding] = field(default_factory=dict)
+    divisions: dict[int, Division] = field(default_factory=dict)
     materials: Sequence[WorkerMaterials] = ()
     workers: list[Worker] = field(default_factory=list)
     store: HostStore = field(init=False)
@@ -105,6 +105,11 @@ class LocalWorkers:
         for worker, former in zip(self.workers, former_workers, strict=True):
             worker.take_over(former)
             worker.recorder.begin_phase(phase)
+
+    @property
+    def shardings(self) -> dict[int, Division]:
+        """The divisions by which this rank may have less than all of a tensor."""
+        return {stage: division for stage, division in self.divisions.items() if division.is_divided}
 
     @property
     def distributed(self) -> bool:

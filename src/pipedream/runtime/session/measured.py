@@ -18,7 +18,6 @@ from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.memory import tensor_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.stage.without_data import SampleMessage
 from pipedream.runtime.worker import Worker
 
 _log = logging.getLogger("pipedream")
@@ -187,12 +186,11 @@ def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | 
     local_stages: dict[int, Any] = {}
     for worker in workers_here.workers:
         for stage, stage_state in worker.stage_states.items():
-            sharding = stage_state.module.sharding
-            if sharding is not None and sharding.is_first and sharding.collectives:
+            division = stage_state.module.division
+            if division.is_first and division.collectives:
                 program = workers_here.programs[min(worker.recorder.trained)]
                 needs_norms = worker.update_barrier.needs_norms
-                sample = next(part for part in stage_state.parts if isinstance(part, SampleMessage))
-                local_stages[stage] = encode(sample.compare(program, needs_norms=needs_norms))
+                local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
     by_stage: dict[int, StageCollectives] = {}
     for text in gather_texts(json.dumps(local_stages), workers_here.group):
         for stage, data in json.loads(text).items():

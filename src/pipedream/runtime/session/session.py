@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.schedule.program import Program
@@ -52,8 +53,6 @@ from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.update.tied_weights import broadcast_tied
-from pipedream.sharding.parallelized import parallelize_layers
-from pipedream.sharding.stage import StageSharding
 
 Weights = str | os.PathLike[str] | None
 
@@ -287,11 +286,17 @@ def _gather_materials(
     )
     parameters.drop_foreign(model, workers_here.names.local | set(workers_here.names.unused))
     trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
-    if connections.mesh is not None:
+    if any(mesh.dimensions for mesh in blueprint.meshes):
+        if not (offers := list_offers("division")):
+            raise PlanError(
+                "the plan has meshes, and no extension here divides tensors over several ranks; plan without meshes"
+            )
         for stage in trained:
-            _shard_stage(workers_here, graph, connections, stage, trained[stage])
-    shardings, activity = workers_here.shardings, workers_here.activity
-    links = join_processes(blueprint, workers_here.programs, connections, trained, shardings, activity)
+            workers_here.divisions[stage] = offers[0].divide_stage(
+                workers_here, graph, connections, stage, trained[stage]
+            )
+    divisions, activity = workers_here.divisions, workers_here.activity
+    links = join_processes(blueprint, workers_here.programs, connections, trained, divisions, activity)
     return gather_materials(blueprint, workers_here.programs, links, on_copies, workers_here.store)
 
 
@@ -341,26 +346,3 @@ def _read_weights(workers_here: LocalWorkers, weights: Weights) -> set[str]:
         workers_here.model, state, names.loaded_from(state), names.shared, workers_here.blueprint.weights_device
     )
     return set(state)
-
-
-def _shard_stage(
-    workers_here: LocalWorkers,
-    graph: LayerGraph,
-    connections: Connections,
-    stage: int,
-    trained: dict[str, nn.Parameter],
-) -> None:
-    """Divides a stage's tensors among the ranks of a mesh."""
-    settings, model = workers_here.blueprint.settings, workers_here.model
-    assert connections.mesh is not None
-    sharding = workers_here.shardings[stage] = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
-    sharding.share_initial(
-        [tensor for name, tensor in named_state(model).items() if name in workers_here.names.by_stage[stage]]
-    )
-    if settings.parallelize is None:
-        sharding.shard_parameters(trained, {})
-        return
-    modules, span = dict(model.named_modules()), workers_here.blueprint.program.plan.stages[stage]
-    names = [layer.name for layer in graph.layers[span.first : span.last]]
-    layers = [(name, modules[name]) for name in names if name in modules]
-    sharding.shard_parameters(trained, parallelize_layers(settings.parallelize, layers, connections.mesh))

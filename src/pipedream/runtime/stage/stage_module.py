@@ -27,15 +27,14 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
-from pipedream.core.plan.layout import Boundary, read_crossings, with_crossings
 from pipedream.core.user_code import note_module
-from pipedream.runtime.comm.message import Message, dimension_order
-from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.division import Division
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, OtherGenerators, list_own_generators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet, requires_grad_changed
-from pipedream.sharding.stage import StageSharding
 
 
 @contextmanager
@@ -99,7 +98,7 @@ class SavedForward:
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: what the recomputation read, if not `weights`.
         deferred: the second half of a split backward, after the first.
-        gradient_crossings: structure of the message with the gradients of the received tensors (`with_crossings`).
+        gradient_structure: of the message with the gradients of the received tensors.
     """
 
     weights: WeightSet | None
@@ -114,7 +113,7 @@ class SavedForward:
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
     deferred: Deferred | None = None
-    gradient_crossings: str = ""
+    gradient_structure: str = ""
 
     @property
     def leaves(self) -> WeightSet:
@@ -152,8 +151,7 @@ class StageModule:
         handles: trained parameters by name; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
         compile: arguments of torch.compile; None runs the layers as they are.
-        sharding: None on a single rank.
-        boundary: after this stage; None where no worker is a mesh.
+        division: by default the worker is a single rank.
         replicated: there are other replicas, which must not draw the same numbers from the layers' own generators,
             Python's and NumPy's.
     """
@@ -166,19 +164,17 @@ class StageModule:
         seed: int,
         autocast: torch.dtype | None = None,
         compile: Mapping[str, Any] | None = None,
-        sharding: StageSharding | None = None,
-        boundary: Boundary | None = None,
+        division: Division | None = None,
         replicated: bool = False,
     ) -> None:
-        self.sharding = sharding
-        self._boundary = boundary
+        self.division = division or Division()
         self.layers = tuple(layers)
         self.device = device
         self.generators = LayerGenerators(seed, device)
         self._autocast = autocast
         # A slice seeds each of its calls, so that the cut does not matter.
         self._calls = [
-            (name, layer, _choose_caller(layer, compile, sharding), hasattr(layer, "reseed"), never_draws(layer))
+            (name, layer, _choose_caller(layer, compile, self.division), hasattr(layer, "reseed"), never_draws(layer))
             for name, layer in layers
         ]
         self._names = tuple(handles)
@@ -187,8 +183,7 @@ class StageModule:
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
         self.own_generators = list_own_generators(modules.values())  # held by the layers
         self._other_generators = OtherGenerators(seed, self.layers, self.own_generators, replicated)
-        if sharding is not None:
-            sharding.prepare(modules.values())
+        self.division.prepare(modules.values())
         self._slots = [
             (module._parameters, slot, names[id(parameter)])
             for module in modules.values()
@@ -225,9 +220,9 @@ class StageModule:
         # Before the others are seeded, which seeds torch's too.
         states = self.generators.states() if self._other_generators.may_draw else None
         storages = {} if self._storages_checked else _list_storages(leaves)
-        self._set_parameters(self._expose_weights(leaves))
+        self._set_parameters(self.division.wrap_weights(leaves, self._names_by_layer))
         try:
-            with self.autocasting(), self._enter_pass("forward"), self._other_generators.seeding(microbatch):
+            with self.autocasting(), self.division.enter_pass("forward"), self._other_generators.seeding(microbatch):
                 for name, layer, call, is_slice, draws_nothing in self._calls:
                     # A hook may draw, and so may what the user calls instead of the layer.
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
@@ -276,43 +271,19 @@ class StageModule:
 
     def unpack_value(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns the value that `pack_output` took at the previous stage."""
-        crossings, structure = read_crossings(structure)
-        if self.sharding is not None:
-            tensors = [self.sharding.enter(*pair) for pair in zip(tensors, crossings, strict=True)]
-        return unflatten(structure, tensors)
+        return unflatten(*self.division.unpack(structure, tensors))
 
     def pack_output(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
         """Returns an output's structure and tensors, which `unpack_value` takes at the next stage."""
-        structure, tensors = flatten(output)
-        if self._boundary is None:
-            return structure, tensors
-        crossings = self._boundary.crossings([tensor.shape for tensor in tensors], samples)
-        if self.sharding is not None:
-            crossings = [
-                crossing if self.sharding.is_sharded(tensor) else self._boundary.whole(tensor.shape)
-                for tensor, crossing in zip(tensors, crossings, strict=True)
-            ]
-        # Receivers restore the order of dimensions in memory, such as channels_last.
-        crossings = [
-            crossing._replace(order=dimension_order(tensor))
-            for tensor, crossing in zip(tensors, crossings, strict=True)
-        ]
-        if self.sharding is not None:
-            tensors = tuple(
-                self.sharding.leave(tensor, crossing.sent) for tensor, crossing in zip(tensors, crossings, strict=True)
-            )
-        return with_crossings(structure, crossings), tensors
+        return self.division.pack(*flatten(output), samples)
 
     def gather_output(self, output: Any) -> Any:
         """Returns an output of the model, its sharded tensors gathered."""
-        return output if self.sharding is None else map_tensors(output, self.sharding.leave)
+        return self.division.gather_output(output)
 
     def prepare_input(self, value: Any, samples: int) -> Any:
         """Returns the model's input for `forward`."""
-        if self.sharding is None:
-            return value
-        shard = self.sharding.shard_input
-        return map_tensors(value, lambda tensor: shard(tensor, samples))
+        return self.division.prepare_input(value, samples)
 
     def backward(
         self,
@@ -335,7 +306,7 @@ class StageModule:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward without its checks (8 us): messages have the outputs' shapes and dtypes.
-                with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("backward"):
+                with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("backward"):
                     _engine_run_backward(
                         outputs, output_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
@@ -351,7 +322,7 @@ class StageModule:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, output_gradients = _select_with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("backward"):
+        with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("backward"):
             input_gradients, saved.deferred = split_backward(outputs, output_gradients, entries)
         saved.graph_inputs = ()
         saved.outputs = ()  # they would keep the part of the graph that the second half does not need
@@ -372,7 +343,7 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_pass("weights' backward"):
+            with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("weights' backward"):
                 for leaf in saved.deferred.run():
                     if ready is not None and leaf in numbers and leaf.grad is not None:
                         gradient, leaf.grad = leaf.grad, None
@@ -388,7 +359,7 @@ class StageModule:
         They are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
-        self._set_parameters(self._expose_weights(weights.leaves))
+        self._set_parameters(self.division.wrap_weights(weights.leaves, self._names_by_layer))
         for leaf, total in zip(leaves, accumulators, strict=True):
             leaf.grad = total
         return leaves
@@ -398,15 +369,6 @@ class StageModule:
         weights.ready = None
         for leaf in leaves:
             leaf.grad = None
-
-    def _expose_weights(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Returns the weights as the layers see them: on a mesh, wrapped for `sharding`."""
-        if self.sharding is None:
-            return leaves
-        weights: dict[str, torch.Tensor] = {}
-        for names in self._names_by_layer:
-            weights |= self.sharding.wrap_weights({name: leaves[name] for name in names})
-        return weights
 
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
@@ -421,17 +383,13 @@ class StageModule:
 
     def counting_collectives(self, what: str) -> AbstractContextManager[None]:
         """Returns the context of a pass; on a mesh the collectives of the first one are counted."""
-        return _NOTHING if self.sharding is None else self.sharding.count_collectives(what)
+        return self.division.count_collectives(what)
 
     def with_layers(
-        self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], sharding: StageSharding
+        self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], division: Division
     ) -> StageModule:
         """Returns a stage of other layers, for shapes alone, that runs like this one but is not compiled."""
-        return StageModule(layers, handles, self.device, 0, self._autocast, None, sharding, self._boundary)
-
-    def _enter_pass(self, what: str) -> AbstractContextManager[None]:
-        """Returns the context of a pass on a mesh."""
-        return _NOTHING if self.sharding is None else self.sharding.enter_pass(what)
+        return StageModule(layers, handles, self.device, 0, self._autocast, None, division)
 
     @property
     def autocasts(self) -> bool:
@@ -466,17 +424,11 @@ def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
 
 
-def _choose_caller(
-    layer: nn.Module, compile: Mapping[str, Any] | None, sharding: StageSharding | None
-) -> Callable[..., Any]:
+def _choose_caller(layer: nn.Module, compile: Mapping[str, Any] | None, division: Division) -> Callable[..., Any]:
     """Returns what is called in place of a layer."""
     if compile is not None:
         return _compile(layer, compile)
-    if sharding is None:
-        return layer
-    from pipedream.layouts import partition_layer  # here, because only a mesh needs it
-
-    return partition_layer(layer, sharding)
+    return division.choose_caller(layer)
 
 
 def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:

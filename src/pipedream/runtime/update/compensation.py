@@ -17,10 +17,9 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import BasisRotation, Compensation, ErrorFeedback, GapAware, OfVelocity
+from pipedream.runtime.division import Division
 from pipedream.runtime.update.rotation import RotatedStep, check_has_moments, undo_rotation
 from pipedream.runtime.update.stepped import SteppedWeights
-from pipedream.sharding.stage import StageSharding
-from pipedream.sharding.whole_weights import whole_weights
 
 _COUPLED = (
     torch.optim.SGD,
@@ -54,11 +53,11 @@ class Compensator:
         staleness: int,
         optimizer: torch.optim.Optimizer,
         stepped: SteppedWeights,
-        sharding: StageSharding | None = None,
+        division: Division,
     ) -> None:
         self._staleness = staleness
         self._stepped = stepped
-        self._sharding = sharding
+        self._division = division
         self._optimizer = optimizer
         handles = self._handles = stepped.weights
         self._names = {id(handle): name for name, handle in handles.items()}
@@ -165,17 +164,14 @@ class Compensator:
         elif sides:
             moments = {n: t for n, t in self._optimizer.state.get(handle, {}).items() if torch.is_tensor(t) and t.dim()}
             for key, moment in undo_rotation(self._gather(name, moments), sides).items():
-                moments[key].copy_(moment if self._sharding is None else self._sharding.take_part([name], moment))
+                moments[key].copy_(self._division.take_part([name], moment))
 
     def _gather(self, name: str, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return parts if self._sharding is None else {n: self._sharding.gather([name], t) for n, t in parts.items()}
+        return {n: self._division.gather([name], tensor) for n, tensor in parts.items()}
 
     def _step_optimizer(self) -> None:
         step = self._optimizer.step if self._rotated_step is None else self._rotated_step.step
-        if self._sharding is None or not self._sharding.steps_whole_weights:
-            step()
-            return
-        with whole_weights(self._optimizer, self._handles, self._sharding):
+        with self._division.stepping(self._optimizer, self._handles):
             step()
 
     def _step_along_velocity(self, kind: OfVelocity) -> None:

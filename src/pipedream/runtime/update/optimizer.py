@@ -18,11 +18,11 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.division import Division
 from pipedream.runtime.update.compensation import Compensator, check_optimizer
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
-from pipedream.sharding.stage import StageSharding
 
 
 class StageUpdates(NamedTuple):
@@ -70,7 +70,7 @@ class Optimizer:
         ema_decay: of these averages.
         counted_elsewhere: indices of handles that another stage counts in the norm.
         loss_scale: by default the loss is not scaled.
-        sharding: None on a single rank.
+        division: by default the worker is a single rank.
         stepped: by default the handles.
 
     Attributes:
@@ -96,7 +96,7 @@ class Optimizer:
         ema_decay: float = 0.0,
         counted_elsewhere: Collection[int] = (),
         loss_scale: LossFactor | None = None,
-        sharding: StageSharding | None = None,
+        division: Division | None = None,
         stepped: SteppedWeights | None = None,
     ) -> None:
         self.named = dict(handles)
@@ -117,8 +117,9 @@ class Optimizer:
             ) from error
         _check_steps_by_gradients(self.optimizer)
         self._rule = updates
+        self._division = division or Division()
         self.compensator = Compensator(
-            updates.rule.compensation, updates.staleness, self.optimizer, self.stepped, sharding
+            updates.rule.compensation, updates.staleness, self.optimizer, self.stepped, self._division
         )
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._clock_rate = updates.clock_rate
@@ -130,7 +131,6 @@ class Optimizer:
         self.skipped = 0
         self._has_stepped = False
         self.loss_scale = loss_scale or LossFactor()
-        self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.reducer = reducer or Reducer()
         self.scheduled = self.updates = self.rounds_before = 0
@@ -177,7 +177,7 @@ class Optimizer:
     @property
     def copies(self) -> int:
         """How many ranks have the same `norm_square`: those of all replicas."""
-        return self.replicas * (1 if self._sharding is None else self._sharding.mesh.size)
+        return self.replicas * self._division.ranks
 
     def prepare(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[tuple[float, bool]]:
         """Sums and divides the update's gradients (`gather`, `normalise`), and sets the handles' ``.grad``."""
@@ -187,9 +187,7 @@ class Optimizer:
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
         """Returns the gradients summed over each replica's ranks and, unless they average weights, over replicas."""
         reduced = yield from self.reducer.take(gradients, stop_request, self._divisor)
-        if self._sharding is None:
-            return reduced
-        self._sharding.sum_gradients(self._names, reduced.gradients)
+        self._division.sum_gradients(self._names, reduced.gradients)
         return reduced
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
@@ -219,17 +217,15 @@ class Optimizer:
         counted = [
             _view_as_dense(handle.grad)
             for i, (name, handle) in enumerate(self.named.items())
-            if handle.grad is not None
-            and i not in self.counted_elsewhere
-            and (self._sharding is None or self._sharding.is_counted(name))
+            if handle.grad is not None and i not in self.counted_elsewhere and self._division.is_counted(name)
         ]
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(counted, 2, torch.float64) if counted else ()
         square = torch.stack(list(norms)).square().sum() if counted else None
         if square is None:  # a mesh sums on the device of its handles
-            device = next((handle.device for handle in self._handles if self._sharding is not None), None)
+            device = next((handle.device for handle in self._handles if self._division.is_divided), None)
             square = torch.zeros((), dtype=torch.float64, device=device)
-        return square if self._sharding is None else self._sharding.sum(square)
+        return self._division.sum(square)
 
     def clip(self, max_norm: float, norm: float | torch.Tensor) -> None:
         """Clips the gradients of a given norm, without waiting for the norm if it is on their device."""

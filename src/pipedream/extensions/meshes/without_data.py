@@ -19,6 +19,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.division import Division
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
@@ -26,36 +27,45 @@ from pipedream.sharding.stage import StageSharding
 
 
 class SampleMessage(StagePart):
-    """Keeps the first message of a stage, without its data, from which its collectives are predicted."""
+    """Keeps the first message of a stage, without its data, from which its collectives are predicted.
 
-    def __init__(self, facts: StageFacts, sharding: StageSharding) -> None:
+    Args:
+        former: of an earlier phase.
+    """
+
+    def __init__(self, facts: StageFacts, former: SampleMessage | None = None) -> None:
         self._facts = facts
-        self._sharding = sharding
-
-    @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        sharding = facts.module.sharding
-        return None if sharding is None else cls(facts, sharding)
+        self._message: Message | None = None if former is None else former._message
 
     def receive(self, message: Message) -> None:
-        if self._sharding.first_message is None:
-            self._sharding.first_message = drop_data(message)
+        if self._message is None:
+            self._message = drop_data(message)
 
-    def compare(self, program: Program, *, needs_norms: bool) -> StageCollectives:
-        """Returns the collectives of the first microbatch and update, measured and predicted.
+    def compare(
+        self,
+        sharding: StageSharding,
+        division: Division,
+        measured: Mapping[str, tuple[Collective, ...]],
+        program: Program,
+        needs_norms: bool,
+    ) -> StageCollectives:
+        """Returns the collectives of the first microbatch and update, as measured and predicted.
 
         Args:
+            sharding, division: of the stage before it has run.
             program: that the first microbatch was trained with.
             needs_norms: of each update's gradients.
         """
         stage, module = self._facts.stage, self._facts.module
-        measured = self._sharding.collectives
+        assert self._message is not None, "what was measured began with a message"
         ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
         try:
             predicted = predict_collectives(
                 module,
+                sharding,
+                division,
                 self._facts.versions.peek().leaves,
-                self._sharding.first_message,
+                self._message,
                 is_first=stage == 0,
                 is_last=stage == program.placement.stages - 1,
                 splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
@@ -63,8 +73,8 @@ class SampleMessage(StagePart):
                 needs_norms=needs_norms,
             )
         except Exception as error:  # of the user's layers
-            return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return StageCollectives(measured, predicted)
+            return StageCollectives(dict(measured), problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return StageCollectives(dict(measured), predicted)
 
 
 def drop_data(message: Message) -> Message:
@@ -77,6 +87,8 @@ def drop_data(message: Message) -> Message:
 
 def predict_collectives(
     module: StageModule,
+    sharding: StageSharding,
+    division: Division,
     leaves: Mapping[str, torch.Tensor],
     message: Message,
     *,
@@ -91,6 +103,7 @@ def predict_collectives(
     The backward starts from all outputs of the model, instead of the loss.
 
     Args:
+        sharding, division: of the stage before it has run.
         leaves: a version of the weights.
         message: that the stage gets, from `drop_data`.
         is_first, is_last: where the stage is in the model.
@@ -99,13 +112,12 @@ def predict_collectives(
     Raises:
         Exception: any that the layers raise, which may need numbers, or cannot be copied.
     """
-    assert module.sharding is not None
-    sharding, memo, mode = module.sharding.copy_fresh(), dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
+    memo, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         layers = [(name, copy.deepcopy(layer, memo)) for name, layer in module.layers]
         handles = {name: copy.deepcopy(handle, memo) for name, handle in module.handles.items()}
     with mode:
-        fake_module = module.with_layers(layers, handles, sharding)
+        fake_module = module.with_layers(layers, handles, division)
         weights = WeightSet(
             0, {name: _allocate_like(leaf, leaf.device).requires_grad_() for name, leaf in leaves.items()}
         )
