@@ -1,6 +1,8 @@
 """Phases: a run whose method changes at a drain trains as plain PyTorch would, each phase by its own rule."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -396,3 +398,46 @@ def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatc
     # A run that goes on where it has ended has nothing to tell.
     again = pd.run(make, resume=tmp_path / "run", **options)
     assert [(phase["begin"], phase["end"]) for phase in again["phases"]] == [(30, 30)]
+
+
+def test_each_phase_has_workers_of_its_own_and_keeps_what_is_the_users() -> None:
+    made: list[str] = []
+
+    def make_optimizer(named: Any) -> torch.optim.Optimizer:
+        made.append("optimizer")
+        return OPTIMIZERS["sgd"](named)
+
+    def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        made.append("scheduler")
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    batches = Fresh(zoo.make("mlp").batches)
+    former: list[weakref.ref[Any]] = []
+    phases = "1f1b/4:4,pipedream:8,gpipe/2"
+    gc.disable()
+    try:
+        with make_pipeline(
+            "mlp", (2, 1, 1), phases=phases, optimizer=make_optimizer, scheduler=make_scheduler
+        ) as pipeline:
+            for done in pipeline.train(batches, epochs=2):
+                if done.number in (0, 4):
+                    former += [weakref.ref(state) for _, state in pipeline._local.stage_states]
+            assert len(former) == 2 * 4
+            assert not any(reference() for reference in former), "their versions would keep memory"
+    finally:
+        gc.enable()
+    assert made == ["optimizer", "scheduler"] * 4
+
+
+def test_a_weight_that_the_loop_writes_where_a_phase_changes_is_noticed() -> None:
+    batches = Fresh(zoo.make("mlp").batches)
+
+    def train() -> None:
+        with make_pipeline("mlp", (1, 1), phases="1f1b/2:3,pipedream") as pipeline:
+            for done in pipeline.train(batches, epochs=1):
+                if done.number == 2:
+                    with torch.no_grad():
+                        next(iter(pipeline._local.model.parameters())).mul_(2)
+
+    with pytest.raises(pd.PipelineError, match=r"weight .* was written while the pipeline trained"):
+        train()
