@@ -38,6 +38,7 @@ BASES_NAMES = {
 }  # of methods that a base class asks for
 TORCH_PACKAGES = (
     "apps.compare",
+    "apps.emulate",
     "capture",
     "experts",
     "extensions.meshes",

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
+from pipedream.apps.emulate.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
-from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "speedup")]
 from models import Job, make_gpt_job, shard_fully

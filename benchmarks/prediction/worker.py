@@ -23,9 +23,9 @@ from models import MODELS, optimizer
 from paced import paced
 
 from pipedream import Pipeline, Plan, Profile
+from pipedream.apps.emulate.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.capture import capture, preserve_state
 from pipedream.profiler import measure
-from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.workflows.methods import resolve_method
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -19,7 +19,7 @@ from models import Job
 from torch import nn
 
 from pipedream import Profile
-from pipedream.runtime.stage.emulated import EmulatedOptimizer
+from pipedream.apps.emulate.emulated import EmulatedOptimizer
 
 _FILE = Path(__file__).with_name("seconds.json")
 

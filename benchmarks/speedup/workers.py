@@ -27,10 +27,10 @@ from worker_processes import Workers, worker_processes
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
+from pipedream.apps.emulate.emulate import scale_plan
 from pipedream.core.hardware import presets
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.slow_links import Network, slow_network, why_not
-from pipedream.training.emulate import scale_plan
 from pipedream.workflows.methods import score
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         schedules as schedules,
         testing as testing,
     )
+    from pipedream.apps.emulate.emulate import emulate as emulate
     from pipedream.core import errors as errors
     from pipedream.core.errors import PipelineError as PipelineError
     from pipedream.core.hardware.cluster import Cluster as Cluster, Level as Level
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
         add_auxiliary_loss as add_auxiliary_loss,
         auxiliary_loss_scale as auxiliary_loss_scale,
     )
-    from pipedream.training.emulate import emulate as emulate
     from pipedream.training.train import run as run
     from pipedream.verifier import verify as verify
     from pipedream.workflows.plan import plan as plan
@@ -83,7 +83,7 @@ _HOMES = {
     "Timeline": "core.schedule.timeline",
     "add_auxiliary_loss": "runtime.stage.auxiliary",
     "auxiliary_loss_scale": "runtime.stage.auxiliary",
-    "emulate": "training.emulate",
+    "emulate": "apps.emulate.emulate",
     "errors": "core",
     "lay_out": "layouts",
     "lower": "core.schedule.lowering",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import pipedream as pd
+from pipedream.apps.emulate.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.simulator import costs
-from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from tests.planner.planned import compare
 
 WIDE = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 4))

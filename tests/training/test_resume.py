@@ -287,7 +287,7 @@ def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypat
         for name in ("weights.pt", "summary.json"):
             (tmp_path / name).rename(done / name)
     assert (done / "weights.pt").read_bytes() == weights
-    monkeypatch.setattr("pipedream.training.emulate._join_group", lambda plan: (0, 1))
+    monkeypatch.setattr("pipedream.apps.emulate.emulate._join_group", lambda plan: (0, 1))
     with pytest.raises(pd.PipelineError, match=r"holds .* of an earlier run"):
         pd.emulate(plan, out=a, minibatches=1, quiet=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a worker was lost while it wrote them

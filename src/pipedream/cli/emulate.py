@@ -46,8 +46,8 @@ def emulate(
     check_factor("dilation", dilation)  # before workers are started
     check_factor("byte scale", byte_scale)
     if not is_worker() and chosen.workers > 1:
-        start_workers(chosen.workers, "pipedream.training.emulate")
-    from pipedream.training.emulate import emulate as emulated
+        start_workers(chosen.workers, "pipedream.apps.emulate.emulate")
+    from pipedream.apps.emulate.emulate import emulate as emulated
 
     summary = emulated(
         chosen,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pipedream.apps.sweep import sweep as sweeping
 from pipedream.cli import options as common
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
@@ -10,7 +11,6 @@ from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.method_text import split_list
 from pipedream.plan_request import PlanRequest
-from pipedream.workflows import sweep as sweeping
 
 
 def sweep(

@@ -11,8 +11,8 @@ import pytest
 
 import pipedream as pd
 from pipedream.apps.report.notebook import picture
+from pipedream.apps.sweep.sweep import sweep
 from pipedream.plan_request import PlanRequest
-from pipedream.workflows.sweep import sweep
 from tests.apps.report.html_page import HtmlPage
 from tests.planner.planned import compare
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import pipedream as pd
+from pipedream.apps.emulate.emulated import make_emulated_model
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
-from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.update import all_reduce, tied_weights
 
 Sizes = list[tuple[int, torch.dtype]]

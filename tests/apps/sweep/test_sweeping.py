@@ -9,10 +9,10 @@ import pytest
 from commands import Refused, Run
 
 import pipedream as pd
-from pipedream.core.sweep import DATA_PARALLEL, Sweep
+from pipedream.apps.sweep.points import DATA_PARALLEL, Sweep
+from pipedream.apps.sweep.sweep import sweep
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.methods import score
-from pipedream.workflows.sweep import sweep
 
 LAYERS = tuple(
     pd.LayerProfile(1.0 + 0.3 * i, 2.0, output_bytes=1000, parameter_bytes=10_000, activation_bytes=960)

@@ -10,7 +10,7 @@ from commands import Refused
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.training.emulate import scale_plan
+from pipedream.apps.emulate.emulate import scale_plan
 
 
 def plan_of(*counts: int, seconds: float = 0.03) -> pd.Plan:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, sqrt
 
+from pipedream.apps.sweep.points import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.progress import progress
-from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import canonical
 from pipedream.workflows.methods import score, select_methods

@@ -184,7 +184,7 @@ def build_emulated_pipeline(
     Args:
         byte_scale: that of `scale_plan`; also scales the buckets of sums.
     """
-    from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
+    from pipedream.apps.emulate import emulated  # here, because scaling a plan should not load torch
 
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
@@ -216,7 +216,7 @@ def build_emulated_pipeline(
 
 def make_emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
     """Yields minibatches for `build_emulated_pipeline`."""
-    from pipedream.runtime.stage import emulated
+    from pipedream.apps.emulate import emulated
 
     for _ in range(minibatches):
         yield emulated.make_emulated_batch(pipeline.program.microbatches)

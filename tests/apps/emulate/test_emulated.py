@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import pipedream as pd
-from pipedream.runtime.stage import emulated, split_backward as split
+from pipedream.apps.emulate import emulated
+from pipedream.runtime.stage import split_backward as split
 
 MIB = 1 << 20
 

@@ -1,0 +1,1 @@
+"""Runs a plan with workers that sleep in place of computing."""

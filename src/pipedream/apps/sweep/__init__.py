@@ -1,0 +1,1 @@
+"""One model with several methods, over worker counts and bandwidths."""
