@@ -36,7 +36,7 @@ from pipedream.core.model.graph import ValueSite
 from pipedream.core.user_code import user_line
 
 END = 2**40
-"""The moment at which the model's output is read."""
+"""The moment at which the model's output is read, after all others."""
 
 IN_FUNCTION = "inside a custom autograd function"
 

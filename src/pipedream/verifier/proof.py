@@ -171,7 +171,7 @@ def _choose_totals(program: Program) -> tuple[tuple[int, ...], int]:
     steady = (ceil((warmup + max(warmup, late_microbatches) + reach) / cycle) + 2) * cycle
     residues = cycle // m
     per_microbatch = max(1, sum(len(rank.period) for rank in program.ranks) // cycle)
-    affordable = max(2, _MAX_INSTRUCTIONS // (steady * per_microbatch))
+    affordable = max(2, _MAX_INSTRUCTIONS // (steady * per_microbatch))  # at least the first residue and the last
     count = min(residues, affordable)
     chosen_residues = sorted({round(i * (residues - 1) / max(1, count - 1)) for i in range(count)})
     return (m, *(steady + residue * m for residue in chosen_residues)), residues

@@ -236,7 +236,7 @@ class TurnSource(ReadingSource):
                     self._send_end(later, minibatch)
                 return
             parts = self.splitter.split(self._next, minibatch)
-            if turn == 0:
+            if turn == 0:  # its minibatch before is taken: the others come to this round after later passes of that
                 self._parts, self._number = parts, self._next
             for inputs, targets in parts if turn else ():
                 self._open_senders[turn].send(_join(inputs, targets))
@@ -290,6 +290,8 @@ class ReceivingSource(Source):
 
 class MeshSource(Source):
     """Microbatches of the first rank of a mesh, which it sends to the others.
+
+    It has no `end`, which ranks that take turns need: these have no mesh.
 
     Args:
         source: where this rank has them from.
