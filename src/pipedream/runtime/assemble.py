@@ -19,13 +19,14 @@ from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group
 from pipedream.runtime.division import Division
 from pipedream.runtime.links import RankLinks, StageSource
+from pipedream.runtime.mailbox import Mailbox
+from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.copied_weights import CopiedWeights, CopiesInstalled
+from pipedream.runtime.stage.copied_weights import CopiedWeights
 from pipedream.runtime.stage.host_store import HostStore, HostVersions, SharedWeights, StoreFormat
-from pipedream.runtime.stage.part import StageFacts, StagePart
-from pipedream.runtime.stage.recompute import Recomputation
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, choose_weights
 from pipedream.runtime.stage_parts import check_parts, make_parts
@@ -71,8 +72,9 @@ class StageMaterials:
 
 @dataclass(frozen=True)
 class CopyMaterials:
-    """What the passes of a stage that copy weights keep under all programs."""
+    """What the passes of a stage that copy weights keep under all programs (`StageMaterials`)."""
 
+    programs: Sequence[Program]
     module: StageModule
     store_format: StoreFormat
     open_stored: Callable[[], SharedWeights]
@@ -134,7 +136,7 @@ def gather_materials_on_copies(
         if store.is_shared and placement.ranks[stage] != (rank,):
             for name, handle in trained.items():
                 module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
-        on_copies[stage] = CopyMaterials(module, layout, partial(store.open, stage, layout))
+        on_copies[stage] = CopyMaterials(programs, module, layout, partial(store.open, stage, layout))
     return on_copies
 
 
@@ -233,21 +235,18 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         process=links.process,
     )
     materials.recorder.max_queued = (max(program.plan.in_flight) + 2) * len(stage_states)
+    mailbox = Mailbox(links.rank, placement, program.channels, links.channels.senders)
+    context = RankContext(
+        links.rank, links.process, program, blueprint.device, mailbox, results, materials.recorder, links.activity
+    )
     return Worker(
-        links.rank,
-        process=links.process,
-        program=program,
-        evaluation=blueprint.evaluation,
-        stage_states=stage_states,
-        stage_passes=stage_states | on_copies,
-        senders=links.channels.senders,
-        receivers=links.channels.receivers,
-        results=results,
-        scorer=Scorer(settings.loss, settings.metrics, results, program),
-        device=blueprint.device,
-        update_barrier=UpdateBarrier(settings.policy, program, links.everyone, stage_states, sums),
-        recorder=materials.recorder,
-        activity=links.activity,
+        context,
+        blueprint.evaluation,
+        stage_states,
+        stage_states | on_copies,
+        links.channels,
+        Scorer(settings.loss, settings.metrics, results, program),
+        UpdateBarrier(settings.policy, program, links.everyone, stage_states, sums),
     )
 
 
@@ -275,7 +274,7 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
         division=module.division,
         stepped=materials.stepped,
     )
-    facts = StageFacts(stage, materials.programs, module, versions, optimizer, replica_group)
+    facts = StageFacts(stage, materials.programs, module, versions, versions, optimizer, replica_group)
     choice, parts = choose_weights(rule, versions), (*materials.parts, *make_parts(facts, program))
     return StageState(module, versions, optimizer, parts, choice)
 
@@ -284,10 +283,8 @@ def _build_passes_on_copies(blueprint: Blueprint, stage: int, materials: CopyMat
     program, scaling, module = blueprint.program, blueprint.settings.scaling, materials.module
     loss_scale = LossFactor() if scaling is None else LossScale(scaling)
     weights = CopiedWeights(materials.store_format, program.updates.per_update[stage], materials.open_stored)
-    recomputes = program.plan.stages[stage].recompute and not program.placement.runs_backward_elsewhere(stage)
-    parts: list[StagePart] = [Recomputation(module)] if recomputes else []
-    gradients = Gradients(len(module.handles))
-    return StagePasses(module, weights, gradients, loss_scale, [*parts, CopiesInstalled(weights)])
+    parts = make_parts(PassFacts(stage, materials.programs, module, weights), program)
+    return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
 
 
 def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> None:
@@ -295,7 +292,8 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
     for worker in workers:
         for stage, stage_state in worker.stage_states.items():
             optimizer, division = stage_state.optimizer, stage_state.module.division
-            check_parts(StageFacts(stage, programs, stage_state.module, stage_state.versions, optimizer))
+            versions = stage_state.versions
+            check_parts(StageFacts(stage, programs, stage_state.module, versions, versions, optimizer))
             if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
                 raise ScheduleError(
                     f"sums={worker.program.plan.choices.sums!r} was asked for with "

@@ -6,13 +6,10 @@ import torch
 
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, find_gradient_kind
-from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
-from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.recorder import Moment, Recorder
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.results.recorder import Moment
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_passes import StagePasses
 
@@ -26,20 +23,15 @@ class BackwardRunner:
 
     def __init__(
         self,
-        program: Program,
+        context: RankContext,
         forwards: ForwardRunner,
-        mailbox: Mailbox,
-        results: Results,
-        recorder: Recorder,
-        activity: Activity,
         is_stop_requested: Callable[[], bool],
     ) -> None:
+        program = context.program
         self._forwards = forwards
         self._saved_forwards = forwards.saved_forwards
-        self._mailbox = mailbox
-        self._results = results
-        self._recorder = recorder
-        self._activity = activity
+        self._mailbox, self._results = context.mailbox, context.results
+        self._recorder, self._activity = context.recorder, context.activity
         self._is_stop_requested = is_stop_requested
         self._placement = program.placement
         self._last_stage = program.placement.stages - 1

@@ -13,17 +13,13 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, tensors_in, to_device
-from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.recorder import Recorder
-from pipedream.runtime.results.results import Output, Results
+from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.results.results import Output
 from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.offload import Offload
 from pipedream.runtime.stage.part import ForwardFunction
-from pipedream.runtime.stage.recompute import run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StagePasses
-from pipedream.runtime.stage_state import StageState
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class ForwardRunner:
     """Runs the forwards of a rank. Lifecycle: `begin` a stream; then `run` for each microbatch at a stage.
 
     Args:
-        program: that trains.
         stage_passes: stage -> its passes here.
         admit: takes a microbatch from the data; returns None at its end.
 
@@ -65,29 +60,18 @@ class ForwardRunner:
 
     def __init__(
         self,
-        rank: int,
-        program: Program,
-        stage_states: dict[int, StageState],
+        context: RankContext,
         stage_passes: Mapping[int, StagePasses],
-        admit: Callable[[int], Message | None],
-        mailbox: Mailbox,
         scorer: Scorer,
-        results: Results,
-        recorder: Recorder,
-        activity: Activity,
-        device: torch.device,
+        admit: Callable[[int], Message | None],
     ) -> None:
-        self._rank = rank
-        self._stage_states = stage_states
+        self._rank, self._device = context.rank, context.device
+        self._mailbox, self._results = context.mailbox, context.results
+        self._recorder, self._activity = context.recorder, context.activity
         self.stage_passes = stage_passes
-        self._admit = admit
-        self._mailbox = mailbox
         self._scorer = scorer
-        self._results = results
-        self._recorder = recorder
-        self._activity = activity
-        self._device = device
-        self.offload = Offload(rank, device, program)
+        self._admit = admit
+        self.offload = Offload(context.rank, context.device, context.program)
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.received_outputs = 0
 
@@ -140,10 +124,8 @@ class ForwardRunner:
             is_empty = message.content is Content.EMPTY
             result = message if is_empty else self._run_without_backward(stage, index, passes, message)
             passes.finish_minibatch()
-        elif self._program.placement.runs_backward_elsewhere(stage):
-            result = self._run_remote(stage, index, passes, message)
         else:
-            result = self._run_local(stage, index, passes, message)
+            result = self._run_before_backward(stage, index, passes, message)
         if stage < self._last_stage:
             self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
         else:
@@ -180,32 +162,23 @@ class ForwardRunner:
     def _yield_output(self) -> Generator[Any, None, None]:
         yield (yield from self.receive_output())
 
-    def _run_local(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
-        """Runs a forward of a stage of this rank, and saves what its backward needs."""
-        if message.content is Content.EMPTY:
-            self.saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
-            if stage == self._last_stage:
-                self._results.add(self._stream.minibatch(index), message, self._results.zeros)
-            return message
-        passes.pass_parts.receive(message)
-        saved, run = self._prepare(stage, index, passes, message)
-        with passes.pass_parts.forward(saved), passes.module.counting_collectives("forward"):
-            result = passes.pass_parts.run_forward(saved, message, run)
-            passes.observer.after_forward(index)
-        self.saved_forwards[stage, index] = saved
-        if stage < self._last_stage and self._ends_minibatch(index):
-            passes.finish_minibatch()
-        return result
-
-    def _run_remote(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
-        """Runs a forward on copied weights; sends its input to the rank of the backward, which repeats it."""
-        result = message
+    def _run_before_backward(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
+        """Runs a forward, and saves what its backward needs; sends its input to a backward on another rank."""
+        runs_backward_elsewhere = self._program.placement.runs_backward_elsewhere(stage)
+        result, saved = message, SavedForward(None, (), (), (), index)
         if message.content is not Content.EMPTY:
+            passes.pass_parts.receive(message)
             saved, run = self._prepare(stage, index, passes, message)
-            with passes.pass_parts.forward(saved):
-                result = run_without_graph(run, message)
-        self._mailbox.put(Carries.STAGE_INPUT, stage, message)
-        if self._ends_minibatch(index):
+            with passes.pass_parts.forward(saved), passes.module.counting_collectives("forward"):
+                result = passes.pass_parts.run_forward(saved, message, run)
+                passes.observer.after_forward(index)
+        elif stage == self._last_stage and not runs_backward_elsewhere:
+            self._results.add(self._stream.minibatch(index), message, self._results.zeros)
+        if runs_backward_elsewhere:
+            self._mailbox.put(Carries.STAGE_INPUT, stage, message)
+        else:
+            self.saved_forwards[stage, index] = saved
+        if (runs_backward_elsewhere or stage < self._last_stage) and self._ends_minibatch(index):
             passes.finish_minibatch()
         return result
 

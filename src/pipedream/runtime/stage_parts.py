@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.stage.copied_weights import CopiesInModules
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
-from pipedream.runtime.stage.host_store import CopiesInModules
-from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import EqualReplicas
@@ -30,7 +30,7 @@ def check_parts(facts: StageFacts) -> None:
         facts.optimizer.check(program.updates)
 
 
-def make_parts(facts: StageFacts, program: Program) -> Iterator[StagePart]:
+def make_parts(facts: PassFacts, program: Program) -> Iterator[StagePart]:
     """Yields the parts that a stage has with a program."""
     yield from facts.module.division.make_parts(facts)
     for part in PARTS:

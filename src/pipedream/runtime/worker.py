@@ -9,23 +9,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, advance_instruction, count_indices
 from pipedream.core.user_code import with_place
 from pipedream.runtime.backward import BackwardRunner
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
+from pipedream.runtime.comm.channel import Pending, Waiting
 from pipedream.runtime.comm.message import Message, StopReason
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE
-from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
-from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.recorder import Moment, Recorder
-from pipedream.runtime.results.results import Done, Output, Results
+from pipedream.runtime.links import WorkerChannels
+from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.results.recorder import Moment
+from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import (
@@ -91,8 +89,6 @@ class Worker:
     """One worker, or one of its ranks, which trains with one program.
 
     Args:
-        process: this rank among all ranks of the job, for errors.
-        program: verified.
         evaluation: a program without backwards.
         stage_states: of the stages that are updated here.
         stage_passes: of the stages whose passes run here; a state, or passes on copies of the weights.
@@ -103,31 +99,23 @@ class Worker:
 
     def __init__(
         self,
-        rank: int,
-        *,
-        process: int,
-        program: Program,
+        context: RankContext,
         evaluation: Program,
         stage_states: dict[int, StageState],
         stage_passes: dict[int, StagePasses],
-        senders: dict[int, Sender],
-        receivers: dict[int, Receiver],
-        results: Results,
+        channels: WorkerChannels,
         scorer: Scorer,
-        device: torch.device,
         update_barrier: UpdateBarrier,
-        recorder: Recorder,
-        activity: Activity,
     ) -> None:
+        rank, program, recorder, activity = context.rank, context.program, context.recorder, context.activity
         self.rank = rank
         self.program = program
-        self._process = process
+        self._process = context.process
         self.stage_states = stage_states
         self.stage_passes = stage_passes
         self._evaluation = evaluation
-        self.senders = senders
-        self.receivers = receivers
-        self.results = results
+        self.senders, self.receivers = channels.senders, channels.receivers
+        self.results = context.results
         self.update_barrier = update_barrier
         self.recorder = recorder
         self._activity = activity
@@ -139,15 +127,11 @@ class Worker:
         self._microbatches: int | None = None
         self._running: Program | None = None
         self._period = 0
-        results.where = lambda: self.where
-        mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders)
-        forwards = self._forwards = ForwardRunner(
-            rank, program, stage_states, stage_passes, self._admit, mailbox, scorer, results, recorder, activity, device
-        )
+        self.results.where = lambda: self.where
+        self._mailbox = context.mailbox
+        forwards = self._forwards = ForwardRunner(context, stage_passes, scorer, self._admit)
         self.offload = forwards.offload
-        backwards = self._backwards = BackwardRunner(
-            program, forwards, mailbox, results, recorder, activity, lambda: self.stop_requested()
-        )
+        backwards = self._backwards = BackwardRunner(context, forwards, lambda: self.stop_requested())
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
             Kind.BACKWARD: backwards.run,

@@ -8,9 +8,10 @@ from functools import cached_property
 
 import torch
 
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
-from pipedream.runtime.stage.part import StagePart
+from pipedream.runtime.stage.host_store import HostVersions, SharedWeights, StoreFormat
+from pipedream.runtime.stage.part import PassFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightSet, WeightStore
 from pipedream.runtime.update.gradients import Gradients
@@ -73,13 +74,14 @@ class CopiedWeights(WeightStore):
             changed.append(buffer if is_written or number in self._changed else None)
         return changed
 
-    def installed(self) -> AbstractContextManager[None]:
-        """Returns a context in which the modules hold copies of frozen weights and buffers."""
+    def installed(self, weights: WeightSet) -> AbstractContextManager[None]:
+        """Returns a context in which the modules hold copies of what else passes with these weights read."""
         return self._store_format.installed(self._untrained)
 
     def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         self._update = 0
-        return self._acquire(0, ema=ema).leaves, self.installed()
+        weights = self._acquire(0, ema=ema)
+        return weights.leaves, self.installed(weights)
 
     def end_passes(self, gradients: Gradients) -> None:
         """Drops the copies; after backwards leaves their gradients in the store."""
@@ -91,13 +93,18 @@ class CopiedWeights(WeightStore):
         self._untrained = []
 
 
-class CopiesInstalled(StagePart):
+class CopiesInModules(StagePart):
     """Lets the modules hold what passes copy besides weights."""
 
-    def __init__(self, weights: CopiedWeights) -> None:
-        self._weights = weights
+    def __init__(self, store: CopiedWeights | HostVersions) -> None:
+        self._store = store
+
+    @classmethod
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        return cls(facts.store) if isinstance(facts.store, (CopiedWeights, HostVersions)) else None
 
     def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
-        return self._weights.installed()
+        assert saved.weights is not None
+        return self._store.installed(saved.weights)
 
     backward = forward

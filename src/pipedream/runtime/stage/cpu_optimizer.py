@@ -12,7 +12,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import VELOCITY
-from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.update.stepped import SteppedWeights
 
 CopyTensors = Callable[[list[torch.Tensor | None]], tuple[list[torch.Tensor | None], torch.cuda.Event | None]]
@@ -52,8 +52,8 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
             )
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        stepped = facts.optimizer.stepped
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        stepped = facts.optimizer.stepped if isinstance(facts, StageFacts) else None
         return stepped if isinstance(stepped, cls) else None
 
     def begin(self) -> None:

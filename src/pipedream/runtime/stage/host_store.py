@@ -33,13 +33,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
-from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
 from pipedream.runtime.comm.message import Message, MessageFormat, align, write
 from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
-from pipedream.runtime.stage.part import StageFacts, StagePart
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
+from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.gradients import Gradients
 
@@ -553,23 +551,6 @@ class HostVersions(Versions):
         if not self._store_format.rotations:  # else the ranks of their backwards have left them in the store
             slots = self._store_format.view_gradients(self._shared_weights.gradients)
             gradients.replace(*self._shared_weights.copies.copy_to_store(gradients.accumulators, slots))
-
-
-class CopiesInModules(StagePart):
-    """Lets the modules of a home hold what its passes copy besides weights."""
-
-    def __init__(self, versions: HostVersions) -> None:
-        self._versions = versions
-
-    @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        return cls(facts.versions) if isinstance(facts.versions, HostVersions) else None
-
-    def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
-        assert saved.weights is not None
-        return self._versions.installed(saved.weights)
-
-    backward = forward
 
 
 def _make_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
+from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, WeightStore
 from pipedream.runtime.update.optimizer import Optimizer
 
 _NOTHING = nullcontext()
@@ -30,17 +30,28 @@ class ForwardFunction(Protocol):
 
 
 @dataclass(frozen=True)
-class StageFacts:
-    """What the parts of a stage are made from.
+class PassFacts:
+    """What the parts of a stage are made from, where only its passes run.
 
     Attributes:
         programs: of all phases.
-        replica_group: None for a single replica.
     """
 
     stage: int
     programs: Sequence[Program]
     module: StageModule
+    store: WeightStore
+
+
+@dataclass(frozen=True)
+class StageFacts(PassFacts):
+    """What the parts of a stage are made from, where it is updated.
+
+    Attributes:
+        versions: the store.
+        replica_group: None for a single replica.
+    """
+
     versions: Versions
     optimizer: Optimizer
     replica_group: Group | None = None
@@ -54,7 +65,7 @@ class StagePart:
         """Raises a `ScheduleError` before a run if a method or an optimizer does not fit."""
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
         """Returns the part of a stage; None if it has none with this program."""
         raise NotImplementedError(f"{cls.__name__} is not made from facts")
 

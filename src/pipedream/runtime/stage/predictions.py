@@ -18,7 +18,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
-from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
@@ -63,8 +63,8 @@ class WeightPredictions(StagePart):
             check_velocity(facts.optimizer.optimizer)
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        if not program.weights.predictions(facts.stage):
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        if not isinstance(facts, StageFacts) or not program.weights.predictions(facts.stage):
             return None
         return cls(program.weights, facts.stage, facts.versions, facts.optimizer)
 

@@ -33,7 +33,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.data.rng import read_state, set_state
-from pipedream.runtime.stage.part import ForwardFunction, StageFacts, StagePart
+from pipedream.runtime.stage.part import ForwardFunction, PassFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
@@ -73,7 +73,9 @@ class Recomputation(StagePart):
         self._written = [(m, n, p) for m in self._modules for n, p in m._parameters.items() if p is not None]
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        if program.placement.runs_backward_elsewhere(facts.stage):
+            return ForwardWithoutGraph()
         return cls(facts.module) if program.plan.stages[facts.stage].recompute else None
 
     def run_forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
@@ -153,6 +155,13 @@ class Recomputation(StagePart):
         finally:
             for slot, tensor in zip(self._changing, current_buffers, strict=True):
                 slot.module._buffers[slot.name] = tensor
+
+
+class ForwardWithoutGraph(StagePart):
+    """The forwards of a stage whose backwards run on another rank, which repeats them."""
+
+    def run_forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        return run_without_graph(run, message)
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.errors import CaptureError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Waiting
-from pipedream.runtime.stage.part import RunLayers, StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, RunLayers, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.all_reduce import all_reduce_many
@@ -32,11 +32,11 @@ class EqualReplicas(StagePart):
         self._recorded: dict[str, _TensorRecord] = {}
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
-        optimizer, group = facts.optimizer, facts.replica_group
-        if group is None:
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        if not isinstance(facts, StageFacts) or facts.replica_group is None:
             return None
-        return cls(facts.module, facts.versions, group, optimizer.replicas, optimizer.reducer)
+        optimizer = facts.optimizer
+        return cls(facts.module, facts.versions, facts.replica_group, optimizer.replicas, optimizer.reducer)
 
     def begin(self) -> None:
         norms = self._list_norms()

@@ -30,7 +30,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.offload import SavedTensor, find_offload_hook, unpack
-from pipedream.runtime.stage.part import RunLayers, StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, RunLayers, StagePart
 from pipedream.runtime.stage.split_backward import list_saved_tensors
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightChoice, WeightSet
@@ -61,7 +61,7 @@ class SavedTensorHooks(StagePart):
         self._target: Mapping[str, torch.Tensor] = {}
 
     @classmethod
-    def make(cls, facts: StageFacts, program: Program) -> StagePart | None:
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
         rules = [other.weights for other in facts.programs]
         # Of the programs whose weights change between a forward and its backward. All are checked by the first forward.
         if not any(
