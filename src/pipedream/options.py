@@ -26,7 +26,6 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
@@ -128,7 +127,7 @@ class ModelOptions(ChoiceOptions):
     )
     loggers: Iterable[Any] = ()
     callbacks: Sequence[Callback] = ()
-    phases: str | Sequence[Phase] | None = option(
+    phases: str | Sequence[Any] | None = option(
         None,
         "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
         "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
@@ -147,7 +146,7 @@ class ModelOptions(ChoiceOptions):
         return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, self.ema)
 
     def problems(self) -> Iterator[str]:
-        """Yields errors of functions, phases and metrics."""
+        """Yields errors of functions and metrics."""
         for name in ("inputs", "targets", "weight", "scheduler", "parallelize"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -169,10 +168,6 @@ class ModelOptions(ChoiceOptions):
             yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
         if not isinstance(self.layout, Layout | None):
             yield f"layout is {self.layout!r}, not a pipedream.Layout"
-        if isinstance(self.phases, str) or self.phases is None:
-            return
-        if not (isinstance(self.phases, Sequence) and all(isinstance(phase, Phase) for phase in self.phases)):
-            yield f"phases is {self.phases!r}, neither a text nor a list of Phase"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +272,7 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
     """
 
     schedule: str | None = option_of(PlanRequest, "schedule", default=None, unset="the plan's own, or pipedream")
-    phases: str | Sequence[Phase] | None = option_of(ModelOptions, "phases")
+    phases: str | Sequence[Any] | None = option_of(ModelOptions, "phases")
     compensation: Any = option_of(ModelOptions, "compensation")
     workers: int | None = option(
         None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's, or 2"

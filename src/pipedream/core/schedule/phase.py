@@ -112,12 +112,15 @@ def read_phases(text: str) -> tuple[Phase, ...]:
     return check_phases(phases)
 
 
-def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+def check_phases(phases: Any) -> tuple[Phase, ...]:
     """Returns the phases, if they can follow each other.
 
     Raises:
-        ScheduleError: there is no phase, one has no end, two ends or an early one, or the last one has an end.
+        ScheduleError: it is no list of `Phase`, there is none, one has no end, two ends or an early one, or the last
+            one has an end.
     """
+    if not isinstance(phases, Sequence) or not all(isinstance(phase, Phase) for phase in phases):
+        raise ScheduleError(f"phases is {phases!r}, neither a text nor a list of Phase")
     if not phases:
         raise ScheduleError("a run without phases was asked for; give at least one")
     *others, last = phases
