@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pipedream.core.plan.plan import Plan as Plan
     from pipedream.core.plan.stage import Stage as Stage
     from pipedream.core.schedule.lowering import lower as lower
-    from pipedream.core.schedule.phase import Phase as Phase
     from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule as Schedule
     from pipedream.core.schedule.timeline import Timeline as Timeline
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     )
     from pipedream.training.train import run as run
     from pipedream.verifier import verify as verify
+    from pipedream.workflows.phases import Phase as Phase
     from pipedream.workflows.plan import plan as plan
     from pipedream.workflows.profile import profile as profile
     from pipedream.workflows.simulate import simulate as simulate
@@ -71,7 +71,7 @@ _HOMES = {
     "Level": "core.hardware.cluster",
     "Mesh": "core.plan.mesh",
     "Operators": "layouts",
-    "Phase": "core.schedule.phase",
+    "Phase": "workflows.phases",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
     "Plan": "core.plan.plan",

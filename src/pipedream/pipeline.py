@@ -30,7 +30,6 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
@@ -55,6 +54,7 @@ from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.runtime.update.trial import check_steps_apart
+from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (
     Prepared,
     add_compensation,

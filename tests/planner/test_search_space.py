@@ -13,8 +13,8 @@ import pipedream as pd
 from pipedream.core.model.graph import Call
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.memory import StageMemory
-from pipedream.core.schedule.phase import read_phases
 from pipedream.planner import manual_plan
+from pipedream.workflows.phases import read_phases
 from pipedream.workflows.prepare import check_phases_fit
 from tests.planner.planned import chains
 

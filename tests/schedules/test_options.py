@@ -18,10 +18,10 @@ from zoo import alike_layers
 
 import pipedream as pd
 from pipedream.cli.sweep import _split_values
-from pipedream.core.schedule.phase import phases_text, read_phases
 from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
 from pipedream.schedules.registry import options_of
 from pipedream.workflows.methods import resolve_method
+from pipedream.workflows.phases import phases_text, read_phases
 
 RunCommand = Callable[..., tuple[int, str, str]]
 

@@ -19,7 +19,6 @@ from compensated import Spike
 from torch.optim import lr_scheduler
 
 import pipedream as pd
-from pipedream.core.schedule.phase import read_phases
 from pipedream.extensions.methods.roundpipe import dispatched, homes
 from pipedream.runtime.checkpoint import folders
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
@@ -32,6 +31,7 @@ from pipedream.testing import (
     assert_equal,
     assert_near as assert_near,
 )
+from pipedream.workflows.phases import read_phases
 
 FLUSHING = tuple(name for name in pd.schedules.SCHEDULES if pd.schedules.properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")

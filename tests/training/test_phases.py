@@ -20,11 +20,11 @@ from marks import slow, thinned
 
 import pipedream as pd
 from pipedream.core.schedule.lowering import with_common_channels
-from pipedream.core.schedule.phase import phases_text, read_phases
 from pipedream.extensions.torch_csv.notation import write as to_torch_csv
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.testing import MethodRules, Reads, Trained
 from pipedream.training.job import profile_recipe
+from pipedream.workflows.phases import phases_text, read_phases
 from pipedream.workflows.prepare import check_phases_fit
 
 by = partial(delayed.turn, **OPTIMIZERS["sgd"].keywords)
@@ -401,14 +401,14 @@ def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatc
 
 
 def test_each_phase_has_workers_of_its_own_and_keeps_what_is_the_users() -> None:
-    made: list[str] = []
+    calls: list[str] = []
 
     def make_optimizer(named: Any) -> torch.optim.Optimizer:
-        made.append("optimizer")
+        calls.append("optimizer")
         return OPTIMIZERS["sgd"](named)
 
     def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
-        made.append("scheduler")
+        calls.append("scheduler")
         return torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
     batches = Fresh(zoo.make("mlp").batches)
@@ -426,7 +426,7 @@ def test_each_phase_has_workers_of_its_own_and_keeps_what_is_the_users() -> None
             assert not any(reference() for reference in former), "their versions would keep memory"
     finally:
         gc.enable()
-    assert made == ["optimizer", "scheduler"] * 4
+    assert calls == ["optimizer", "scheduler"] * 4
 
 
 def test_a_weight_that_the_loop_writes_where_a_phase_changes_is_noticed() -> None:

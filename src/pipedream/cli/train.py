@@ -17,10 +17,10 @@ from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.mesh import ranks_of
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import read_phases
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.options import TrainingOptions
 from pipedream.schedules import build, refuse_code, uniform
+from pipedream.workflows.phases import read_phases
 
 if TYPE_CHECKING:
     from pipedream.training.run_folder import ResumePoint

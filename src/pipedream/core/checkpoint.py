@@ -200,7 +200,7 @@ class PipelineRequest:
     """What a run asked of its pipeline.
 
     Attributes:
-        phases: as text (`core.schedule.phase`), or ''.
+        phases: as text (`workflows.phases`), or ''.
         phases_compensation: for phases that name none.
     """
 

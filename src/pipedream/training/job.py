@@ -21,7 +21,6 @@ from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan, check_activations, with_choices
-from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
@@ -40,6 +39,7 @@ from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows import prepare
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
+from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.probe import detect_cluster, measure_runtime
 from pipedream.workflows.profile import MAX_RANKS, profile as profile_model

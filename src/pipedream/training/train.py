@@ -9,7 +9,6 @@ from typing import Any
 
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.summary_text import collectives_text, failures_text, slowness_text
@@ -29,6 +28,7 @@ from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
+from pipedream.workflows.phases import phases_text
 from pipedream.workflows.simulate import simulate_program
 
 

@@ -11,7 +11,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy, couple_stages
 from pipedream.core.schedule.lowering import lower, with_common_channels
-from pipedream.core.schedule.phase import Phase, check_phases, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.session.phase_order import PhaseEnd
@@ -19,6 +18,7 @@ from pipedream.verifier import Proof, verify
 from pipedream.workflows.check import check_plan_memory, count_moved_state
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
+from pipedream.workflows.phases import Phase, check_phases, read_phases
 
 
 @dataclass(frozen=True)
