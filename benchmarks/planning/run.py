@@ -14,8 +14,8 @@ from typing import Any
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
-from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pipedream.core.model.graph import Layer as Layer, LayerGraph as LayerGraph
     from pipedream.core.model.profile import LayerProfile as LayerProfile, Profile as Profile
     from pipedream.core.plan.layout import Layout as Layout
-    from pipedream.core.plan.mesh import Mesh as Mesh
     from pipedream.core.plan.plan import Plan as Plan
+    from pipedream.core.plan.ranks import Mesh as Mesh
     from pipedream.core.plan.stage import Stage as Stage
     from pipedream.core.schedule.lowering import lower as lower
     from pipedream.core.schedule.program import Program as Program
@@ -69,7 +69,7 @@ _HOMES = {
     "LayerProfile": "core.model.profile",
     "Layout": "core.plan.layout",
     "Level": "core.hardware.cluster",
-    "Mesh": "core.plan.mesh",
+    "Mesh": "core.plan.ranks",
     "Operators": "layouts",
     "Phase": "workflows.phases",
     "Pipeline": "pipeline",

@@ -23,8 +23,8 @@ from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import meshes_of, ranks_of
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream import Cluster, Layout, Level, Mesh, Operators, Plan
 from pipedream.core.box import box_of, dense_strides, memory_order
-from pipedream.core.plan.layout import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
-from pipedream.core.plan.mesh import meshes_of, pieces
+from pipedream.core.plan.layout import Boundary, Crossing, boundary_bytes, pieces, read_crossings, with_crossings
+from pipedream.core.plan.ranks import meshes_of
 from pipedream.layouts import Exchanges, complete_partition
 
 Move = tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipedream.core.box import Box, slice_of, slice_within
-from pipedream.core.plan.mesh import Piece
+from pipedream.core.plan.layout import Piece
 from pipedream.layouts import GroupRanks, PartitionedStep
 
 Parts = dict[int, torch.Tensor]

@@ -6,7 +6,7 @@ from pipedream.cli.options import JSON, SEED, check_flags, print_json, read_memo
 from pipedream.core import units
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.layouts import (
     DescribedStep,
     Operators,

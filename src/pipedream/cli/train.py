@@ -15,8 +15,8 @@ from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.mesh import ranks_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import ranks_of
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.options import TrainingOptions
 from pipedream.schedules import build, refuse_code, uniform

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_seconds, shorten
 from pipedream.layouts.description.operators import DescribedStep

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipedream.core.box import Box, count_elements, slice_of, slice_within
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.core.plan.mesh import Piece
+from pipedream.core.plan.layout import Piece
 from pipedream.layouts.description.text import Access, Operator
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition

@@ -32,8 +32,8 @@ from typing import Any
 
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import meshes_of
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.tabular import Tabular
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.ranks import Mesh
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program

@@ -28,7 +28,7 @@ from pipedream.core.box import Box, box_of, dense_strides, slice_of
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.layout import BATCH, Crossing, Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.functions import (
     list_placements,

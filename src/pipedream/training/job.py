@@ -19,8 +19,8 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan, check_activations, with_choices
+from pipedream.core.plan.ranks import meshes_of, ranks_of
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts

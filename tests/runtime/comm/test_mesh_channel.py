@@ -8,12 +8,13 @@ from exchange import assert_arrived
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan import layout, mesh as meshes
+from pipedream.core.box import box_of
+from pipedream.core.plan import layout
 from pipedream.runtime.comm import channel, mesh_channel, message as wire
 
 
 def part(whole: torch.Tensor, mesh: pd.Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
-    box = meshes.box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
+    box = box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
     return whole[tuple(slice(side.start, side.stop) for side in box)]
 
 
@@ -48,6 +49,6 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
         prod(map(len, piece.box))
         for _, cut, missing in rows
         if not missing
-        for piece in meshes.pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
+        for piece in layout.pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
     ]
     assert sum(sender.sent_bytes for sender in senders) == 8 * sum(moved)

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pipedream.core.box import Box, box_of, overlap
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import Numbers
-from pipedream.core.plan.mesh import Mesh, every_mesh, pairs_of
+from pipedream.core.plan.ranks import Mesh, pairs_of
 
 BATCH = "batch"
 """The name of dimension 0 of a stage's inputs and outputs."""
@@ -320,7 +323,7 @@ _CROSSINGS_MARK = "|"  # no structure of `runtime.comm.values` begins with it
 def boundary_bytes(sender_ranks: int, sent: Numbers, receiver_ranks: int, received: Numbers) -> Numbers:
     """Returns the bytes that the busiest rank at a boundary sends or receives, one way, for a minibatch.
 
-    Each rank receives its part, from ranks that take turns sending (`mesh.pieces`).
+    Each rank receives its part, from ranks that take turns sending (`pieces`).
 
     Args:
         sent, received: bytes of the value that a rank of the sending, and of the receiving, stage has.
@@ -402,3 +405,48 @@ def read_crossings(structure: str) -> tuple[tuple[Crossing, ...], str]:
         return (), structure
     _, text, rest = structure.split(_CROSSINGS_MARK, 2)
     return tuple(Crossing(*map(tuple, row)) for row in json.loads(text)), rest
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank sends to another; ranks are numbered within their meshes."""
+
+    sender: int
+    receiver: int
+    box: Box
+
+
+def every_mesh(dimensions: Sequence[str], max_ranks: int) -> list[Mesh]:
+    """Returns the meshes of 2, 4, 8, ... up to `max_ranks` ranks over some of these dimensions, all powers of two.
+
+    >>> [mesh.text for mesh in every_mesh(["data", "model"], 4)]
+    ['data:2', 'model:2', 'data:4', 'model:4', 'data:2,model:2']
+    """
+    sizes = [1 << power for power in range(max_ranks.bit_length()) if 1 << power <= max_ranks]
+    grids = [grid for grid in product(sizes, repeat=len(dimensions)) if 1 < prod(grid) <= max_ranks]
+    grids.sort(key=lambda grid: (prod(grid), sum(size > 1 for size in grid), [-size for size in grid]))
+    rows = ([(name, size) for name, size in zip(dimensions, grid, strict=True) if size > 1] for grid in grids)
+    return [Mesh(",".join(f"{name}:{size}" for name, size in row)) for row in rows]
+
+
+def pieces(
+    shape: Sequence[int], sender: Mesh, sent: Sequence[int | None], receiver: Mesh, received: Sequence[int | None]
+) -> list[Piece]:
+    """Returns the pieces that ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
+
+    Each element comes from one rank. Where several have it, receivers take turns among them.
+
+    Args:
+        sent, received: placements of the tensor on both meshes, see `Layout.placements`.
+    """
+    owners: dict[Box, list[int]] = {}
+    for rank, coordinates in enumerate(sender.coordinates()):
+        box = box_of(shape, sent, list(sender.dimensions.values()), coordinates)
+        owners.setdefault(box, []).append(rank)
+    to_send = []
+    for rank, coordinates in enumerate(receiver.coordinates()):
+        needed = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
+        for box, ranks in owners.items():
+            part = overlap(needed, box)
+            if part is not None:
+                to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
+    return to_send

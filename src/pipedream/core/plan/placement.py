@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 
 
 class Carries(StrEnum):

@@ -18,9 +18,9 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
+from pipedream.core.plan.ranks import Mesh, meshes_of
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
 from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten

@@ -9,8 +9,8 @@ from pipedream.core.hardware.cluster import MAX_WORKERS, Cluster
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.cost import SumLink
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
-from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.ranks import Mesh
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Stage:
         freed_before_peak_bytes, largest_parameter_bytes, update_temporary_bytes: see `StageSizes`; the first for a
             minibatch.
         memory: the peak by kinds of bytes.
-        mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
+        mesh: the ranks of each worker (`core.plan.ranks.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
         frozen_bytes: the part of `parameter_bytes` that is not trained.
         layout: the rules that shard tensors over the mesh (`core.plan.layout.Layout`); '' for none.

@@ -20,7 +20,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.profiler.passes import Sample, call_with, enter_autocast, has_numbers, leave
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives

@@ -12,8 +12,8 @@ from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import ALWAYS
-from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import Mesh, meshes_of
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.extensions.meshes.rank_profile import profile_of_rank
 from pipedream.extensions.meshes.search import MeshSearch

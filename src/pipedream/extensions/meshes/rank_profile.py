@@ -12,7 +12,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import SumLink
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 
 
 def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:

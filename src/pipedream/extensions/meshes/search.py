@@ -19,8 +19,8 @@ import numpy as np
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.program import MeshPeriods, MeshProgram
 from pipedream.extensions.meshes.space import MeshSpace, StageChoice
 from pipedream.planner.arrays import Tables

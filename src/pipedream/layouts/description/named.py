@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.layouts.description.text import Access, Operator
 
 Names = tuple[str | None, ...]

@@ -14,7 +14,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.box import Box
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.layouts.description.named import NamedOperators, Report
 from pipedream.layouts.description.text import Access, Affine, Line, Operator, read_lines, rename_indices
 

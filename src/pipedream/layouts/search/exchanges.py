@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipedream.core.box import Box, count_elements, overlap
-from pipedream.core.plan.mesh import Piece
+from pipedream.core.plan.layout import Piece
 from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Access
 from pipedream.layouts.search.cost import halve_box, halve_index

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.layouts.description.named import NamedOperators, Report, Step, Use, read_rates
 from pipedream.layouts.description.operators import Operators
 from pipedream.layouts.search.integer_program import IntegerProgram, Over, Row, Term

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import Mesh
 from pipedream.runtime.comm.channel import DistributedGroup
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, set_timeout, unsplit_groups
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair

@@ -1,13 +1,11 @@
-"""The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3)."""
+"""The ranks of a worker: a single one, or a Mesh with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
-from pipedream.core.box import Box, box_of, overlap
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MAX_WORKERS
 
@@ -61,14 +59,6 @@ class Mesh:
         return self.text or _NONE
 
 
-class Piece(NamedTuple):
-    """A part of a tensor that one rank sends to another; ranks are numbered within their meshes."""
-
-    sender: int
-    receiver: int
-    box: Box
-
-
 def pairs_of(text: str) -> list[tuple[str, str, str]]:
     """Returns each part of a text such as ``a:b, c:d``, with its two words."""
     pairs = []
@@ -98,19 +88,6 @@ def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
     return meshes * stages if len(meshes) == 1 else meshes
 
 
-def every_mesh(dimensions: Sequence[str], max_ranks: int) -> list[Mesh]:
-    """Returns the meshes of 2, 4, 8, ... up to `max_ranks` ranks over some of these dimensions, all powers of two.
-
-    >>> [mesh.text for mesh in every_mesh(["data", "model"], 4)]
-    ['data:2', 'model:2', 'data:4', 'model:4', 'data:2,model:2']
-    """
-    sizes = [1 << power for power in range(max_ranks.bit_length()) if 1 << power <= max_ranks]
-    grids = [grid for grid in product(sizes, repeat=len(dimensions)) if 1 < prod(grid) <= max_ranks]
-    grids.sort(key=lambda grid: (prod(grid), sum(size > 1 for size in grid), [-size for size in grid]))
-    rows = ([(name, size) for name, size in zip(dimensions, grid, strict=True) if size > 1] for grid in grids)
-    return [Mesh(",".join(f"{name}:{size}" for name, size in row)) for row in rows]
-
-
 def ranks_of(text: str, workers: Sequence[int] = ()) -> int:
     """Returns the ranks of all workers, for meshes as in `meshes_of`.
 
@@ -120,27 +97,3 @@ def ranks_of(text: str, workers: Sequence[int] = ()) -> int:
     meshes = meshes_of(text, len(workers) or None)
     counts = workers or ((2,) if len(meshes) == 1 else (1,) * len(meshes))
     return sum(count * mesh.size for count, mesh in zip(counts, meshes, strict=True))
-
-
-def pieces(
-    shape: Sequence[int], sender: Mesh, sent: Sequence[int | None], receiver: Mesh, received: Sequence[int | None]
-) -> list[Piece]:
-    """Returns the pieces that ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
-
-    Each element comes from one rank. Where several have it, receivers take turns among them.
-
-    Args:
-        sent, received: placements of the tensor on both meshes, see `Layout.placements`.
-    """
-    owners: dict[Box, list[int]] = {}
-    for rank, coordinates in enumerate(sender.coordinates()):
-        box = box_of(shape, sent, list(sender.dimensions.values()), coordinates)
-        owners.setdefault(box, []).append(rank)
-    to_send = []
-    for rank, coordinates in enumerate(receiver.coordinates()):
-        needed = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
-        for box, ranks in owners.items():
-            part = overlap(needed, box)
-            if part is not None:
-                to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
-    return to_send
