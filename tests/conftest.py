@@ -139,7 +139,7 @@ def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Returns the command as a function: arguments -> exit status, standard output, standard error."""
-    from pipedream import cli  # here: most tests need it not
+    from pipedream.apps import cli  # here: most tests need it not
 
     def ask(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -164,7 +164,7 @@ def refused(run_command: Callable[..., tuple[int, str, str]]) -> Callable[..., s
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets `train` run all workers in this process; returns the numbers of processes that it would have started."""
-    from pipedream.cli import train
+    from pipedream.apps.cli import train
 
     counts: list[int] = []
     monkeypatch.setattr(train, "start_workers", lambda count, *_, **__: counts.append(count))

@@ -72,7 +72,7 @@ def test_face_resolves() -> None:
 
 
 def test_face_shows_what_a_user_needs_and_nothing_else() -> None:
-    program = "import pipedream, pipedream.cli, pipedream.workflows.plan; print(*dir(pipedream))"
+    program = "import pipedream, pipedream.apps.cli, pipedream.workflows.plan; print(*dir(pipedream))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
     assert shown == sorted(pd.__all__)
 

@@ -7,7 +7,7 @@ def run_command() -> None:
     """The entry point ``pipedream``."""
     # Ctrl-C while modules are imported needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from pipedream.cli import script
+    from pipedream.apps.cli import script
 
     script()
 

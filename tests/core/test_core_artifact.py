@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream.cli.options import read_profile
+from pipedream.apps.cli.options import read_profile
 from pipedream.core import artifact
 from pipedream.core.model.profile import RankProfile
 from pipedream.core.schedule.timeline import GradientVersions, Span

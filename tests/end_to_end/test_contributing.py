@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from training import assert_equal, batches, piped, plain
 
 import pipedream as pd
-from pipedream import cli
+from pipedream.apps import cli
 from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from tests.runtime.checkpoint import saving
@@ -116,7 +116,8 @@ def test_steps_3_and_4_give_it_a_name_and_a_picture(file: Path) -> None:
     program = f"""
 import importlib.util, sys
 sys.path.insert(0, {str(copy / "src")!r})
-from pipedream import cli, schedules
+from pipedream import schedules
+from pipedream.apps import cli
 for command in {commands(blocks("sh")[1])!r}:
     assert cli.main(command) == 0, command
 spec = importlib.util.spec_from_file_location("make_docs", {str(ROOT / "scripts" / "make_docs.py")!r})

@@ -17,7 +17,7 @@ import torch
 
 import pipedream
 import pipedream as pd
-from pipedream import cli
+from pipedream.apps import cli
 from pipedream.core.units import MUCH_SLOWER
 from pipedream.recipe import load_recipe
 

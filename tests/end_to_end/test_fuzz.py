@@ -20,7 +20,8 @@ from marks import slow
 from torch import nn
 
 import pipedream as pd
-from pipedream import cli, recipe as recipes
+from pipedream import recipe as recipes
+from pipedream.apps import cli
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.runtime.checkpoint import folders

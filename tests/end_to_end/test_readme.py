@@ -17,7 +17,8 @@ import pytest
 
 import pipedream
 import pipedream as pd
-from pipedream import cli, recipe as recipes
+from pipedream import recipe as recipes
+from pipedream.apps import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

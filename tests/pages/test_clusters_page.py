@@ -23,7 +23,7 @@ from torch.distributed.run import config_from_args, parse_args
 from two_machines import machines, within
 
 import pipedream as pd
-from pipedream import cli
+from pipedream.apps import cli
 from pipedream.slow_links import LINK, Network
 
 __all__ = ["machines"]  # the fixture

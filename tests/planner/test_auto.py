@@ -11,7 +11,7 @@ from hypothesis import example, given, settings, strategies as st
 from marks import slow
 
 import pipedream as pd
-from pipedream.cli.options import make_cluster
+from pipedream.apps.cli.options import make_cluster
 from pipedream.workflows import methods
 from tests.planner.planned import compare
 

@@ -17,7 +17,7 @@ from programs import program_of
 from zoo import alike_layers
 
 import pipedream as pd
-from pipedream.cli.sweep import _split_values
+from pipedream.apps.cli.sweep import _split_values
 from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
 from pipedream.schedules.registry import options_of
 from pipedream.workflows.methods import resolve_method

@@ -2,7 +2,7 @@
 
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
 
-is a field of an options dataclass, or a parameter of a command. `pipedream.cli.flags` makes flags of both.
+is a field of an options dataclass, or a parameter of a command. `pipedream.apps.cli.flags` makes flags of both.
 """
 
 import dataclasses

@@ -9,11 +9,11 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
-from pipedream.cli.options import make_cluster, read_cluster
+from pipedream.apps.cli.options import make_cluster, read_cluster
 from pipedream.core.hardware import presets
 from pipedream.training import train
 
-DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
+DIGITS = str(Path(__file__).parents[3] / "examples" / "digits.py")
 
 
 def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> pd.Cluster:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from tests.cli.conftest import LAYER
+from tests.apps.cli.conftest import LAYER
 
 pytestmark = pytest.mark.usefixtures("files")
 PLAN = ("plan", "profile.json", "--workers")

@@ -18,10 +18,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-import pipedream
-from pipedream.cli.flags import OptionParser, as_command
-from pipedream.cli.retired import refuse_retired
-from pipedream.cli.workers import is_worker
+from pipedream._version import __version__
+from pipedream.apps.cli.flags import OptionParser, as_command
+from pipedream.apps.cli.retired import refuse_retired
+from pipedream.apps.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from pipedream.runtime.failure.processes import end_process, stay_with_launcher
 
@@ -61,7 +61,7 @@ class _Commands(TyperGroup):
 def load(name: str) -> Any:
     """Imports a command."""
     command_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    command_app.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.cli.{name}"), name)))
+    command_app.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.apps.cli.{name}"), name)))
     return get_command(command_app)
 
 
@@ -77,7 +77,7 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        print(f"pipedream {pipedream.__version__}")
+        print(f"pipedream {__version__}")
         raise typer.Exit
 
 

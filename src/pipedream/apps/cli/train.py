@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipedream.cli import options as common
-from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.apps.cli import options as common
+from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.garbage import pause_collection

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream.cli.retired import refuse_retired
+from pipedream.apps.cli.retired import refuse_retired
 from pipedream.core import units
 from pipedream.core.artifact import read_text, writing
 from pipedream.core.errors import PlanError

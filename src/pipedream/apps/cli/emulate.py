@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json
-from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.apps.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json
+from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.depth import read_depth

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipedream.cli.options import JSON, OUTPUT, print_json
-from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.apps.cli.options import JSON, OUTPUT, print_json
+from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 from pipedream.core.flags import option
 from pipedream.core.progress import progress

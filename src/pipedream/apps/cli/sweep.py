@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from pipedream.apps.cli import options as common
 from pipedream.apps.sweep import sweep as sweeping
-from pipedream.cli import options as common
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError

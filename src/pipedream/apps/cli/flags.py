@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_t
 import typer
 from typer.core import TyperCommand
 
-from pipedream.cli.retired import refuse_retired
+from pipedream.apps.cli.retired import refuse_retired
 from pipedream.core.flags import Flag, Panel, flag_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
-from tests.cli.test_data_runs_no_code import METHOD
+from tests.apps.cli.test_data_runs_no_code import METHOD
 
 MB = 10**6
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import typer
 
 from pipedream import schedules
+from pipedream.apps.cli import options as common
+from pipedream.apps.cli.printing import print_grid, print_length
 from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.text import grid, schedule_table
-from pipedream.cli import options as common
-from pipedream.cli.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option

@@ -4,8 +4,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from pipedream.apps.cli.options import JSON, RECIPE
 from pipedream.apps.compare.compare_options import ComparisonOptions
-from pipedream.cli.options import JSON, RECIPE
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 

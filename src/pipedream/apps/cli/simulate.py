@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from pipedream import metrics, schedules
+from pipedream.apps.cli import options as common
+from pipedream.apps.cli.printing import print_chunks, print_grid, print_length
 from pipedream.apps.report.methods import methods_svg
 from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.trace import save_trace
-from pipedream.cli import options as common
-from pipedream.cli.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option

@@ -6,7 +6,7 @@ import pytest
 from commands import Refused, Run
 
 import pipedream as pd
-from pipedream.cli import retired
+from pipedream.apps.cli import retired
 
 GRAPH = """\
 node1 -- Input -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=100.0, parameter_size=0.0

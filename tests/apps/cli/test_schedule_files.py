@@ -8,7 +8,7 @@ from zoo import alike_layers
 
 import pipedream as pd
 from pipedream.extensions.torch_csv.notation import write as to_torch_csv
-from tests.cli import test_data_runs_no_code
+from tests.apps.cli import test_data_runs_no_code
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
-from pipedream.cli.options import JSON, print_json
+from pipedream.apps.cli.options import JSON, print_json
 from pipedream.core.errors import ArtifactError
 from pipedream.core.flags import argument, option
 from pipedream.core.progress import progress

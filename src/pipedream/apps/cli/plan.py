@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipedream.apps.cli.options import JSON, OUTPUT, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.apps.report.text import stage_memory_table
-from pipedream.cli.options import JSON, OUTPUT, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode, encode_attributes
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.flags import Panel, argument, option

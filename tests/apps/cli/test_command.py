@@ -14,7 +14,7 @@ import typer
 from commands import Refused, Run
 
 import pipedream as pd
-from pipedream import cli
+from pipedream.apps import cli
 from pipedream.options import TrainingOptions
 
 
@@ -30,7 +30,7 @@ def test_commands_load_only_what_they_need(files: Path) -> None:
         rows.append((command, ("torch",)))
     program = (
         "import sys\n"
-        "from pipedream.cli import main\n"
+        "from pipedream.apps.cli import main\n"
         f"for arguments, absent in {rows!r}:\n"
         "    assert main(arguments.split()) == 0\n"
         "    assert not (loaded := sys.modules.keys() & {*absent}), (arguments, loaded)\n"
@@ -120,7 +120,7 @@ def test_it_is_also_a_module(run_command: Run) -> None:
 
 def test_the_shell_completes_commands() -> None:
     words = {"_PIPEDREAM_COMPLETE": "complete_bash", "COMP_WORDS": "pipedream s", "COMP_CWORD": "1"}
-    program = "from pipedream.cli import script; script()"
+    program = "from pipedream.apps.cli import script; script()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=words)
     assert done.stdout.split() == ["sweep", "simulate", "show"], done.stderr
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_written_is_one_message(command: str, out: str, files: Pa
 
 @pytest.mark.parametrize(("command", "to"), [("show", "a pipe that nobody reads"), ("--version", "/dev/full")])
 def test_output_that_nobody_takes(command: str, to: str) -> None:
-    program = f"import sys; from pipedream.cli import script; sys.argv = ['pipedream', {command!r}]; script()"
+    program = f"import sys; from pipedream.apps.cli import script; sys.argv = ['pipedream', {command!r}]; script()"
     shell = f"'{sys.executable}' -c \"{program}\" " + (f"> {to}" if to[0] == "/" else "| true; exit ${PIPESTATUS[0]}")
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert done.stderr == ("pipedream: cannot write to /dev/full: No space left on device\n" if to[0] == "/" else "")
@@ -167,7 +167,7 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
         started.append(count)
         raise typer.Exit(0)
 
-    monkeypatch.setattr("pipedream.cli.train.start_workers", start_workers)
+    monkeypatch.setattr("pipedream.apps.cli.train.start_workers", start_workers)
     monkeypatch.chdir(tmp_path)
     Path("recipe.py").touch()
     Path("code.py").write_text("raise AssertionError('a plan is data')")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipedream.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags
+from pipedream.apps.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags
 from pipedream.core.errors import ProfileError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.options import TrainingOptions

@@ -1,6 +1,6 @@
 """`pipedream layers`."""
 
-from pipedream.cli.options import FINEST, JSON, RECIPE, SEED, print_json
+from pipedream.apps.cli.options import FINEST, JSON, RECIPE, SEED, print_json
 from pipedream.core.flags import option
 from pipedream.core.model.graph import crossings
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipedream.cli.options import JSON, SEED, check_flags, print_json, read_memory
+from pipedream.apps.cli.options import JSON, SEED, check_flags, print_json, read_memory
 from pipedream.core import units
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
