@@ -37,7 +37,6 @@ from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.checkpoint.folders import SavedCheckpoint
-from pipedream.runtime.checkpoint.parameters import list_stage_names, select_trained
 from pipedream.runtime.checkpoint.stores import Folder, open_store
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
@@ -54,6 +53,7 @@ from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.runtime.update.trial import check_steps_apart
+from pipedream.runtime.weights.parameters import list_stage_names, select_trained
 from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (
     Prepared,

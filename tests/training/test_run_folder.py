@@ -15,7 +15,7 @@ from commands import Run
 
 import pipedream as pd
 from pipedream.apps.report.run_page import write_report
-from pipedream.runtime.checkpoint.files import save_weights
+from pipedream.runtime.weights.files import save_weights
 from tests.apps.cli.test_data_runs_no_code import RECIPE
 
 

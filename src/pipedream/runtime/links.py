@@ -11,13 +11,13 @@ from torch import nn
 
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.division import Division
-from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.replicas import CopiedAttributes
 from pipedream.runtime.update.tied_weights import copy_tied

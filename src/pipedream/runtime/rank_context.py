@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results

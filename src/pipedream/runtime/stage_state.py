@@ -8,8 +8,8 @@ import torch
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Waiting
-from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.host_store import HostVersions

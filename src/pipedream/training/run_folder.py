@@ -33,7 +33,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
-from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.runtime.checkpoint.folders import (
     SavedCheckpoint,
     find_newest_checkpoint,
@@ -46,6 +45,7 @@ from pipedream.runtime.checkpoint.stores import Folder, open_store
 from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
 from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.weights.files import save_weights
 from pipedream.training.restarts import count_restarts
 
 CHECKPOINTS = "checkpoints"

@@ -30,13 +30,13 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import describe_slowness
 from pipedream.plan_request import NO_MESH
 from pipedream.profiler.core_times import CoreTimes
-from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
+from pipedream.runtime.weights.initial_values import named_state
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.probe import measure_runtime
 

@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 
 import pipedream as pd
-from pipedream.runtime.failure import activity, guard, processes
+from pipedream.runtime import activity
+from pipedream.runtime.failure import guard, processes
 from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 PERIOD_S = guard.PERIOD_S

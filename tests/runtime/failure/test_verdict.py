@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.runtime.failure import activity, processes
+from pipedream.runtime import activity
+from pipedream.runtime.failure import processes
 from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 LOOK_S = 0.125

@@ -17,13 +17,13 @@ from pipedream.core.schedule.program import Program
 from pipedream.extensions.meshes.without_data import SampleMessage
 from pipedream.layouts import partition_layer
 from pipedream.runtime.blueprint import Blueprint
-from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.message import Message, dimension_order
 from pipedream.runtime.comm.values import map_tensors
 from pipedream.runtime.division import Division
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.weights.initial_values import named_state
 from pipedream.sharding.parallelized import parallelize_layers
 from pipedream.sharding.stage import StageSharding
 from pipedream.sharding.whole_weights import whole_weights

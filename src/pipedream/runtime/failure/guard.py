@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 
 from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
 from pipedream.core.user_code import elide_middle, with_place
-from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.failure.processes import (
     LOST_CONNECTION,
     RankProcess,

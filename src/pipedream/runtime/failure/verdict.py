@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.failure.processes import RankProcess
 
 SILENT_S = 6.0

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
@@ -36,6 +35,7 @@ from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.weights.initial_values import named_state
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _log = logging.getLogger("pipedream")

@@ -14,21 +14,21 @@ from torch import nn
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.assemble import WorkerMaterials, build_worker, check_programs
 from pipedream.runtime.blueprint import Blueprint
-from pipedream.runtime.checkpoint import parameters
-from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.parameters import collect_extra_states
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
-from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.weights import parameters
+from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import collect_extra_states
 from pipedream.runtime.worker import Worker
 
 

@@ -23,9 +23,6 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
 from pipedream.runtime.assemble import WorkerMaterials, gather_materials, gather_materials_on_copies
 from pipedream.runtime.blueprint import Blueprint
-from pipedream.runtime.checkpoint import parameters
-from pipedream.runtime.checkpoint.files import fit_names, open_weights
-from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
@@ -53,6 +50,9 @@ from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.update.tied_weights import broadcast_tied
+from pipedream.runtime.weights import parameters
+from pipedream.runtime.weights.files import fit_names, open_weights
+from pipedream.runtime.weights.initial_values import materialise, named_state
 
 Weights = str | os.PathLike[str] | None
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from pipedream.core.errors import CaptureError
-from pipedream.runtime.checkpoint import parameters
-from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.parameters import find_modules_by_key, key_extra_states
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.weights import parameters
+from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import find_modules_by_key, key_extra_states
 from pipedream.runtime.worker import Worker
 
 

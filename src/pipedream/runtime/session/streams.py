@@ -6,13 +6,13 @@ from typing import Any
 
 from pipedream.core.errors import ArtifactError, DeadlockError, PipelineError, WorkerError
 from pipedream.core.user_code import with_place
+from pipedream.runtime.activity import Interrupts
 from pipedream.runtime.comm.channel import LocalChannel, Pending, Receiver, Sender, drain
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.same_settings import describe_data
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.data.splitter import AdaptBatch
-from pipedream.runtime.failure.activity import Interrupts
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.session.comparison import Comparison
 from pipedream.runtime.session.local_workers import LocalWorkers

@@ -22,7 +22,7 @@ from zoo import HF
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.checkpoint import files, initial_values as initial, parameters
+from pipedream.runtime.weights import files, initial_values as initial, parameters
 from pipedream.testing import Training, assert_equal
 
 CPU = torch.device("cpu")

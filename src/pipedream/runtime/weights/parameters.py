@@ -14,8 +14,8 @@ from torch import nn
 from pipedream.core.errors import CaptureError, PipelineError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
-from pipedream.runtime.checkpoint.initial_values import Slots, named_state
 from pipedream.runtime.data.rng import from_json, to_json
+from pipedream.runtime.weights.initial_values import Slots, named_state
 
 _KEY = "_extra_state"
 
