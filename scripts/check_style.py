@@ -42,6 +42,8 @@ TORCH_PACKAGES = (
     "capture",
     "experts",
     "extensions.meshes",
+    "extensions.nccl",
+    "extensions.shared_memory",
     "extensions.reducers.averages.average",
     "extensions.reducers.powersgd.low_rank",
     "hf",

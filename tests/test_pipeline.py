@@ -27,7 +27,7 @@ from marks import slow
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.runtime.comm import shared_memory
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

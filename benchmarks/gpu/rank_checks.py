@@ -31,7 +31,8 @@ from findings import Finding, need_card
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.runtime.comm import connections, shared_memory
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
+from pipedream.runtime.comm import connections
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import local_world, stop_processes

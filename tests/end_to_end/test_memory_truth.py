@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
 from pipedream.profiler.sizes import Allocations
-from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.001)}

@@ -39,7 +39,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedream.runtime.comm import channel, connections, process_group, shared_memory
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
+from pipedream.runtime.comm import channel, connections, process_group
 from pipedream.runtime.session import streams
 from pipedream.sharding import functions
 

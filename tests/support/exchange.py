@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.comm import channel, connections as links, message as wire, shared_memory, transport
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
+from pipedream.runtime.comm import channel, connections as links, message as wire, transport
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
 SIZES = {

@@ -4,8 +4,11 @@ What may be offered, under the names of their modules:
 
 | module | offers | read by |
 | --- | --- | --- |
+| `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
+| `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
+| `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.core.plan.ranks import Mesh
 from pipedream.runtime.comm.channel import DistributedGroup
+from pipedream.runtime.comm.pairs import Listener, Pair, make_listener
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, set_timeout, unsplit_groups
-from pipedream.runtime.comm.shared_memory import Listener, MemoryPair
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
@@ -66,7 +67,7 @@ class Connections:
     upward: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup | None, ...]
     holders: tuple[dist.ProcessGroup | None, ...]
-    memory: Mapping[tuple[int, int], MemoryPair]
+    memory: Mapping[tuple[int, int], Pair]
     links: Mapping[tuple[int, int], dist.ProcessGroup]
     leaders: dist.ProcessGroup | None = None
     meshes: Sequence[Mesh] = ()
@@ -185,7 +186,7 @@ def connect_groups(
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
     connector, memory, upward = _connect_memory(everyone, pairs, device)
     links = {}
-    for pair in pairs if uses_nccl else ():
+    for pair in pairs if uses_nccl and list_offers("gpu_link") else ():
         group = _connect_link(connector, pair, device)
         if group is not None:
             links[pair] = group
@@ -207,16 +208,16 @@ def connect_groups(
 
 def _connect_memory(
     everyone: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device
-) -> tuple[_Connector, dict[tuple[int, int], MemoryPair], dist.ProcessGroup]:
+) -> tuple[_Connector, dict[tuple[int, int], Pair], dist.ProcessGroup]:
     """Waits for all workers; returns the connector, this rank's shared memory, and the group for messages upward."""
-    listener = Listener()
+    listener = make_listener()
     own_address = json.dumps([machine_address(), listener.name])
     addresses, names = zip(*map(json.loads, gather_texts(own_address, everyone)), strict=True)
     upward = everyone
     if len(set(addresses)) > 1 or not all(names):
         upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone  # never None
     connector = _Connector(dist.get_rank(everyone), addresses, device)
-    memory: dict[tuple[int, int], MemoryPair] = {}
+    memory: dict[tuple[int, int], Pair] = {}
     try:
         for pair in pairs:
             connector.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
@@ -371,7 +372,7 @@ def _share_memory(
     pair: tuple[int, int],
     listener: Listener,
     name: str,
-    memory: dict[tuple[int, int], MemoryPair],
+    memory: dict[tuple[int, int], Pair],
 ) -> None:
     """Lets the receiver try to reach the sender within the machine, and reply over gloo, which connects them too."""
     sender, receiver = pair
@@ -384,7 +385,7 @@ def _share_memory(
         everyone.recv([answer], receiver, 0).wait()
         connection = listener.accept(key) if answer else None
     if connection is not None:
-        memory[pair] = MemoryPair(connection, sends=dist.get_rank(everyone) == sender)
+        memory[pair] = listener.make_pair(connection, sends=dist.get_rank(everyone) == sender)
 
 
 def _exchange_byte(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:

@@ -2,10 +2,10 @@
 
 | a message | transport |
 | --- | --- |
-| between ranks of one machine | `shared_memory` |
+| between ranks of one machine | `extensions/shared_memory/`, or `gloo` without it |
 | between other ranks | `gloo` |
-| between ranks with a GPU each | `nccl_link` for the tensors on GPUs; the rest on one of those above |
-| between workers whose meshes differ | `mesh_channel`: parts of tensors, on channels between their ranks |
+| between ranks with a GPU each | `extensions/nccl/` for the tensors on GPUs; the rest on one of those above |
+| between workers whose meshes differ | `extensions/meshes/`: parts of tensors, on channels between their ranks |
 | of results or data | `gloo` |
 
 Within one process `assemble.make_local_workers` opens a `channel.LocalChannel`; between stages of one rank the
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pipedream.core.extensions import list_offers
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.program import Program
@@ -37,9 +38,6 @@ from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender,
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
-from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
-from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
-from pipedream.runtime.comm.shared_memory import MAX_UNREAD, SharedMemoryReceiver, SharedMemorySender
 
 _DEPTH = 2
 """Receives posted ahead on channels of results and data."""
@@ -166,14 +164,14 @@ class Transport:
         sends, communicator = pair[0] == self._connections.process, self._links[pair]
         peer = pair[1] if sends else pair[0]
         headers = self._connect(peer, numbers[0], depth, max_unread, self._device.type)
+        (link, *_) = list_offers("gpu_link")
         if sends:
-            sending = SendingLink(headers.open_sender(), communicator)
-            for number in numbers:
-                senders[number][peer] = LinkSender(sending, number)
+            for number, sender in link.open_senders(headers.open_sender(), communicator, numbers).items():
+                senders[number][peer] = sender
         else:
-            receiving = ReceivingLink(headers.open_receiver(), communicator, self._device)
-            for number in numbers:
-                receivers[number][peer] = LinkReceiver(receiving, number)
+            ends = link.open_receivers(headers.open_receiver(), communicator, self._device, numbers)
+            for number, receiver in ends.items():
+                receivers[number][peer] = receiver
 
     def _connect(self, peer: int, number: int, depth: int, max_unread: int, separate: str = "") -> PeerConnection:
         return PeerConnection(self._connections, self._device, peer, number, depth, max_unread, separate)
@@ -181,18 +179,26 @@ class Transport:
     def _join_senders(self, worker: int, ends: Mapping[int, Sender]) -> Sender:
         """Returns the sending end of a channel to another worker, from those to its ranks."""
         meshes, first = self._connections.meshes, min(ends)
-        pair = MeshPair(meshes[self._connections.worker_number], meshes[worker])
-        if pair.sender == pair.receiver:
+        here, there = meshes[self._connections.worker_number], meshes[worker]
+        if here == there:
             return ends[first]
-        return MeshSender(pair, self._connections.rank_in_worker, {peer - first: end for peer, end in ends.items()})
+        by_rank = {peer - first: end for peer, end in ends.items()}
+        joined: Sender = list_offers("channel_ends")[0].join_senders(
+            here, there, self._connections.rank_in_worker, by_rank
+        )
+        return joined
 
     def _join_receivers(self, worker: int, ends: Mapping[int, Receiver]) -> Receiver:
         """Returns the receiving end of a channel from another worker, from those of its ranks."""
         meshes, first = self._connections.meshes, min(ends)
-        pair = MeshPair(meshes[worker], meshes[self._connections.worker_number])
-        if pair.sender == pair.receiver:
+        there, here = meshes[worker], meshes[self._connections.worker_number]
+        if here == there:
             return ends[first]
-        return MeshReceiver(pair, self._connections.rank_in_worker, {peer - first: end for peer, end in ends.items()})
+        by_rank = {peer - first: end for peer, end in ends.items()}
+        joined: Receiver = list_offers("channel_ends")[0].join_receivers(
+            there, here, self._connections.rank_in_worker, by_rank
+        )
+        return joined
 
     def _open_data_sender(self, peer: int, number: int, group: dist.ProcessGroup) -> GlooSender:
         max_in_flight = max(max(*program.plan.in_flight, program.microbatches) for program in self._programs)
@@ -229,15 +235,15 @@ class PeerConnection:
     def open_sender(self) -> ConnectionSender:
         process = self.connections.process
         memory = self.connections.memory.get((process, self.peer))
-        if memory is not None and self.max_unread <= MAX_UNREAD:
-            return SharedMemorySender(memory.open(), self.peer, self.max_unread, self.separate)
+        if memory is not None and self.max_unread <= memory.max_unread:
+            return memory.open_sender(self.peer, self.max_unread, self.separate)
         return GlooSender(self._make_endpoint(process < self.peer), self.max_unread)
 
     def open_receiver(self) -> ConnectionReceiver:
         process = self.connections.process
         memory = self.connections.memory.get((self.peer, process))
-        if memory is not None and self.max_unread <= MAX_UNREAD:
-            return SharedMemoryReceiver(memory.open(), self.peer, self.device)
+        if memory is not None and self.max_unread <= memory.max_unread:
+            return memory.open_receiver(self.peer, self.device)
         return GlooReceiver(self._make_endpoint(self.peer < process))
 
     def _make_endpoint(self, is_upward: bool) -> GlooEndpoint:

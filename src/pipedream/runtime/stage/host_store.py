@@ -418,7 +418,7 @@ class HostStore:
         return memory
 
     def _make(self, stage: int, size: int) -> torch.Tensor:
-        # As for messages (`comm.shared_memory`): in no file system.
+        # As for messages in shared memory: in no file system.
         file = os.memfd_create(f"pipedream-stage-{stage}")
         os.ftruncate(file, size)
         memory = self._pin(_map_file(f"/proc/self/fd/{file}", size))

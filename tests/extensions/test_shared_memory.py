@@ -9,7 +9,8 @@ import torch
 from exchange import assert_arrived, message_of
 from hypothesis import given, strategies as st
 
-from pipedream.runtime.comm import channel, message as wire, shared_memory
+from pipedream.extensions.shared_memory import pair_memory as shared_memory
+from pipedream.runtime.comm import channel, message as wire
 
 Ends = tuple[shared_memory.SharedMemorySender, shared_memory.SharedMemoryReceiver]
 

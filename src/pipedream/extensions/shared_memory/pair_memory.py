@@ -14,6 +14,8 @@ Processes find each other by Unix sockets without a file, which are visible with
 network of several machines stays one.
 """
 
+from __future__ import annotations
+
 import os
 import selectors
 import socket
@@ -91,6 +93,9 @@ class Listener:
                 self._read(ready.data)
         return self._accepted.pop(padded_key)
 
+    def make_pair(self, connection: socket.socket, *, sends: bool) -> MemoryPair:
+        return MemoryPair(connection, sends)
+
     def _read(self, ready: socket.socket) -> None:
         """Accepts a new connection, or reads the key of one; one without a key does not delay the others."""
         if ready is self._socket:
@@ -124,10 +129,18 @@ def _is_same_user(connection: socket.socket) -> bool:
 class MemoryPair:
     """A sender and a receiver on one machine; both open their channels in one order."""
 
+    max_unread = MAX_UNREAD
+
     def __init__(self, connection: socket.socket, sends: bool) -> None:
         self._connection = connection
         self._sends = sends
         self._opened: list[socket.socket] = []
+
+    def open_sender(self, peer: int, max_unread: int, separate: str = "") -> SharedMemorySender:
+        return SharedMemorySender(self.open(), peer, max_unread, separate)
+
+    def open_receiver(self, peer: int, device: torch.device | None = None) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(self.open(), peer, device)
 
     def open(self) -> socket.socket:
         """Returns this process's end of a new socket."""

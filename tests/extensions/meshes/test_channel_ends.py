@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream.core.box import box_of
 from pipedream.core.plan import layout
-from pipedream.runtime.comm import channel, mesh_channel, message as wire
+from pipedream.extensions.meshes import channel_ends as mesh_channel
+from pipedream.runtime.comm import channel, message as wire
 
 
 def part(whole: torch.Tensor, mesh: pd.Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from exchange import assert_arrived
 
 import pipedream as pd
-from pipedream.runtime.comm import channel, gloo, message, nccl_link
+from pipedream.extensions.nccl import gpu_link as nccl_link
+from pipedream.runtime.comm import channel, gloo, message
 
 Message = message.Message
 

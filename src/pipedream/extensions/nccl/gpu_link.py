@@ -10,6 +10,7 @@ it.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -127,6 +128,22 @@ class LinkReceiver(PeerReceiver):
 
     def drain(self) -> None:
         self._link.drain()
+
+
+def open_senders(
+    headers: ConnectionSender, communicator: dist.ProcessGroup, numbers: Sequence[int]
+) -> dict[int, LinkSender]:
+    """Returns the sending ends of channels, by their numbers, that share a link."""
+    link = SendingLink(headers, communicator)
+    return {number: LinkSender(link, number) for number in numbers}
+
+
+def open_receivers(
+    headers: ConnectionReceiver, communicator: dist.ProcessGroup, device: torch.device, numbers: Sequence[int]
+) -> dict[int, LinkReceiver]:
+    """Returns the receiving ends of channels, by their numbers, that share a link."""
+    link = ReceivingLink(headers, communicator, device)
+    return {number: LinkReceiver(link, number) for number in numbers}
 
 
 def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:

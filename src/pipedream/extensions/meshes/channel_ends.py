@@ -140,3 +140,13 @@ class MeshReceiver(_MeshEnd[Receiver], PeerReceiver):
             assert tensor is not None, "ranks of one worker differ in which gradients exist"
             joined[slice_within(box, stored_box)] = tensor
         return joined
+
+
+def join_senders(sender: Mesh, receiver: Mesh, rank: int, ends: Mapping[int, Sender]) -> Sender:
+    """Returns a rank's sending end of a channel between two meshes, from its ends to the receiving ranks."""
+    return MeshSender(MeshPair(sender, receiver), rank, ends)
+
+
+def join_receivers(sender: Mesh, receiver: Mesh, rank: int, ends: Mapping[int, Receiver]) -> Receiver:
+    """Returns a rank's receiving end of a channel between two meshes, from its ends from the sending ranks."""
+    return MeshReceiver(MeshPair(sender, receiver), rank, ends)

@@ -1,0 +1,1 @@
+"""Messages between ranks that have a GPU each, by NCCL."""

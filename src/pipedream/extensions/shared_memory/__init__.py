@@ -1,0 +1,1 @@
+"""Messages between ranks of one machine through memory that they share."""
