@@ -215,7 +215,27 @@ def _parse_report(text: bytes) -> tuple[int, Verdict]:
     return int(reporter), Verdict(**fields)
 
 
-class Guard:
+class Unguarded:
+    """The guard of a single process, which has no other ranks to watch or to tell."""
+
+    @property
+    def interrupts(self) -> int:
+        """How often other ranks were interrupted, by their newest statuses."""
+        return 0
+
+    def report(self, error: WorkerError) -> PeerError | None:
+        """Reports a failure; returns the failure that another rank reported before, or None."""
+        return None
+
+    def first_cause(self, error: BaseException, where: str) -> PipelineError:
+        """Reports an error of this rank; returns the error to raise: this one, or its cause at another rank."""
+        return error if isinstance(error, PipelineError) else WorkerError(0, where, with_place(error))
+
+    def end(self) -> None:
+        """Ends the watch."""
+
+
+class Guard(Unguarded):
     """Watches for a failure of any rank until `end`; every rank creates one, once they are in a process group."""
 
     _has_reported = False
@@ -257,11 +277,9 @@ class Guard:
 
     @property
     def interrupts(self) -> int:
-        """How often other ranks were interrupted, by their newest statuses."""
         return sum(status.interrupts for status in self._heartbeat.statuses.values())
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Reports a failure; returns the failure that another rank reported before, or None."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         if first is not None and first[0] != self._rank:
             return _make_peer_error(first[1])
@@ -270,7 +288,6 @@ class Guard:
         return None
 
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
-        """Reports an error of this rank; returns the error to raise: this one, or its cause at another rank."""
         origin = error.__cause__ if isinstance(error, PipelineError) else error
         is_lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
         if is_lost and _is_raised_by_loader(origin):

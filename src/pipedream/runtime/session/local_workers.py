@@ -23,7 +23,7 @@ from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
-from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.failure.guard import Unguarded
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.weights import parameters
@@ -70,7 +70,7 @@ class LocalWorkers:
         programs: all that are trained, one for each phase.
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
-        guard, connections, group: None in a single process. The group has all ranks; after the end it is the user's.
+        connections, group: None in a single process. The group has all ranks; after the end it is the user's.
         divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
         store: weights that a method keeps in the memory of the machine.
     """
@@ -82,7 +82,7 @@ class LocalWorkers:
     rank: int
     worker_rank: int = 0
     activity: Activity = field(default_factory=Activity)
-    guard: Guard | None = None
+    guard: Unguarded = field(default_factory=Unguarded)
     connections: Connections | None = None
     group: dist.ProcessGroup | None = None
     divisions: dict[int, Division] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class LocalWorkers:
     def report(self, error: PipelineError) -> PipelineError:
         """Reports an error; returns the error to raise: this one, or its cause at another rank."""
         self.activity.stop()
-        return error if self.guard is None else self.guard.first_cause(error, self.lead.where)
+        return self.guard.first_cause(error, self.lead.where)
 
     @contextmanager
     def reporting(self, doing: str | None = None) -> Iterator[None]:
@@ -202,7 +202,6 @@ class LocalWorkers:
         try:
             check_same_settings(call | dict(settings or {}), self.group)
         except (PipelineError, RuntimeError) as error:
-            assert self.guard is not None, "a single process cannot differ from others"
             raise self.guard.first_cause(error, self.lead.where) from error
 
     def any_rank(self, wish: bool) -> bool:

@@ -101,7 +101,7 @@ class Session:
 
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""
-        if self.workers_here.guard is not None and not isinstance(error, PipelineError):
+        if not isinstance(error, PipelineError):
             self.workers_here.guard.report(WorkerError(self.workers_here.rank, LOOP, with_place(error)))
 
     def close(self, failed: bool) -> None:
@@ -122,8 +122,7 @@ class Session:
         self.checkpointer.writer.close(failed=failed)
         if not (failed and workers_here.distributed):  # the GPU may wait for another rank
             workers_here.store.close()
-        if workers_here.guard is not None:
-            workers_here.guard.end()
+        workers_here.guard.end()
 
 
 def _build_local_workers(

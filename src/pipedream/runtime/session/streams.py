@@ -174,7 +174,7 @@ class Streams:
         except GeneratorExit:
             raise
         except BaseException as error:  # e.g. of the user's loader
-            if isinstance(error, KeyboardInterrupt) and workers_here.guard is None and self.interrupts.may_raise:
+            if isinstance(error, KeyboardInterrupt) and not workers_here.distributed and self.interrupts.may_raise:
                 raise
             raise workers_here.report(
                 WorkerError(workers_here.rank, workers_here.lead.where, with_place(error))
@@ -191,14 +191,12 @@ class Streams:
 
     def _is_stop_requested(self) -> bool:
         # A signal may have been sent to one worker only, perhaps one that does not read the data.
-        guard = self._workers_here.guard
-        return self.interrupts.is_interrupted or (guard is not None and guard.interrupts > self._raised_interrupts)
+        return self.interrupts.is_interrupted or self._workers_here.guard.interrupts > self._raised_interrupts
 
     def clear_interrupt(self) -> None:
         """Clears an interrupt that was raised, as the caller may still want to evaluate or save."""
-        guard = self._workers_here.guard
         self.interrupts.is_interrupted = False
-        self._raised_interrupts = 0 if guard is None else guard.interrupts
+        self._raised_interrupts = self._workers_here.guard.interrupts
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
