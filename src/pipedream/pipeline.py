@@ -11,7 +11,7 @@ plain process all workers take turns in one thread.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -47,6 +47,10 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import measured
+from pipedream.runtime.session.checkpointer import Checkpointer
+from pipedream.runtime.session.comparison import Comparison, count_bytes
+from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
@@ -105,17 +109,17 @@ class Pipeline:
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
+        compare = _prepare_comparison(model, captured, self.plan, options)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
+        self._saver = _add_services(self._session, compare)
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
         self._checkpoint: SavedCheckpoint | None = None
-        saver = self._session.checkpointer
-        self.check_savable, self.is_saving = saver.check_savable, saver.writer.is_writing
-        self._callbacks = tuple(options.callbacks)
-        self.extra: Mapping[str, Any] = {}
+        self.check_savable, self.is_saving = self._saver.check_savable, self._saver.writer.is_writing
+        self._callbacks, self.extra = tuple(options.callbacks), cast(Mapping[str, Any], {})
         self.rank, self.distributed = self._local.rank, self._local.distributed
         self.followed = FollowedEvaluations(self, self._callbacks, self._local, options.monitor)
         warn_of_loopback(self.plan, self.rank)
@@ -267,7 +271,7 @@ class Pipeline:
         position = replace(self._training.save(), callbacks=states_of(self._callbacks))
         listening = [callback for callback in self._callbacks if callback.follows_checkpoints]
         options: dict[str, Any] = {"keep": keep, "wait": wait or bool(listening), "extra": saved_extra}
-        checkpoint = self._session.checkpointer.save(open_store(folder), self._request, position, **options)
+        checkpoint = self._saver.save(open_store(folder), self._request, position, **options)
         if checkpoint != self._checkpoint and listening:
             self._local.any_rank(False)  # rank 0 has completed it
             for callback in listening:
@@ -287,10 +291,10 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self._begin_collective_call("load()")
-        checkpoint, manifest = self._session.checkpointer.read_newest(open_store(folder))
+        checkpoint, manifest = self._saver.read_newest(open_store(folder))
         self._training.enter_phase_at(manifest.minibatches, manifest.epoch)
-        self._streams.skip_comparison()
-        self._session.checkpointer.restore(checkpoint, manifest)
+        self._session.note_restored()
+        self._saver.restore(checkpoint, manifest)
         self._training.restore(manifest)
         self.extra, self._checkpoint = manifest.extra, checkpoint
         load_states(self._callbacks, manifest.callbacks)
@@ -440,8 +444,6 @@ def _build_session(
         blueprint.weights_device,
         partial(preserve_state, (), list_cuda_devices(model, ()), others=[options.optimizer]),
     )
-    # In a single process a mesh is one rank.
-    styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
     return Session(
         model,
         captured.graph,
@@ -449,12 +451,34 @@ def _build_session(
         [phase.program for phase in phases],
         stuck_after_s=options.stuck_after_s,
         weights=options.weights,
-        user_model=None
-        if not options.check or styles_apply
-        else PlainModel(model, captured, [stage.first for stage in plan.stages[1:]]),
         free_bytes=lambda: available_bytes(blueprint.device, 1),
         free_host_bytes=host_bytes,
     )
+
+
+def _prepare_comparison(
+    model: Any, captured: Captured, plan: Plan, options: PipelineOptions
+) -> Callable[[LocalWorkers], list[SessionService]]:
+    """Returns a function of a session's workers that makes the comparison of the first minibatch, if it is wanted."""
+    # In a single process a mesh is one rank.
+    styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
+    if not options.check or styles_apply:
+        return lambda workers_here: []
+    plain_model = PlainModel(model, captured, [stage.first for stage in plan.stages[1:]])
+    whole_bytes = count_bytes(model)  # a session's rank keeps only its stages
+
+    def compare(workers_here: LocalWorkers) -> list[SessionService]:
+        free_bytes = partial(available_bytes, workers_here.blueprint.device, 1)
+        return [Comparison(workers_here, plain_model, whole_bytes, free_bytes)]
+
+    return compare
+
+
+def _add_services(session: Session, compare: Callable[[LocalWorkers], list[SessionService]]) -> Checkpointer:
+    """Adds what accompanies a session; returns what saves it."""
+    saver = Checkpointer(session.workers_here)
+    session.services += [saver, *compare(session.workers_here)]
+    return saver
 
 
 def _check_gradients_split(model: Any) -> None:

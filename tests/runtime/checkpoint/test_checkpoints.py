@@ -341,7 +341,7 @@ def test_what_is_saved_in_the_background_is_copied_to_the_cpu(tmp_path: Path, mo
     weight, step = torch.ones(3), torch.ones(2)
     more = {"model/weight": weight.as_subclass(_OnGpu), "optimizer/weight/step": step}
     with pipeline(zoo.make("mlp")) as trained:
-        checkpointer = trained._session.checkpointer
+        checkpointer = trained._saver
         tensors, places, stages = checkpointer._collect()
         monkeypatch.setattr(checkpointer, "_collect", lambda: (tensors | more, places, stages))
         path = trained.save(tmp_path, wait=False)

@@ -24,6 +24,7 @@ from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.state import list_copies, share_with_replicas
 from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.weights import parameters
@@ -36,7 +37,7 @@ Slice = tuple[Box, Sequence[int]]
 """A part of a tensor, and the shape of the whole."""
 
 
-class Checkpointer:
+class Checkpointer(SessionService):
     """Saves and restores the workers of this process; every rank makes the same calls, at a drain.
 
     Attributes:
@@ -151,13 +152,18 @@ class Checkpointer:
         same = _has_same_replicas(self._program, manifest)
         replica_state.warn_of_other_replicas(manifest, same=same, rank=self._workers_here.rank)
 
-    def check_saved(self, *, wait: bool) -> None:
+    def check(self) -> None:
         """Raises the error of a checkpoint that was written in the background."""
-        with self._workers_here.reporting("saving a checkpoint" if wait else None):
-            if wait:
-                self.writer.finish()
-            else:
-                self.writer.check()
+        with self._workers_here.reporting(None):
+            self.writer.check()
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is written in the background, and raises its error."""
+        with self._workers_here.reporting("saving a checkpoint"):
+            self.writer.finish()
+
+    def close(self, *, failed: bool) -> None:
+        self.writer.close(failed=failed)
 
     def _run_on_every_rank(self, action: Callable[[], T]) -> T:
         """Runs an action; if it fails at some ranks, every rank raises the first failure."""

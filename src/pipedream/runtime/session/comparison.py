@@ -27,10 +27,12 @@ from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
 from pipedream.runtime.division import Division
+from pipedream.runtime.results.results import Done
 from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.model_runner import UserModel
 from pipedream.runtime.session.reference_run import ReferenceRun
+from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
@@ -42,7 +44,7 @@ _log = logging.getLogger("pipedream")
 
 
 @dataclass
-class Comparison:
+class Comparison(SessionService):
     """The comparison of one process.
 
     Attributes:
@@ -55,9 +57,26 @@ class Comparison:
     user_model: UserModel
     whole_bytes: int
     free_bytes: Callable[[], int]
+    _is_due: bool = True
+    _reference: ReferenceRun | None = None
 
-    def begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
-        """Prepares the comparison of the first minibatch; returns the run that has its loss, if the model fits."""
+    def begin_stream(self, sources: Mapping[int, Source]) -> None:
+        """Prepares the comparison of the first minibatch."""
+        self._reference = self._begin(sources) if self._is_due else None
+        self._is_due = False
+
+    def take_result(self, done: Done) -> None:
+        """Compares the first minibatch's loss; raises a `WorkerError` if it is another one."""
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            reference.comparer.compare_loss(done.loss)
+
+    def note_restored(self) -> None:
+        """Skips the comparison: the checkpoint's first minibatch was compared."""
+        self._is_due = False
+
+    def _begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
+        """Returns the run that has the first minibatch's loss, if the model fits."""
         workers_here, program = self.workers_here, self.workers_here.program
         if min(program.updates.per_update) < program.microbatches:
             return None

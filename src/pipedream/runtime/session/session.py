@@ -1,9 +1,10 @@
 """A session: one model trained in one placement, from the first minibatch to the last.
 
 - `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
-- `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model
-  (`reference_run`, `model_runner`, `comparer`).
-- `checkpointer` saves and restores them; `state` collects and loads their weights.
+- `streams` runs them: training, evaluations, predictions.
+- `service` is what accompanies them: `comparison` compares their first minibatch with the model (`reference_run`,
+  `model_runner`, `comparer`), `checkpointer` saves and restores them.
+- `state` collects and loads their weights.
 - `measured` collects what they have measured.
 """
 
@@ -42,11 +43,9 @@ from pipedream.runtime.data.source import DataChannels, DataSources
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.results.memory import keep_freed_memory
-from pipedream.runtime.session.checkpointer import Checkpointer
-from pipedream.runtime.session.comparison import Comparison, count_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
-from pipedream.runtime.session.model_runner import UserModel
+from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.update.tied_weights import broadcast_tied
@@ -65,9 +64,11 @@ class Session:
         programs: one for each phase, over the same channels; verified. The blueprint has the first.
         stuck_after_s: limit for one op or the loader; 0 for none.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
-        user_model: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
         free_bytes: returns the memory that this process may still take.
         free_host_bytes: returns the memory that the processes of this machine together may still take.
+
+    Attributes:
+        services: accompany the session; added once it is built.
 
     Raises:
         PlanError: the number of processes is not the plan's, the ranks have different plans, or the machine has too
@@ -84,18 +85,15 @@ class Session:
         *,
         stuck_after_s: float,
         weights: Weights = None,
-        user_model: UserModel | None = None,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
-        whole_bytes = count_bytes(model)
         workers_here = self.workers_here = _build_local_workers(
             model, graph, blueprint, programs, weights, stuck_after_s, free_bytes, free_host_bytes
         )
         self.clock = ClockOffset(workers_here.group)
-        self.checkpointer = Checkpointer(workers_here)
-        comparison = None if user_model is None else Comparison(workers_here, user_model, whole_bytes, free_bytes)
-        self.streams = Streams(workers_here, comparison)
+        self.services: list[SessionService] = []
+        self.streams = Streams(workers_here, self.services)
         workers_here.activity.describe_op = lambda: workers_here.lead.where
         workers_here.activity.gpu_mark = lambda: workers_here.lead.recorder.oldest_mark()
 
@@ -103,6 +101,11 @@ class Session:
         """Reports an error of the user's own code to the other ranks."""
         if not isinstance(error, PipelineError):
             self.workers_here.guard.report(WorkerError(self.workers_here.rank, LOOP, with_place(error)))
+
+    def note_restored(self) -> None:
+        """Takes note that a checkpoint was loaded."""
+        for service in self.services:
+            service.note_restored()
 
     def close(self, failed: bool) -> None:
         """Waits for the other ranks, unless a failure ended them."""
@@ -112,14 +115,16 @@ class Session:
         for worker in workers_here.workers:
             worker.offload.close()
         if not failed:
-            self.checkpointer.check_saved(wait=True)
+            for service in self.services:
+                service.finish()
             if workers_here.connections is not None:
                 wait_for_all()
                 workers_here.connections.close()
         elif workers_here.connections is not None:
             workers_here.connections.abort()
         workers_here.connections, workers_here.group = None, world_group() if workers_here.distributed else None
-        self.checkpointer.writer.close(failed=failed)
+        for service in self.services:
+            service.close(failed=failed)
         if not (failed and workers_here.distributed):  # the GPU may wait for another rank
             workers_here.store.close()
         workers_here.guard.end()

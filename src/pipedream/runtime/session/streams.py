@@ -14,8 +14,8 @@ from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.data.splitter import AdaptBatch
 from pipedream.runtime.results.results import Done, Output
-from pipedream.runtime.session.comparison import Comparison
 from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.stage_module import evaluating
 from pipedream.runtime.worker import abandon
 
@@ -29,10 +29,10 @@ class Streams:
     Every rank makes the same calls.
     """
 
-    def __init__(self, workers_here: LocalWorkers, comparison: Comparison | None) -> None:
+    def __init__(self, workers_here: LocalWorkers, services: Sequence[SessionService]) -> None:
         self.interrupts = Interrupts(patient=workers_here.distributed)
         self._workers_here = workers_here
-        self._comparison = comparison
+        self._services = services
         self._sources: dict[int, Source] = {}
         self._raised_interrupts = 0
         for worker in workers_here.workers:
@@ -44,10 +44,6 @@ class Streams:
     def stop_reason(self) -> StopReason:
         """Why the last stream ended."""
         return self._workers_here.lead.stop_reason
-
-    def skip_comparison(self) -> None:
-        """Skips the comparison with the model, because a checkpoint was loaded."""
-        self._comparison = None
 
     def open_feed(
         self,
@@ -99,15 +95,14 @@ class Streams:
         """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
         workers_here = self._workers_here
         workers_here.switch_optimizers("train")
-        comparison, self._comparison = self._comparison, None
-        reference = None if comparison is None else comparison.begin(self._sources)
+        for service in self._services:
+            service.begin_stream(self._sources)
         for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in workers_here.workers]):
-            if reference is not None:
-                try:
-                    reference.comparer.compare_loss(done.loss)
-                except PipelineError as error:
-                    raise workers_here.report(error) from error
-                reference = None
+            try:
+                for service in self._services:
+                    service.take_result(done)
+            except PipelineError as error:
+                raise workers_here.report(error) from error
             yield done
 
     def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:

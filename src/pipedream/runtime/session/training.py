@@ -165,7 +165,8 @@ class Training:
         """Takes the next result, if any; returns whether there was one."""
         if self._segment is None:
             return False
-        self._session.checkpointer.check_saved(wait=False)
+        for service in self._session.services:
+            service.check()
         done = next(self._segment, None)
         if done is None:
             if self.number not in self.drains:
