@@ -175,11 +175,11 @@ def test_what_is_no_json(text: bytes, tmp_path: Path) -> None:
 
 
 def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/zero")
-    (tmp_path / "large").write_text("{}" * 100)
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "link.csv").symlink_to("/dev/zero")
+    (tmp_path / "large.csv").write_text("{}" * 100)
     monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
-    for name, words in (("pipe", "a pipe or a device"), ("link", "a pipe or a device"), ("large", "has 200 bytes")):
+    for name, words in (("pipe.csv", "a pipe or a device"), ("link.csv", "a pipe or a device"), ("large.csv", "has 200 bytes")):
         for read in (pd.Plan.load, read_profile, pd.schedules.load_schedule):
             with pytest.raises(pd.PipelineError, match=words):
                 read(tmp_path / name)

@@ -10,7 +10,7 @@ from marks import thinned
 from training import plan_of, train
 
 import pipedream as pd
-from pipedream.runtime.comm import encoding
+from pipedream.runtime.comm import encoded
 
 CASES = [
     Case("wide", "1f1b", 3, microbatches=2, messages="int8", clip_grad_norm=0.1, ema=0.9),
@@ -51,9 +51,9 @@ def test_the_first_minibatch_is_compared_with_the_encoded_model(case: Case, capl
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = encoding.encode_message
+    encode = encoded.encode_message
     coarsely = lambda message, **how: encode(message, **how | {"encoding": "int4"})  # noqa: E731
-    monkeypatch.setattr(encoding, "encode_message", coarsely)
+    monkeypatch.setattr(encoded, "encode_message", coarsely)
     with pytest.raises(pd.PipelineError, match="first minibatch"):
         run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))
 

@@ -75,7 +75,9 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in make_handles().items()}
     optimizer, gradients = Optimizer(handles, partial(torch.optim.AdamW, lr=0.1)), Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
-    stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first_update=lambda: None)
+    stage_state: Any = SimpleNamespace(
+        optimizer=optimizer, collect_gradients=lambda: gradients, compare_first_update=lambda: None
+    )
     policy, program = coupling.Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
     barrier = UpdateBarrier(policy, program, LocalGroup(1).member(0), {0: stage_state})
     run_alone(barrier.prepare(0, 0.0))

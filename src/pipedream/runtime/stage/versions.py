@@ -361,7 +361,8 @@ class WeightChoice:
 
         `release` follows the backward.
         """
-        return self._store.acquire(version), version
+        weights = self._store.acquire(version)
+        return weights, weights.version  # not `version`: what was read is compared with the table
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:
         return weights
@@ -392,7 +393,8 @@ class _PassingChoice(_NewerChoice):
     """No set is kept for a backward."""
 
     def acquire(self, version: int) -> tuple[WeightSet, int]:
-        return self._versions.peek(version), version
+        weights = self._versions.peek(version)
+        return weights, weights.version
 
     def release(self, weights: WeightSet) -> None:
         """Does nothing."""
