@@ -12,6 +12,8 @@ from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
 from pipedream.core.plan import depth
+from pipedream.core.plan.choices import Choices
+from pipedream.core.plan.plan import with_choices
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
@@ -210,6 +212,17 @@ def test_replicas_must_all_join_a_sum() -> None:
         words = rf"rank {rank}, .*0U1: no sum over the replicas, =0:1, comes before"
         with pytest.raises(pd.errors.ScheduleError, match=words):
             pd.verify(edited(program, rank, ("=0:1", "")))
+
+
+def test_replicas_must_all_average_after_each_update() -> None:
+    plan = with_choices(pd.Plan.uniform(2, replicas=(2, 1)), Choices(sums="every:2"))
+    program = program_of("pipedream", plan)
+    pd.verify(program)
+    for rank in (0, 1):
+        for changes in (("@0:1", ""), ("0U1 @0:1", "@0:1 0U1")):
+            with pytest.raises(pd.errors.ScheduleError, match=rf"rank {rank}, .*no average over the replicas, @0:\d+"):
+                pd.verify(edited(program, rank, changes))
+    assert "@" not in str(program.ranks[2])
 
 
 def test_coupled_updates() -> None:

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import SUMS, Instruction, Move, Program, advance_instruction, count_indices
+from pipedream.core.schedule.program import (
+    SUMS,
+    Instruction,
+    Move,
+    Program,
+    advance_instruction,
+    count_indices,
+    list_ends,
+)
 from pipedream.core.user_code import with_place
 from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Waiting
@@ -148,6 +156,7 @@ class Worker:
             Move.BEGIN_UPDATE: update_barrier.begin_thread,
             Move.JOIN_UPDATE: lambda s, n: stage_states[s].join_update(self.recorder, activity),
             **dict.fromkeys(SUMS, _skip_sum),
+            Move.AVERAGE: self._average,
         }
         self._steps = {
             True: _resolve_steps(program, rank, self._actions),
@@ -196,8 +205,7 @@ class Worker:
         self.done_minibatches += (self._microbatches or 0) // self.program.microbatches
         self.recorder.note_trained(begin, self.done_minibatches)
         if self.results.raises_on_nan:
-            last = self.done_minibatches - 1
-            check_finite(self.stage_states, not_finite, self.program, last, self._process)
+            check_finite(self.stage_states, not_finite, self.program, self.done_minibatches - 1, self._process)
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
@@ -310,13 +318,17 @@ class Worker:
         for microbatch, *versions in gradient_versions:
             self.recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *versions)
         self.recorder.note("U", stage, number, start)
-        yield from stage_state.average_replicas(self.recorder, stage, index)
         if stop_requests and self._data is not None:
             self._data.stop(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
-            present = round(present_share * self._replicas[stage])
-            self._uncollected += ((n, rate) for n in _list_minibatches(self.program, op, self._microbatches, present))
-            yield from self._collect(self.results.delay)
+            done = _list_minibatches(self.program, op, self._microbatches, present_share)
+            self._uncollected += ((minibatch, rate) for minibatch in done)
+            if not list_ends(self.program, op):
+                yield from self._collect(self.results.delay)
+
+    def _average(self, stage: int, index: int) -> Waiting[Any]:
+        yield from self.stage_states[stage].average_replicas(self.recorder, stage, index)
+        yield from self._collect(self.results.delay)
 
     def _collect(self, delay: int) -> Generator[Any, None, None]:
         """Yields the results of the minibatches that the weights contain, except the `delay` newest."""
@@ -357,12 +369,10 @@ class Worker:
     # -- streams ------------------------------------------------------------------------------------
 
     def _begin_stream(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
-        self._data = data
+        self._data, self._stream, self._microbatches = data, stream, None
         if data is not None:
             reader = self.program.placement.readers.index(self.rank)
             data.begin(stream.split, reader, stream.offset // stream.split, cycle, until)
-        self._stream = stream
-        self._microbatches = None
         program = self.program if stream.trains else self._evaluation
         self._mailbox.begin(program.placement, trains=stream.trains)
         self._forwards.begin(program, stream)
@@ -382,12 +392,12 @@ def abandon(worker: Worker, *, wait: bool) -> None:
         channels.clear()
 
 
-def _list_minibatches(program: Program, update: Op, total: int | None, present: int) -> range:
-    """Returns the minibatches of an update of a rank's first stage, in which `present` of its replicas take part."""
+def _list_minibatches(program: Program, update: Op, total: int | None, present_share: float) -> range:
+    """Returns the minibatches of an update of a rank's first stage, in which a share of its replicas takes part."""
     members = program.updates.members(update.stage, update.index, total)
     if program.updates.mean_of_rounds and total is None:
         # A round may be the last, and incomplete, before this worker has received the end.
-        members = members[:present]
+        members = members[: round(present_share * program.placement.replicas[update.stage])]
     return range(members.start // program.microbatches, -(-members.stop // program.microbatches))
 
 

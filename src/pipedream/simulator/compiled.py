@@ -117,8 +117,8 @@ def compile_rank(
         if instruction.kind is Move.BEGIN_UPDATE:
             begins_update = has_threads
             continue
-        if instruction.kind is Move.JOIN_UPDATE and not has_threads:
-            continue
+        if instruction.kind is Move.AVERAGE or (instruction.kind is Move.JOIN_UPDATE and not has_threads):
+            continue  # averages are priced in the sums before all updates (`SumCosts`)
         compiled = _compile_instruction(program, instruction, total)
         if compiled.code == RECEIVE and repeats:
             compiled, repeats = compiled._replace(letter="*"), False

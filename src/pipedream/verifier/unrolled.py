@@ -19,7 +19,17 @@ from functools import cached_property
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
-from pipedream.core.schedule.program import AT_STAGES, FETCHES, SUMS, Instruction, Move, Program, Transfer, list_waits
+from pipedream.core.schedule.program import (
+    AT_STAGES,
+    FETCHES,
+    SUMS,
+    Instruction,
+    Move,
+    Program,
+    Transfer,
+    list_ends,
+    list_waits,
+)
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -136,7 +146,8 @@ def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas = set(placement.stage_replicas(rank))
     updates = [Op(Kind.UPDATE, stage, 1, replica) for stage, replica in stage_replicas]
-    summed = {item[:2] for update in updates for item in list_waits(run.program, rank, update)}
+    waits = [item for op in updates for item in (*list_waits(run.program, rank, op), *list_ends(run.program, op))]
+    summed = {item[:2] for item in waits}
     passes = {is_forward: set(placement.passes(rank, forward=is_forward)) for is_forward in (True, False)}
     for position, instruction in enumerate(run.streams[rank]):
         if isinstance(instruction, Op):
@@ -282,6 +293,9 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
             _check_rank_gradients(run, op, rank, wait_position)
         elif item.kind is Move.FETCH_GRADIENTS and index > 1:  # where the thread reads those of the update before
             _check_joined(run, Op(Kind.UPDATE, item.channel, index - 1), rank, wait_position, str(item))
+    for item in list_ends(program, op):
+        if run.sums.get((rank, item)) != position + 1:
+            raise run.error(rank, position, f"no {SUMS[item.kind]}, {item}, follows it directly")
     for required in program.requires(op, run.total):
         place = run.ops.get(required)
         if place is None:
@@ -338,7 +352,8 @@ def check_assumptions(run: Unrolled) -> None:
     for (rank, (move, number, update)), position in run.sums.items():
         for stage, replica in run.program.placement.stage_replicas(rank):
             place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
-            if (move is not Move.SYNC or stage == number) and (place is None or place[1] < position):
+            is_joint = move in (Move.TIED, Move.NORM)
+            if (is_joint or (move is Move.SYNC and stage == number)) and (place is None or place[1] < position):
                 raise run.error(rank, position, f"no update {stage}U{update} follows this sum")
     for stage in range(run.program.placement.stages):
         _check_versions(run, stage)

@@ -7,7 +7,7 @@ advanced as far as possible, once: if not all finish, following who waits for wh
 - a message is delivered once it is sent and its receive is posted, after the consumer of message i - depth;
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
-- a sum waits for all ranks that join it; one of norms for that of the update `norm_delay` before;
+- a sum or an average waits for all ranks that join it; a sum of norms for that of the update `norm_delay` before;
 - a fetch waits for what another rank leaves in memory that they share.
 """
 

@@ -3,7 +3,7 @@
 1. Each op gets its messages, and what it waits for besides: sums, and what other ranks leave in shared memory. Targets
    go directly from the input stage to the output stage. A forward is repeated before the gradient of its output is
    received. A sum begins within the last backward before its update. An update that a thread makes is joined before the
-   first op that needs it.
+   first op that needs it. An average of weights follows an update.
 2. Each direction across a boundary between two ranks has its own channel: sharing one would deadlock two stages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
@@ -33,6 +33,7 @@ from pipedream.core.schedule.program import (
     Transfer,
     advance_instruction,
     count_indices,
+    list_ends,
     list_joint_stages,
     list_waits,
 )
@@ -258,7 +259,7 @@ def _place(
         if number in begin_sums:
             waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
         repeats_forward = op.stage in repeating and op.kind is gradient_kind
-        instructions.append(_expand(op, waits, find_numbers, repeats_forward))
+        instructions.append([*_expand(op, waits, find_numbers, repeats_forward), *list_ends(schedule, op)])
     return instructions
 
 

@@ -8,7 +8,8 @@ of the gradients over the replicas of stage 0; ``~1:2`` of those of the tied wei
 ``|0:2`` of squared norms over all ranks. In memory that ranks share, ``^F0:5`` waits for the weights that 0F5 reads,
 ``^B0:5`` for the buffers that 0B5 continues from, ``^U0:2`` for the gradients of 0U2. ``*0:5`` repeats 0F5 while the
 gradient of its output is on its way; ``+0:5`` begins the sum of stage 0's gradients within 0B5. ``{0:2`` lets a thread
-make 0U2 beside the ops that follow; ``}0:2`` waits until it is made.
+make 0U2 beside the ops that follow; ``}0:2`` waits until it is made. ``@0:2`` averages the weights of stage 0 over its
+replicas after 0U2, if a period of updates has ended.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ class Move(StrEnum):
     BEGIN_SUM = "+"
     BEGIN_UPDATE = "{"
     JOIN_UPDATE = "}"
+    AVERAGE = "@"
 
 
 SUMS = {
     Move.SYNC: "sum over the replicas",
     Move.TIED: "sum over the holders of tied weights",
     Move.NORM: "sum of norms over all ranks",
+    Move.AVERAGE: "average over the replicas",
 }
-"""What ranks wait for together before an update, in words."""
+"""What ranks wait for together at an update, in words."""
 
 FETCHES = {
     Move.FETCH_WEIGHTS: Kind.FORWARD,
@@ -71,8 +74,10 @@ AT_STAGES = {
 }
 """What a rank does for one of its stages beside ops and sums, in words."""
 
-_AT_UPDATES = (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS, Move.BEGIN_UPDATE, Move.JOIN_UPDATE)
+_AT_UPDATES = (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS, Move.BEGIN_UPDATE, Move.JOIN_UPDATE, Move.AVERAGE)
 """The instructions whose index is an update of their stage."""
+
+_UPDATE_ENDS = (Move.JOIN_UPDATE, Move.AVERAGE)
 
 
 class Transfer(NamedTuple):
@@ -210,15 +215,14 @@ class Program(Tabular, Rules, Artifact):
 
     def count_work(self, rank: int, total: int) -> int:
         """Returns how many ops and ends of updates (`is_work`) a rank has in a run."""
-        joined = sum(self.updates.updates(stage, total) for stage in self._joined_stages[rank])
-        return self.op_count(rank, total) + joined
+        ends = sum(self.updates.updates(stage, total) for _, stage in self._update_ends[rank])
+        return self.op_count(rank, total) + ends
 
     @cached_property
-    def _joined_stages(self) -> list[set[int]]:
-        """The stages of each rank whose updates a thread makes."""
-        return [
-            {item[1] for item in (*rank.warmup, *rank.period) if item.kind is Move.JOIN_UPDATE} for rank in self.ranks
-        ]
+    def _update_ends(self) -> list[set[tuple[Any, int]]]:
+        """The kinds and stages of each rank's ends of updates."""
+        texts = ((*rank.warmup, *rank.period) for rank in self.ranks)
+        return [{item[:2] for item in text if item.kind in _UPDATE_ENDS} for text in texts]
 
     def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
         """Counts the work among a rank's `executed` instructions; see `instructions`."""
@@ -246,8 +250,9 @@ class Program(Tabular, Rules, Artifact):
         if isinstance(instruction, Op):
             return f"stage {instruction.stage}, {instruction}"
         if instruction.kind in SUMS:
-            stage = f"stage {instruction.channel}, " if instruction.kind is Move.SYNC else ""
-            return f"{stage}{SUMS[instruction.kind]} for update {instruction.index}"
+            stage = f"stage {instruction.channel}, " if instruction.kind in _AT_UPDATES else ""
+            order = "after" if instruction.kind is Move.AVERAGE else "for"
+            return f"{stage}{SUMS[instruction.kind]} {order} update {instruction.index}"
         if instruction.kind in AT_STAGES:
             return f"stage {instruction.channel}, {AT_STAGES[instruction.kind]} {instruction.index}"
         channel = self.channels[instruction.channel]
@@ -308,7 +313,7 @@ class Program(Tabular, Rules, Artifact):
         return rows
 
     def _find_stage(self, instruction: Instruction) -> int | None:
-        if isinstance(instruction, Op) or instruction.kind is Move.SYNC or instruction.kind in AT_STAGES:
+        if isinstance(instruction, Op) or instruction.kind in _AT_UPDATES or instruction.kind in AT_STAGES:
             return instruction[1]
         if instruction.kind in SUMS:
             return None
@@ -329,7 +334,7 @@ class Program(Tabular, Rules, Artifact):
 
 def is_work(instruction: Instruction) -> bool:
     """Returns whether a rank has to execute an instruction before it has ended: an op, or the end of an update."""
-    return isinstance(instruction, Op) or instruction.kind is Move.JOIN_UPDATE
+    return isinstance(instruction, Op) or instruction.kind in _UPDATE_ENDS
 
 
 def _count_work(instructions: tuple[Instruction, ...]) -> int:
@@ -386,6 +391,13 @@ def list_waits(rules: Rules, rank: int, op: Op, *, is_first: bool = True) -> lis
     return [*(Transfer(Move.FETCH_GRADIENTS, joined, index) for joined in stages), *syncs, *joint]
 
 
+def list_ends(rules: Rules, op: Op) -> list[Transfer]:
+    """Returns what a rank does directly after an op, besides messages."""
+    averages = op.kind is Kind.UPDATE and rules.plan.choices.sums.averages_weights
+    is_averaged = averages and rules.placement.replicas[op.stage] > 1
+    return [Transfer(Move.AVERAGE, op.stage, op.index)] if is_averaged else []
+
+
 def list_joint_stages(rules: Rules, rank: int, stage: int) -> list[int]:
     """Returns the stages of a rank whose gradients must be there before an update of one of them."""
     placement = rules.placement
@@ -404,7 +416,7 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
-        transfer = re.fullmatch(r"([<>=~|*+{}]|\^[FBU])(\d+):(\d+)", token)
+        transfer = re.fullmatch(r"([<>=~|*+{}@]|\^[FBU])(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
         elif transfer:
