@@ -122,6 +122,10 @@ class WeightRule(NamedKind, ABC):
         )
         return tuple(prediction for prediction in predictions if prediction.horizons[stage])
 
+    def predicts_by_velocity(self, stage: int) -> bool:
+        """Returns whether a stage's predictions read the state of its optimizer."""
+        return any(prediction.by == VELOCITY for prediction in self.predictions(stage))
+
     def kept_until(self, stage: int) -> Kind | None:
         """Returns the last pass that reads a forward's kept prediction."""
         return None

@@ -11,7 +11,6 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.weights import VELOCITY
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.update.stepped import SteppedWeights
 
@@ -42,8 +41,8 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
         if not isinstance(facts.optimizer.stepped, cls):
             return
         check_movable(facts.optimizer.optimizer)
-        by_velocity = any(prediction.by == VELOCITY for prediction in program.weights.predictions(facts.stage))
-        reads_both = any(rule.needs_read_weights for rule in program.updates.compensation) or by_velocity
+        reads_both = program.weights.predicts_by_velocity(facts.stage)
+        reads_both |= any(rule.needs_read_weights for rule in program.updates.compensation)
         if reads_both or facts.optimizer.reducer.averages_weights:
             raise ScheduleError(
                 f"optimizer_state='host' was asked for with {program.name!r}, which "

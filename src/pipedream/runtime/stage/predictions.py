@@ -27,11 +27,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class WeightPredictions(StagePart):
-    """The weight predictions of one stage.
-
-    Raises:
-        ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
-    """
+    """The weight predictions of one stage, whose optimizer `check` has passed."""
 
     def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
         self._stage = stage
@@ -41,9 +37,6 @@ class WeightPredictions(StagePart):
         self._backward = _drop_if_zero(rule.backward_prediction, stage)
         self._kept_until = rule.kept_until(stage)
         predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
-        for prediction in predictions:
-            if prediction.by == VELOCITY:
-                check_velocity(optimizer.optimizer)
         self._handles = list(versions.handles.values())
         # The last update, or the average of updates; 0 before the first.
         self._update_steps = {
@@ -59,7 +52,7 @@ class WeightPredictions(StagePart):
 
     @classmethod
     def check(cls, facts: StageFacts, program: Program) -> None:
-        if any(prediction.by == VELOCITY for prediction in program.weights.predictions(facts.stage)):
+        if program.weights.predicts_by_velocity(facts.stage):
             check_velocity(facts.optimizer.optimizer)
 
     @classmethod
