@@ -18,37 +18,11 @@ from pipedream.core.plan.activations import WINDOW_SHARE
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.block_mover import Block, BlockMover
+from pipedream.runtime.stage.graph_tensors import SavedTensor, unpack
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-
-
-class SavedTensor:
-    """A tensor saved by a graph, with its version counter, which autograd does not check for hooks."""
-
-    __slots__ = ("_shape", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._shape = tensor.shape
-        self._version = tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        """Raises a `RuntimeError`, as autograd does, if it was written in place meanwhile."""
-        if self._tensor is None:
-            raise RuntimeError("a backward ran again through a graph that a split backward has freed")
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._shape)} that the backward needs was written in place after the "
-                f"operation that saved it, at version {self._version}, and is at version {self._tensor._version}; let "
-                "the layer write a copy"
-            )
-        return self._tensor
-
-    def free(self) -> None:
-        """Drops the tensor, which no backward needs any more."""
-        self._tensor = None
 
 
 class _MovedTensor(SavedTensor):
@@ -71,17 +45,6 @@ class _MovedTensor(SavedTensor):
         if self._tensor is not None:
             super().free()
             self._mover.free(self._block)
-
-
-def unpack(saved: SavedTensor) -> torch.Tensor:
-    """The unpack hook of every `SavedTensor`. Code that recognizes it knows that it may unpack more than once."""
-    return saved.unpack()
-
-
-def find_offload_hook() -> Callable[[torch.Tensor], SavedTensor] | None:
-    """Returns the hook of the `Offload` around the running forward, for other hooks inside it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None or hooks[1] is not unpack else hooks[0]
 
 
 class _Pass(NamedTuple):

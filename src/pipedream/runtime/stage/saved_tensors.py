@@ -29,9 +29,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.values import tensors_in
-from pipedream.runtime.stage.offload import SavedTensor, find_offload_hook, unpack
+from pipedream.runtime.stage.graph_tensors import SavedTensor, find_saving_hook, list_saved_tensors, unpack
 from pipedream.runtime.stage.part import PassFacts, RunLayers, StagePart
-from pipedream.runtime.stage.split_backward import list_saved_tensors
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightChoice, WeightSet
 from pipedream.tensors.parts import like_part, local_part, spec_of
@@ -115,7 +114,7 @@ class SavedTensorHooks(StagePart):
         tracker = None if self._checked else _DataflowTracker(weights.leaves, tensors_in(value))
         locator = _WeightLocator(weights.leaves if self.redirects else {})
 
-        wrap_other = find_offload_hook() or SavedTensor
+        wrap_other = find_saving_hook() or SavedTensor
 
         def pack(tensor: torch.Tensor) -> SavedTensor | _WeightSlice | _Cast:
             weight = _find_cast_weight(tensor, weights) if self._autocasts else None

@@ -21,14 +21,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipedream.runtime.stage.offload import unpack
+from pipedream.runtime.stage.graph_tensors import list_saved_tensors, unpack
 
 _UNSPLIT_NODES = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
@@ -264,21 +264,6 @@ def _free_saved(node: Node) -> None:
                 saved.data.free()
             else:
                 saved.register_hooks(lambda _: None, _refuse_unpack)
-
-
-def list_saved_tensors(node: Node) -> list[Any]:
-    """Returns autograd's handles of the tensors that a node has saved."""
-    handles: list[Any] = []
-    for name in _list_saved_names(type(node)):
-        with suppress(RuntimeError):  # they are freed
-            saved = getattr(node, name)
-            handles += saved if isinstance(saved, tuple | list) else [saved]
-    return handles
-
-
-@cache
-def _list_saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _refuse_unpack(_: None) -> torch.Tensor:
