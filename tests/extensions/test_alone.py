@@ -49,6 +49,7 @@ def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, kept: str) -
         ("pd.plan(profile, pd.Cluster.flat(2), mesh='model:2')", "no extension here plans meshes; leave it out"),
         ("pd.schedules.load_schedule('mine.csv')", "no extension here reads such files"),
         ("pd.schedules.build('roundpipe', pd.Plan.uniform(2))", "schedule 'roundpipe' is not known"),
+        ("next(iter(small_trainings('spectrain'))).check(0.0)", "needs the extension 'delays', which is not here"),
     ],
 )  # fmt: skip
 def test_a_missing_extension_is_named(call: str, words: str) -> None:
@@ -56,6 +57,7 @@ def test_a_missing_extension_is_named(call: str, words: str) -> None:
         "import pipedream.extensions\n"
         "pipedream.extensions.__path__ = []\n"
         "import pipedream as pd\n"
+        "from pipedream.testing.checks import small_trainings\n"
         "profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)\n"
         f"try:\n    {call}\nexcept pd.PipelineError as error:\n    print(error)\n"
     )

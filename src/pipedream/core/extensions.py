@@ -9,6 +9,7 @@ What may be offered, under the names of their modules:
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |
+| `parts` | `PARTS`, what a stage has besides layers, weights and optimizer | `runtime.stage_parts` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |

@@ -1,31 +1,44 @@
-"""The table of the parts of a stage."""
+"""The parts of a stage: the engine's, and those that extensions offer (`pipedream.core.extensions`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from pipedream.core.errors import PlanError
+from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.copied_weights import CopiesInModules
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
-from pipedream.runtime.stage.predictions import WeightPredictions
-from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import EqualReplicas
-from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 
-PARTS: tuple[type[StagePart], ...] = (
-    CpuOptimizerWeights,
-    EqualReplicas,
-    SavedTensorHooks,
-    Recomputation,
-    CopiesInModules,
-    WeightPredictions,
-)
-"""In the order in which they are called."""
+_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas, CopiesInModules)
+"""Are called first, in this order; then those of extensions, in the order of their names."""
+
+_NEEDED: Mapping[str, Callable[[Program, int], object]] = {
+    "delays": lambda program, stage: program.weights.predictions(stage) or program.weights.backward_rule == "graph",
+    "recompute": lambda program, stage: (
+        program.plan.stages[stage].recompute or program.placement.runs_backward_elsewhere(stage)
+    ),
+}
+"""Extension -> whether a stage computes something else without it."""
+
+
+def _list_parts() -> Iterator[type[StagePart]]:
+    yield from _PARTS
+    for module in list_offers("parts"):
+        yield from module.PARTS
 
 
 def check_parts(facts: StageFacts) -> None:
-    """Raises a `ScheduleError` before a run if the optimizer of a stage, or one of its parts, does not fit a method."""
+    """Raises an error before a run if an extension is missing, or the optimizer or a part does not fit a method."""
+    names = {module.__name__.split(".")[-2] for module in list_offers("parts")}
     for program in facts.programs:
-        for part in PARTS:
+        for name, is_needed in _NEEDED.items():
+            if name not in names and is_needed(program, facts.stage):
+                raise PlanError(
+                    f"{program.name!r} with this plan needs the extension {name!r}, which is not here; add it, or "
+                    "choose another method or plan"
+                )
+        for part in _list_parts():
             part.check(facts, program)
         facts.optimizer.check(program.updates)
 
@@ -33,7 +46,7 @@ def check_parts(facts: StageFacts) -> None:
 def make_parts(facts: PassFacts, program: Program) -> Iterator[StagePart]:
     """Yields the parts that a stage has with a program."""
     yield from facts.module.division.make_parts(facts)
-    for part in PARTS:
+    for part in _list_parts():
         stage_part = part.make(facts, program)
         if stage_part is not None:
             yield stage_part

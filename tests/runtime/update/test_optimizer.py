@@ -14,8 +14,8 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.schedule import compensation, coupling
+from pipedream.extensions.delays.predictions import add_velocity
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
-from pipedream.runtime.stage.predictions import add_velocity
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 from pipedream.runtime.update_barrier import UpdateBarrier

@@ -120,7 +120,7 @@ def tensor_bytes(*roots: Any) -> int:
         if id(item) in visited_ids:
             continue
         visited_ids.add(id(item))
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and not item.is_meta:
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
             to_visit.append(item.grad if item.is_leaf else None)  # of others torch warns
         elif isinstance(item, nn.Module):
@@ -131,7 +131,7 @@ def tensor_bytes(*roots: Any) -> int:
             to_visit.extend(item.values())
         elif isinstance(item, (list, tuple, set, deque)):
             to_visit.extend(item)
-        elif type(item).__module__.startswith("pipedream.runtime."):
+        elif type(item).__module__.startswith(("pipedream.runtime.", "pipedream.extensions.")):
             to_visit.extend(getattr(item, "__dict__", {}).values())
             to_visit.extend(getattr(item, name, None) for name in getattr(type(item), "__slots__", ()))
     return sum(storages.values())

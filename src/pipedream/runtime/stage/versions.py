@@ -16,7 +16,7 @@ asserts that the storage it frees has no reader.
 
 If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
 optimizer steps in its storage although graphs have read it. With stamps, several sets are kept for later forwards, but
-none for a graph, which saves only references (`runtime.stage.saved_tensors`).
+none for a graph, which saves only references (`extensions.delays.saved_tensors`).
 """
 
 from collections import defaultdict

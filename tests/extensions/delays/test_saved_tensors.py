@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.stage import saved_tensors, stage_module, versions as kept
+from pipedream.extensions.delays import saved_tensors
+from pipedream.runtime.stage import stage_module, versions as kept
 
 Named = dict[str, Tensor]
 

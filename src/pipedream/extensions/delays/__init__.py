@@ -1,0 +1,1 @@
+"""What methods without a flush do about delays: predicted weights, and backwards that read newer weights."""

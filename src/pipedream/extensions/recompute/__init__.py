@@ -1,0 +1,1 @@
+"""Stages that keep only their input between forward and backward."""
