@@ -22,9 +22,8 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.ranks import meshes_of, ranks_of
+from pipedream.core.plan.ranks import TensorLayout, meshes_of, ranks_of
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
@@ -134,7 +133,7 @@ class ModelOptions(ChoiceOptions):
         metavar="METHOD[/M][+COMPENSATION]:END,...",
         panel=Panel.METHOD,
     )
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
@@ -166,7 +165,7 @@ class ModelOptions(ChoiceOptions):
             isinstance(callback, Callback) for callback in self.callbacks
         ):
             yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
-        if not isinstance(self.layout, Layout | None):
+        if self.layout is not None and not isinstance(self.layout, TensorLayout):
             yield f"layout is {self.layout!r}, not a pipedream.Layout"
 
 

@@ -26,8 +26,8 @@ from pipedream.core.errors import PipelineError, PlanError, ScheduleError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan, with_choices
+from pipedream.core.plan.ranks import TensorLayout, choose_layout
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.schedule import Schedule
@@ -106,7 +106,7 @@ class Pipeline:
         self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        self.plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
+        self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
         compare = _prepare_comparison(model, captured, self.plan, options)
@@ -501,10 +501,21 @@ def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
     )
 
 
-def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
-    """Raises a `PlanError` if the layout does not fit the model or the meshes."""
-    plan, layout = phases[0].program.plan, (options.layout or Layout()).of_model(model)
+def _check_layout(
+    options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph
+) -> TensorLayout | None:
+    """Returns the layout of the model's tensors, if any are divided.
+
+    Raises:
+        PlanError: it does not fit the model or the meshes.
+    """
+    plan, layout = phases[0].program.plan, options.layout
     meshes = plan.meshes
+    if layout is None and not any(mesh.dimensions for mesh in meshes):
+        return None
+    if layout is None:
+        layout = choose_layout(None, None, None)
+    layout = layout.of_model(model)
     if plan.ranks > plan.workers and options.compile:
         raise PlanError(
             f"compile={options.compile!r} was asked for with the plan {plan.config}, but layers on a mesh are not "

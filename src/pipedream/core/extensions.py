@@ -13,6 +13,7 @@ What may be offered, under the names of their modules:
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
+| `rules` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

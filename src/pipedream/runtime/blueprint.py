@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.ranks import Mesh
+from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
@@ -29,8 +28,8 @@ class Settings:
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
         planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
-        layout: of tensors on the mesh of each worker.
-        parallelize: shards layers in place of the layout, see `sharding.parallelized`.
+        layout: of tensors on the ranks of each worker; None where none is divided.
+        parallelize: shards layers in place of the layout.
     """
 
     loss: Loss
@@ -45,7 +44,7 @@ class Settings:
     scaling: LossScaleOptions | None = None
     batch_dim: BatchDim = 0
     planned_samples: int = 1
-    layout: Layout = field(default_factory=Layout)
+    layout: TensorLayout | None = None
     parallelize: Callable[[str, nn.Module, Any], Any] | None = None
 
 

@@ -18,9 +18,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan, check_activations, with_choices
-from pipedream.core.plan.ranks import meshes_of, ranks_of
+from pipedream.core.plan.ranks import choose_layout, meshes_of, ranks_of
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
@@ -192,9 +191,7 @@ def with_layout(recipe: Recipe, rules: str | None, shard_weights: str | None) ->
     """Returns the recipe with these rules for its dimension names, if any are given."""
     if rules is None and shard_weights is None:
         return recipe
-    layout = recipe.layout or Layout()
-    new_rules = layout.rules if rules is None else rules
-    return replace(recipe, layout=replace(layout, rules=new_rules, shard_weights=shard_weights or layout.shard_weights))
+    return replace(recipe, layout=choose_layout(recipe.layout, rules, shard_weights))
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
@@ -270,7 +267,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     if is_given:
         moved = with_choices(plan, choices)
         plan = prepare.follow_moves(moved, plan, _list_phases(job, moved))
-    return replace(plan, runtime=runtime).with_layout(recipe.layout or Layout()), profile
+    return replace(plan, runtime=runtime).with_layout(recipe.layout), profile
 
 
 def _resolve_choices(job: Job, plan: Plan | None, saved: Plan | None) -> Choices:

@@ -25,8 +25,8 @@ from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import TensorLayout
 from pipedream.core.units import describe_slowness
 from pipedream.plan_request import NO_MESH
 from pipedream.profiler.core_times import CoreTimes
@@ -61,7 +61,7 @@ def profile(
     finest: bool = False,
     batch_dim: BatchDim = 0,
     microbatches: int | None = None,
-    layout: Layout | None = None,
+    layout: TensorLayout | None = None,
     meshes: Sequence[str] | str = (),
     on_all_ranks: bool = False,
 ) -> Profile:
@@ -163,7 +163,7 @@ def _estimate(model: Any, inputs: Any, dtype: Any, finest: bool, **options: Any)
 def _measure(
     model: Any,
     inputs: Any,
-    layout: Layout | None,
+    layout: TensorLayout | None,
     meshes: Sequence[str] | str,
     finest: bool,
     batch_dim: BatchDim,

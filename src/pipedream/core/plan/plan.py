@@ -17,10 +17,9 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
-from pipedream.core.plan.ranks import Mesh, meshes_of
+from pipedream.core.plan.ranks import Mesh, TensorLayout, meshes_of
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
 from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
@@ -166,8 +165,10 @@ class Plan(Tabular, Artifact):
         pairs = zip(self.stages, meshes, strict=True)
         return replace(self, stages=tuple(replace(stage, mesh=stage_mesh.text) for stage, stage_mesh in pairs))
 
-    def with_layout(self, layout: Layout) -> Self:
+    def with_layout(self, layout: TensorLayout | None) -> Self:
         """Returns the plan in which each stage has the rules that affect its mesh."""
+        if layout is None:
+            return replace(self, stages=tuple(replace(stage, layout="") for stage in self.stages))
         pairs = zip(self.stages, self.meshes, strict=True)
         return replace(self, stages=tuple(replace(stage, layout=layout.rules_on(mesh)) for stage, mesh in pairs))
 

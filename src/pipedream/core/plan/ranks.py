@@ -1,12 +1,16 @@
 """The ranks of a worker: a single one, or a Mesh with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3)."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Any, Protocol, runtime_checkable
 
 from pipedream.core.errors import PlanError
+from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.cluster import MAX_WORKERS
 
 _NONE = "-"
@@ -59,6 +63,20 @@ class Mesh:
         return self.text or _NONE
 
 
+@runtime_checkable
+class TensorLayout(Protocol):
+    """How the ranks of a worker divide tensors, such as a `pipedream.Layout`."""
+
+    def rules_on(self, mesh: Mesh) -> str:
+        """Returns the rules that affect a mesh."""
+
+    def of_model(self, model: Any) -> TensorLayout:
+        """Returns the layout, completed with what the model's modules say."""
+
+    def check(self, parameters: Iterable[str], layers: Iterable[str], meshes: Iterable[Mesh]) -> None:
+        """Raises a `PlanError` if the layout does not fit a model with these names, or the meshes."""
+
+
 def pairs_of(text: str) -> list[tuple[str, str, str]]:
     """Returns each part of a text such as ``a:b, c:d``, with its two words."""
     pairs = []
@@ -66,6 +84,24 @@ def pairs_of(text: str) -> list[tuple[str, str, str]]:
         first, _, second = part.partition(":")
         pairs.append((part.strip(), first.strip(), second.strip()))
     return pairs
+
+
+def choose_layout(layout: TensorLayout | None, rules: str | None, shard_weights: str | None) -> TensorLayout:
+    """Returns a layout with other rules, where they are given; by default one without any.
+
+    Args:
+        rules: tensor dimension : mesh dimension, such as ``batch:data, d_ff:model``.
+        shard_weights: mesh dimension over which weights are sharded while no layer uses them.
+
+    Raises:
+        PlanError: no extension divides tensors.
+    """
+    if not (offers := list_offers("rules")):
+        raise PlanError(
+            "a mesh or a layout was asked for, and no extension here divides tensors over several ranks; leave it out"
+        )
+    chosen: TensorLayout = offers[0].make_layout(layout, rules, shard_weights)
+    return chosen
 
 
 def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from pipedream.core.box import Box
 from pipedream.core.model.collective import Collective, StageCollectives
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.layout import Boundary, read_crossings, with_crossings
+from pipedream.core.plan.layout import Boundary, Layout, read_crossings, with_crossings
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.meshes.without_data import SampleMessage
 from pipedream.layouts import partition_layer
@@ -188,7 +188,7 @@ def divide_stage(
     settings, boundary = blueprint.settings, _find_boundary(blueprint, stage)
     if connections.mesh is None:
         return BesideMesh(boundary)
-    sharding = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
+    sharding = StageSharding(_layout_of(blueprint), connections.mesh, connections.mesh_group)
     sharding.share_initial(
         [tensor for name, tensor in named_state(model).items() if name in workers_here.names.by_stage[stage]]
     )
@@ -202,9 +202,15 @@ def divide_stage(
     return OnMesh(sharding, boundary)
 
 
+def _layout_of(blueprint: Blueprint) -> Layout:
+    layout = blueprint.settings.layout
+    assert isinstance(layout, Layout), "a plan with meshes has a layout"
+    return layout
+
+
 def _find_boundary(blueprint: Blueprint, stage: int) -> Boundary | None:
     """Returns the boundary after a stage; None after the last one."""
     meshes = blueprint.program.plan.meshes
     if stage == len(meshes) - 1:
         return None
-    return Boundary(blueprint.settings.layout, blueprint.last_layers[stage], meshes[stage], meshes[stage + 1])
+    return Boundary(_layout_of(blueprint), blueprint.last_layers[stage], meshes[stage], meshes[stage + 1])

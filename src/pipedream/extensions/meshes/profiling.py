@@ -10,7 +10,7 @@ from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.ranks import Mesh
+from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.extensions.meshes.one_rank import one_rank
 from pipedream.extensions.meshes.planning import NOT_MEASURED
 from pipedream.plan_request import AUTO
@@ -21,7 +21,7 @@ def measure_ranks(
     captured: Captured,
     arguments: Any,
     model: Any,
-    layout: Layout | None,
+    layout: TensorLayout | None,
     meshes: Sequence[str] | str,
     torch_device: Any,
     measure: partial[Profile],
@@ -33,7 +33,7 @@ def measure_ranks(
         meshes: as in `pipedream.profile`.
         measure: measures the layers.
     """
-    names = (layout or Layout()).of_model(model)
+    names = (layout if isinstance(layout, Layout) else Layout()).of_model(model)
     measure_rank = partial(_measure_rank, captured, arguments, names, torch_device=torch_device, measure=measure)
     if not isinstance(meshes, str):
         return [measure_rank(Mesh(mesh)) for mesh in meshes], []
