@@ -179,7 +179,11 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "link.csv").symlink_to("/dev/zero")
     (tmp_path / "large.csv").write_text("{}" * 100)
     monkeypatch.setattr(artifact, "MAX_TEXT_BYTES", 100)
-    for name, words in (("pipe.csv", "a pipe or a device"), ("link.csv", "a pipe or a device"), ("large.csv", "has 200 bytes")):
+    for name, words in (
+        ("pipe.csv", "a pipe or a device"),
+        ("link.csv", "a pipe or a device"),
+        ("large.csv", "has 200 bytes"),
+    ):
         for read in (pd.Plan.load, read_profile, pd.schedules.load_schedule):
             with pytest.raises(pd.PipelineError, match=words):
                 read(tmp_path / name)
