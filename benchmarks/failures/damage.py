@@ -15,7 +15,7 @@ from torch import nn
 import pipedream
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint import folders, pieces
+from pipedream.services.checkpoint import folders, pieces
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table, make_parser

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
-from pipedream.runtime.checkpoint import writer
+from pipedream.services.checkpoint import writer
 from pipedream.training import run_folder
 
 RANK = int(os.environ.get("RANK", "0"))

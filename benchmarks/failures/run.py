@@ -22,7 +22,7 @@ import recovery
 import torch
 
 import pipedream as pd
-from pipedream.runtime.checkpoint.folders import list_checkpoints
+from pipedream.services.checkpoint.folders import list_checkpoints
 from pipedream.training.run_folder import CHECKPOINTS
 
 sys.path.append(str(Path(__file__).parents[1]))

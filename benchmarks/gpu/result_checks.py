@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.checkpoint import writer
+from pipedream.services.checkpoint import writer
 from pipedream.testing import Loop, MethodRules, Passes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from pipedream.callbacks import FollowedEvaluations, load_states, states_of
-from pipedream.capture import Captured, PlainModel, list_cuda_devices, preserve_state
+from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
@@ -36,8 +36,6 @@ from pipedream.options import PipelineOptions, compile_arguments, keywords, plai
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint
-from pipedream.runtime.checkpoint.stores import Folder, open_store
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
@@ -47,8 +45,6 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import measured
-from pipedream.runtime.session.checkpointer import Checkpointer
-from pipedream.runtime.session.comparison import Comparison, count_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.session import Session
@@ -58,6 +54,11 @@ from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
+from pipedream.services.checkpoint.checkpointer import Checkpointer
+from pipedream.services.checkpoint.folders import SavedCheckpoint
+from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.first_minibatch.comparison import Comparison, count_bytes
+from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (
     Prepared,

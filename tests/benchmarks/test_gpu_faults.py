@@ -134,7 +134,7 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (speed.memory, "1f1b_growth_bytes", "runtime.results.recorder:Recorder.note", _do_before(_leak)),
     (speed.memory, "peak_by_plan", BACKWARD, _do_before(lambda: torch.ones(1 << 14))),
     (speed.clock, "large_profile_by_whole_model", "profiler.stopwatch:Stopwatch.laps_s", _double_laps),
-    (results.checkpoint, "differing_weights", "runtime.checkpoint.optimizer_state:restore", _do_nothing),
+    (results.checkpoint, "differing_weights", "services.checkpoint.optimizer_state:restore", _do_nothing),
     (results.compiled, "compilations_before_the_first_update", COMPILE, lambda run: lambda layer, arguments: layer),
     (results.compiled, "recompilations", COMPILE, lambda run: partial(_compile_each_time, run)),
 )

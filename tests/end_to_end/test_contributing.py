@@ -18,8 +18,8 @@ from training import assert_equal, batches, piped, plain
 import pipedream as pd
 from pipedream.apps import cli
 from pipedream.core.errors import BAD_CALL
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore
-from tests.runtime.checkpoint import saving
+from pipedream.services.checkpoint.stores.store import CheckpointStore
+from tests.services.checkpoint import saving
 
 ROOT = Path(__file__).parents[2]
 

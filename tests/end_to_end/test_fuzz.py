@@ -24,7 +24,7 @@ from pipedream import recipe as recipes
 from pipedream.apps import cli
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
-from pipedream.runtime.checkpoint import folders
+from pipedream.services.checkpoint import folders
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))

@@ -18,8 +18,8 @@ from zoo import alike_layers
 
 import pipedream as pd
 from pipedream.apps.cli.sweep import _split_values
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
 from pipedream.schedules.registry import options_of
+from pipedream.services.checkpoint.folders import SavedCheckpoint, read_manifest
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.phases import phases_text, read_phases
 

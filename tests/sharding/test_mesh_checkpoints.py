@@ -18,9 +18,9 @@ from marks import long
 from torch import nn
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.weights import parameters
+from pipedream.services.checkpoint import folders, pieces
 from tests.sharding.meshes import Case, D, Mlp, check_same, make_pipeline
 
 PIECE_BYTES = 512

@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.extensions.methods.roundpipe import dispatched, homes
-from pipedream.runtime.checkpoint import folders
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
+from pipedream.services.checkpoint import folders
 from pipedream.testing import (
     CompensationRule,
     MethodRules,

@@ -8,7 +8,7 @@ import torch
 from commands import load_script
 
 import pipedream as pd
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint, read_manifest
+from pipedream.services.checkpoint.folders import SavedCheckpoint, read_manifest
 
 FILES = Path(__file__).parent / "files_of_0_1"
 

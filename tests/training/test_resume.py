@@ -18,10 +18,10 @@ from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.stores import open_store
-from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
-from pipedream.runtime.checkpoint.stores.object_store import ObjectStore
+from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint.stores import open_store
+from pipedream.services.checkpoint.stores.local_folder import LocalFolder
+from pipedream.services.checkpoint.stores.object_store import ObjectStore
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 

@@ -21,8 +21,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.pipeline import Pipeline
 from pipedream.planner import manual_plan
-from pipedream.runtime.checkpoint import folders
 from pipedream.schedules import stage_order_of
+from pipedream.services.checkpoint import folders
 from pipedream.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of
 from pipedream.testing.losses import total_of
 from pipedream.testing.passes import Passes, Rounding

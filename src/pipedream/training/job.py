@@ -24,8 +24,6 @@ from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
 from pipedream.recipe import Recipe, blaming
-from pipedream.runtime.checkpoint.stores import open_store
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
@@ -33,6 +31,8 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
+from pipedream.services.checkpoint.stores import open_store
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.training.restarts import Survivors, find_survivors
 from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows import prepare

@@ -18,9 +18,9 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
 from pipedream.recipe import Recipe
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.training.checkpoint_cost import CheckpointCost
 from pipedream.training.restarts import Restarts
 

@@ -33,7 +33,9 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.profiler.core_times import CoreTimes
-from pipedream.runtime.checkpoint.folders import (
+from pipedream.runtime.comm import process_group
+from pipedream.runtime.weights.files import save_weights
+from pipedream.services.checkpoint.folders import (
     SavedCheckpoint,
     find_newest_checkpoint,
     find_newest_of_all,
@@ -41,11 +43,9 @@ from pipedream.runtime.checkpoint.folders import (
     read_shared_manifest,
     warn_of_unfinished,
 )
-from pipedream.runtime.checkpoint.stores import Folder, open_store
-from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock
-from pipedream.runtime.comm import process_group
-from pipedream.runtime.weights.files import save_weights
+from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.checkpoint.stores.local_folder import LocalFolder
+from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.training.restarts import count_restarts
 
 CHECKPOINTS = "checkpoints"

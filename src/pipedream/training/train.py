@@ -18,11 +18,11 @@ from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.runtime.checkpoint.folders import find_ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
+from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.simulator import Stragglers
 from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve

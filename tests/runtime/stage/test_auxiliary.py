@@ -94,7 +94,7 @@ def test_a_pipeline_equals_the_sum_written_out(
     kind: Callable[[], nn.Module], schedule: str, m: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the model does not fit, each stage compares its first microbatch."""
-    monkeypatch.setattr("pipedream.runtime.session.comparison.Comparison._fits", lambda self, reader: fits)
+    monkeypatch.setattr("pipedream.services.first_minibatch.comparison.Comparison._fits", lambda self, reader: fits)
     actual = piped(kind(), mse, DATA, cuts=(1, 2), microbatches=m, schedule=schedule, grad_scaler=256.0)
     assert_equal(actual, written_out(kind()))
 

@@ -37,8 +37,8 @@ def checkpoint(
       pipedream checkpoint verify runs/digits
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
-    from pipedream.runtime.checkpoint.folders import gather_parts
-    from pipedream.runtime.checkpoint.stores import open_store
+    from pipedream.services.checkpoint.folders import gather_parts
+    from pipedream.services.checkpoint.stores import open_store
     from pipedream.training.run_folder import CHECKPOINTS, find_checkpoints
 
     if (verb is _Verb.GATHER) != (output is not None):
@@ -55,7 +55,7 @@ def checkpoint(
 
 def _verify(checkpoints: Iterable[Any], as_json: bool) -> None:
     """Prints which are intact; raises an `ArtifactError` that names the damage of the others."""
-    from pipedream.runtime.checkpoint.pieces import verify_checkpoint
+    from pipedream.services.checkpoint.pieces import verify_checkpoint
 
     results: dict[str, str | None] = {}
     for checkpoint in checkpoints:

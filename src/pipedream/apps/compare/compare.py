@@ -29,8 +29,8 @@ from pipedream.core.plan.message_encoding import names_encoding
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.runtime.checkpoint.stores import find_kind
 from pipedream.schedules import properties_of
+from pipedream.services.checkpoint.stores import find_kind
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
 from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.phases import Phase, phases_text, read_phases

@@ -2,8 +2,7 @@
 
 - `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
 - `streams` runs them: training, evaluations, predictions.
-- `service` is what accompanies them: `comparison` compares their first minibatch with the model (`reference_run`,
-  `model_runner`, `comparer`), `checkpointer` saves and restores them.
+- `service` is what accompanies them, such as the comparison of their first minibatch with the model, and checkpoints.
 - `state` collects and loads their weights.
 - `measured` collects what they have measured.
 """

@@ -18,14 +18,14 @@ import torch
 from pipedream.core.box import Box, box_of, overlap, slice_of, slice_within
 from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.folders import (
+from pipedream.runtime.comm.values import compute_crc32
+from pipedream.services.checkpoint.folders import (
     SavedCheckpoint,
     advise_other,
     check_names,
     read_manifest,
     summarise_error,
 )
-from pipedream.runtime.comm.values import compute_crc32
 
 _READ_BYTES = 64 << 20  # of several pieces at once, at most
 _PIECE_BYTES = 1 << 20

@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 import pipedream as pd
 from pipedream.core.box import Box, box_of
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint
-from tests.runtime.checkpoint.saving import load, read, save, write
+from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint.folders import SavedCheckpoint
+from tests.services.checkpoint.saving import load, read, save, write
 
 BYTES = 512
 """In place of the size of a piece in a real run."""

@@ -23,16 +23,16 @@ from pipedream.runtime.data.splitter import Parts
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.results.metric_means import Row
 from pipedream.runtime.results.scoring import choose_unit, has_units, needs_weights
-from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, list_own_generators
+from pipedream.services.first_minibatch.comparer import Reference
 
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 
 
 class UserModel(Protocol):
-    """The user's model, see `pipedream.capture.plain_model`."""
+    """The user's model, see `pipedream.services.first_minibatch.plain_model`."""
 
     model: nn.Module
     draws: bool

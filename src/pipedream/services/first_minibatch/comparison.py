@@ -28,16 +28,16 @@ from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
 from pipedream.runtime.division import Division
 from pipedream.runtime.results.results import Done
-from pipedream.runtime.session.comparer import Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.session.model_runner import UserModel
-from pipedream.runtime.session.reference_run import ReferenceRun
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.weights.initial_values import named_state
+from pipedream.services.first_minibatch.comparer import Reference
+from pipedream.services.first_minibatch.model_runner import UserModel
+from pipedream.services.first_minibatch.reference_run import ReferenceRun
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _log = logging.getLogger("pipedream")

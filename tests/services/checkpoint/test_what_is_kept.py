@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import plan_of
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, writer
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint
+from pipedream.services.checkpoint import folders, writer
+from pipedream.services.checkpoint.folders import SavedCheckpoint
 
 
 class Scale(nn.Module):

@@ -17,9 +17,6 @@ from pipedream.core.checkpoint import Checkpoint, PipelineRequest, Position, Sav
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.checkpoint import folders, optimizer_state, pieces, replica_state, writer
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore
 from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
@@ -30,6 +27,9 @@ from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.runtime.weights.parameters import set_extra_states
+from pipedream.services.checkpoint import folders, optimizer_state, pieces, replica_state, writer
+from pipedream.services.checkpoint.folders import SavedCheckpoint
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 
 T = TypeVar("T")
 

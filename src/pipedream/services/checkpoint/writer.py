@@ -30,7 +30,9 @@ from pipedream.core.artifact import system_error
 from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint.folders import (
+from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
+from pipedream.runtime.failure.processes import write_checkpoint
+from pipedream.services.checkpoint.folders import (
     SavedCheckpoint,
     commit,
     find_newest_checkpoint,
@@ -40,10 +42,8 @@ from pipedream.runtime.checkpoint.folders import (
     remove_leftovers,
     summarise_error,
 )
-from pipedream.runtime.checkpoint.pieces import merge_rows, write_tensors
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock, name_checkpoint
-from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
-from pipedream.runtime.failure.processes import write_checkpoint
+from pipedream.services.checkpoint.pieces import merge_rows, write_tensors
+from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock, name_checkpoint
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from pipedream.core.fingerprint import Fingerprint, find_difference
 from pipedream.core.user_code import with_place
 from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, FirstMinibatch, Parts
 from pipedream.runtime.results.metric_means import Row, explain_mean
-from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.session.model_runner import ModelRunner, Run, UserModel
+from pipedream.services.first_minibatch.comparer import Comparer, Reference
+from pipedream.services.first_minibatch.model_runner import ModelRunner, Run, UserModel
 
 Outputs = Sequence[tuple[int, Fingerprint]]
 _SPLIT_ADVICE = "say where the samples are (batch_dim=...), give tensors with one entry per sample instead of lists"

@@ -11,12 +11,12 @@ import pytest
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.runtime.checkpoint.stores.local_folder import FolderLock
+from pipedream.services.checkpoint.stores.local_folder import FolderLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from pipedream.runtime.checkpoint.stores.local_folder import FolderLock
+from pipedream.services.checkpoint.stores.local_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if os.fork() == 0:
     print("held", flush=True)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.stores import Folder, open_store
-from pipedream.runtime.checkpoint.stores.store import COPY_BYTES, MANIFEST, CheckpointStore, parse_minibatches
 from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts
+from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.checkpoint.stores.store import COPY_BYTES, MANIFEST, CheckpointStore, parse_minibatches
 
 
 class SavedCheckpoint(NamedTuple):

@@ -5,8 +5,8 @@ import zoo
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint, list_checkpoints
-from pipedream.runtime.checkpoint.stores import Folder, open_store
+from pipedream.services.checkpoint.folders import SavedCheckpoint, list_checkpoints
+from pipedream.services.checkpoint.stores import Folder, open_store
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:

@@ -18,7 +18,7 @@ from typing import IO
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore, Lock, name_process, parse_minibatches
+from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock, name_process, parse_minibatches
 
 
 class LocalFolder(CheckpointStore):

@@ -22,11 +22,11 @@ from commands import load_benchmark
 from marks import slow
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces, writer
-from pipedream.runtime.checkpoint.folders import SavedCheckpoint
-from pipedream.runtime.checkpoint.stores import open_store
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore, name_checkpoint
-from tests.runtime.checkpoint.saving import delete, load, names, pipeline, read, run, save, write
+from pipedream.services.checkpoint import folders, pieces, writer
+from pipedream.services.checkpoint.folders import SavedCheckpoint
+from pipedream.services.checkpoint.stores import open_store
+from pipedream.services.checkpoint.stores.store import CheckpointStore, name_checkpoint
+from tests.services.checkpoint.saving import delete, load, names, pipeline, read, run, save, write
 
 (damage,) = load_benchmark("failures", "damage")
 

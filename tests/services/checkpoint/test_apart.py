@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.stores.store import name_checkpoint
-from tests.runtime.checkpoint import saving
+from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint.stores.store import name_checkpoint
+from tests.services.checkpoint import saving
 
 
 def train(base: Path, machines: dict[int, str], counts: tuple[int, ...], epochs: int, resume: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from training import SGD, assert_equal, batches, piped, plan_of
 
 import pipedream as pd
-from pipedream.runtime.session import comparison, reference_run
+from pipedream.services.first_minibatch import comparison, reference_run
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
 DATA = batches()

@@ -15,9 +15,9 @@ import zoo
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.runtime.checkpoint.stores import open_store
-from tests.runtime.checkpoint import saving
+from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint.stores import open_store
+from tests.services.checkpoint import saving
 
 
 @pytest.fixture

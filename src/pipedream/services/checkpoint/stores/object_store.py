@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from pipedream.core.errors import ArtifactError, install_advice
-from pipedream.runtime.checkpoint.stores.store import MANIFEST, CheckpointStore
+from pipedream.services.checkpoint.stores.store import MANIFEST, CheckpointStore
 
 
 class ObjectStore(CheckpointStore):

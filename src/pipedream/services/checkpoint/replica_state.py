@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 
 from pipedream.core.checkpoint import Checkpoint, SavedStage
-from pipedream.runtime.checkpoint import optimizer_state
 from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.services.checkpoint import optimizer_state
 
 _log = logging.getLogger("pipedream")
 

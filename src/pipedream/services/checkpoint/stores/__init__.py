@@ -6,9 +6,9 @@ import re
 from importlib import import_module
 
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.stores.local_folder import LocalFolder
-from pipedream.runtime.checkpoint.stores.object_store import ObjectStore
-from pipedream.runtime.checkpoint.stores.store import CheckpointStore
+from pipedream.services.checkpoint.stores.local_folder import LocalFolder
+from pipedream.services.checkpoint.stores.object_store import ObjectStore
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 
 Folder = str | os.PathLike[str] | CheckpointStore
 """A store, or its address."""

@@ -1,0 +1,1 @@
+"""The comparison of the first minibatch with the model itself."""
