@@ -43,7 +43,8 @@ class Training:
         on_done: Callable[[Done], None],
         on_phase: Callable[[int], None],
     ) -> None:
-        self._session = session
+        self._workers_here = session.workers_here
+        self._services = session.services
         self._streams = session.streams
         self._ends = ends
         self._on_done = on_done
@@ -66,7 +67,7 @@ class Training:
         is_resumed, self._is_resumed = self._is_resumed, False
         if until is not None:
             return max(until - self.epoch, 0)
-        if is_resumed and self.number and self._session.workers_here.rank == 0:
+        if is_resumed and self.number and self._workers_here.rank == 0:
             print(
                 f"pipedream: resumed after minibatch {self.number}, in epoch {self.epoch + 1}: epochs={epochs} trains "
                 f"{epochs} more, {self.epoch + epochs} in all; train(until_epoch={epochs}) trains {epochs} in all",
@@ -77,14 +78,14 @@ class Training:
 
     def begin(self) -> None:
         """Begins a `run`; warns of a stop that came too late for the last one."""
-        if self.should_stop and not self.has_stopped and self._session.workers_here.rank == 0:
+        if self.should_stop and not self.has_stopped and self._workers_here.rank == 0:
             text = "should_stop was set after the last minibatch of a train(), as by early stopping, and is ignored now"
             warnings.warn(f"{text}; before each train(), write: if pipeline.should_stop: break", stacklevel=3)
         self.is_running, self.should_stop = True, False
 
     def _warn_of_evaluation_mode(self) -> None:
-        workers_here = self._session.workers_here
-        if workers_here.rank == 0 and not any(module.training for module in workers_here.model.modules()):
+        is_training = any(module.training for module in self._workers_here.model.modules())
+        if self._workers_here.rank == 0 and not is_training:
             warnings.warn(
                 "the whole model is in evaluation mode, as from_pretrained() leaves it, so that it trains without "
                 "dropout and on the stored batch statistics; call model.train() before, unless that is meant",
@@ -93,7 +94,7 @@ class Training:
 
     def _refuse_frozen(self, adapt: AdaptBatch) -> AdaptBatch:
         """Returns what adapts batches, and if nothing is trained refuses them, as the backward of a plain loop does."""
-        if any(parameter.requires_grad for parameter in self._session.workers_here.model.parameters()):
+        if any(parameter.requires_grad for parameter in self._workers_here.model.parameters()):
             return adapt
 
         def adapt_trained(batch: Any) -> tuple[Any, Any]:
@@ -133,7 +134,7 @@ class Training:
             self._segment = self._streams.train(self._ends[self.phase].until)
             while self.ready or self._advance():
                 done = self.ready.popleft()
-                self._session.workers_here.activity.loop_minibatches = done.number + 1
+                self._workers_here.activity.loop_minibatches = done.number + 1
                 yield done
                 if self.should_stop:
                     self._streams.stop(StopReason.STOP)
@@ -141,7 +142,7 @@ class Training:
             is_last = self.stop_reason is StopReason.DATA and end == until
             if is_stopped or is_last or self.stop_reason is StopReason.INTERRUPT:
                 break
-            is_stopped = self._session.workers_here.any_rank(self.should_stop)  # set in the phase's last minibatch
+            is_stopped = self._workers_here.any_rank(self.should_stop)  # set in the phase's last minibatch
             if is_stopped:
                 break
             if self.stop_reason is StopReason.DRAIN:
@@ -165,7 +166,7 @@ class Training:
         """Takes the next result, if any; returns whether there was one."""
         if self._segment is None:
             return False
-        for service in self._session.services:
+        for service in self._services:
             service.check()
         done = next(self._segment, None)
         if done is None:
@@ -188,14 +189,14 @@ class Training:
 
     def _enter(self, phase: int) -> None:
         if phase != self.phase:
-            self._session.workers_here.begin_phase(phase)
+            self._workers_here.begin_phase(phase)
         self.phase = phase
         self._on_phase(phase)
 
     def drain(self) -> None:
         """Finishes the minibatches in flight, and switches to the weights that are evaluated."""
         self._end_stream()
-        self._session.workers_here.switch_optimizers("eval")
+        self._workers_here.switch_optimizers("eval")
 
     def _end_stream(self) -> None:
         if self._segment is not None:
