@@ -41,6 +41,7 @@ TORCH_PACKAGES = (
     "apps.emulate",
     "capture",
     "experts",
+    "extensions.compensations.basis_rotation.rotation",
     "extensions.delays",
     "extensions.meshes",
     "extensions.nccl",

@@ -25,6 +25,7 @@ MODULES = {
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 WITHOUT_TORCH += ("extensions.codecs", "extensions.methods", "extensions.meshes.planning", "extensions.torch_csv")
 WITHOUT_TORCH += (
+    "extensions.compensations.velocity",
     "extensions.reducers.sixteen_bits",
     "extensions.two_bw",
     "layouts.description",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipedream.core.schedule.compensation import Compensation
-from pipedream.runtime.update.rotation import RotatedStep
+from pipedream.extensions.compensations.basis_rotation.rotation import RotatedStep
 from pipedream.testing import CompensationRule, Loop, MethodRules, Passes
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -67,7 +67,7 @@ class Changes(CompensationRule):
             form = Compensation.of_text(self._method.rotation).at_stage(s, self._delays)
             names, sides = {id(p): name for name, p in w.items()}, {name: {} for name in w}
             self._rotated[s] = RotatedStep(form, optimizer, names, sides, lambda group: False)
-        self._rotated[s].step()
+        self._rotated[s].step(optimizer.step)
 
 
 def train(

@@ -24,6 +24,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout, meshes_of, ranks_of
+from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
@@ -358,6 +359,7 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mesh", "" if self.mesh == "none" else self.mesh)
+        compensations(() if self.compensation is None else self.compensation)
         bounds = {field.name: flag.least for field in dataclasses.fields(self) if (flag := flag_of(field))}
         for name, lowest in (bounds | {"memory_bytes": 1}).items():
             value = getattr(self, name)

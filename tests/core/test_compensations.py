@@ -11,18 +11,17 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import (
-    BasisRotation,
-    Compensation,
-    ErrorFeedback,
-    GapAware,
+from pipedream.core.schedule.compensation import Compensation, compensations
+from pipedream.extensions.compensations.basis_rotation import BasisRotation
+from pipedream.extensions.compensations.error_feedback import ErrorFeedback
+from pipedream.extensions.compensations.gap_aware import GapAware
+from pipedream.extensions.compensations.t1 import LearningRateRescheduling
+from pipedream.extensions.compensations.velocity import (
     Generalised,
-    LearningRateRescheduling,
     Nesterov,
     OfVelocity,
     SpikeCompensation,
     VelocityPrediction,
-    compensations,
 )
 
 numbers = st.floats(0, 1e6)

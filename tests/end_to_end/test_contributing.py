@@ -42,7 +42,11 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
-FILES = {"A new encoding of messages": "cut.py", "A new way for replicas to agree": "scaled.py"}
+FILES = {
+    "A new encoding of messages": "cut.py",
+    "A new way for replicas to agree": "scaled.py",
+    "A new compensation of delay": "fading.py",
+}
 """Section -> the file that it shows."""
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group
@@ -300,6 +299,6 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
                     f"{type(optimizer.optimizer).__name__}, which keeps weights of its own that would not be averaged; "
                     "use another optimizer, or sums='bfloat16'"
                 )
-            rotates = any(isinstance(rule, BasisRotation) for p in programs for rule in p.updates.compensation)
+            rotates = any(rule.steps_whole_matrices for p in programs for rule in p.updates.compensation)
             division.adapt_optimizer(optimizer.optimizer, rotates=rotates)
             division.watch_memory(worker.recorder.memory.read_heap)

@@ -10,7 +10,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import hosted_copies_s, peers_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.compensation import BasisRotation
 from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
@@ -260,12 +259,12 @@ def _check_stage_memory(plan: Plan, usages: tuple[StageOccupancy, ...]) -> None:
 def _advise_rotation(plan: Plan, s: int, usage: StageOccupancy) -> str:
     """Says what the bases of a stage take, if it has any, and which smaller form fits."""
     rules = () if usage.updates is None else usage.updates.compensation
-    rotation = next((rule for rule in rules if isinstance(rule, BasisRotation)), None)
+    rotation = next((rule for rule in rules if rule.list_smaller_forms()), None)
     if rotation is None:
         return ""
-    stage, one_sided = plan.stages[s], replace(rotation, geometry="one_sided")
+    stage = plan.stages[s]
     (kept_bytes, _), memory_bytes = rotation.matrix_bytes(stage.matrices), plan.costs.sites[s].memory_bytes or 0
-    for smaller in (one_sided, replace(one_sided, estimate="first_moment")):
+    for smaller in rotation.list_smaller_forms():
         need_bytes, _ = smaller.matrix_bytes(stage.matrices)
         if kept_bytes - need_bytes >= stage.peak_bytes - memory_bytes:
             fitting = f"{smaller} {format_bytes(need_bytes)}, which fits: ask for it, "

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import compensations
+from pipedream.core.schedule.compensation import Compensation, compensations
 from pipedream.core.schedule.method_text import OPTIONS, split_list
 from pipedream.core.schedule.schedule import Schedule
 
@@ -100,11 +100,12 @@ def read_phases(text: str) -> tuple[Phase, ...]:
                 "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
         name, microbatches, compensations_text, end, of_epochs = match.groups()
+        # Not by `compensations`: the text may be a checkpoint's, which opens no file.
         texts = [item.replace("=", ":") for item in compensations_text.split("+")[1:]]
         phase = Phase(
             name,
             microbatches=int(microbatches) if microbatches else None,
-            compensation=None if not texts else () if texts == ["none"] else texts,
+            compensation=None if not texts else () if texts == ["none"] else tuple(map(Compensation.of_text, texts)),
         )
         if end:
             phase = replace(phase, until_epoch=int(end)) if of_epochs else replace(phase, until=int(end))

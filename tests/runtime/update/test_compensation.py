@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.schedule import compensation as kinds
+from pipedream.core.schedule.compensation import Compensation
+from pipedream.extensions.compensations.basis_rotation import BasisRotation
+from pipedream.extensions.compensations.gap_aware import GapAware
+from pipedream.extensions.compensations.velocity import Generalised, Nesterov, SpikeCompensation, VelocityPrediction
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 
 ROWS, COLUMNS = 4, 3
@@ -25,7 +28,7 @@ def start() -> Tensor:
     return torch.randn(ROWS, COLUMNS, dtype=torch.float64)
 
 
-def following(handle: nn.Parameter, factory: Factory, *chosen: kinds.Compensation, staleness: int = 0) -> Optimizer:
+def following(handle: nn.Parameter, factory: Factory, *chosen: Compensation, staleness: int = 0) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
     rule = pd.schedules.UpdateRule((1,), compensation=chosen)
     return Optimizer({"w": handle}, factory, StageUpdates(rule, staleness=staleness))
@@ -37,7 +40,7 @@ def step_by(handle: nn.Parameter, optimizer: Any, gradient: Tensor) -> Tensor:
     return handle.detach()
 
 
-def ours(start: Tensor, factory: Factory, *chosen: kinds.Compensation) -> tuple[Any, Optimizer]:
+def ours(start: Tensor, factory: Factory, *chosen: Compensation) -> tuple[Any, Optimizer]:
     """Returns a step of the library's optimizer with compensations, and the optimizer."""
     handle = nn.Parameter(start.clone())
     optimizer = following(handle, factory, *chosen)
@@ -49,11 +52,11 @@ def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(decay: float,
     sgd = partial(SGD, weight_decay=decay)
     nesterov = partial(sgd, nesterov=True)
     for kind, torchs in (
-        (kinds.SpikeCompensation(0), sgd),
-        (kinds.VelocityPrediction(0.0), sgd),
-        (kinds.Generalised(0.0), sgd),
-        (kinds.Nesterov(), nesterov),
-        (kinds.SpikeCompensation(1), nesterov),
+        (SpikeCompensation(0), sgd),
+        (VelocityPrediction(0.0), sgd),
+        (Generalised(0.0), sgd),
+        (Nesterov(), nesterov),
+        (SpikeCompensation(1), nesterov),
     ):
         step, _ = ours(start, sgd, kind)
         expected, _ = ours(start, torchs)
@@ -67,7 +70,7 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     delay, beta, eps = 3, 0.9, 1e-8
     factory = {"sgd": SGD, "adam": ADAM, "adamw": partial(torch.optim.AdamW, lr=RATE)}[name]
     handle = nn.Parameter(start.clone())
-    optimizer = following(handle, partial(factory, weight_decay=decay), kinds.GapAware(beta), staleness=delay)
+    optimizer = following(handle, partial(factory, weight_decay=decay), GapAware(beta), staleness=delay)
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
     versions = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
@@ -114,7 +117,7 @@ FAMILY: dict[str, Factory] = {
 def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geometry: Any, start: Tensor) -> None:
     """Of a basis that stays: what torch's optimizer makes of U^T W V, with U^T G V, is turned back."""
     gradients = [torch.randn_like(start) for _ in range(12)]
-    step, optimizer = ours(start, FAMILY[name], kinds.BasisRotation(99, geometry=geometry))
+    step, optimizer = ours(start, FAMILY[name], BasisRotation(99, geometry=geometry))
     weights = [step(gradient).clone() for gradient in gradients]
     sides = optimizer.compensator.state["w"]
     assert set(sides) == ({"left", "right"} if geometry == "two_sided" else {"right"})
@@ -129,7 +132,7 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
     handle = nn.Parameter(start.clone())
-    optimizer = following(handle, ADAM, kinds.BasisRotation(2))
+    optimizer = following(handle, ADAM, BasisRotation(2))
     mean = torch.zeros_like(start)
     for _ in range(7):
         gradient = torch.randn_like(start)
@@ -137,13 +140,13 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
         mean = 0.9 * mean + 0.1 * gradient
     (moments,) = optimizer.optimizer.state.values()
 
-    def go_on(former: Optimizer, *chosen: kinds.Compensation) -> Optimizer:
+    def go_on(former: Optimizer, *chosen: Compensation) -> Optimizer:
         optimizer = following(handle, lambda _: former.optimizer, *chosen)
         optimizer.take_over(former, input_updates=0)
         return optimizer
 
     total = float(moments["exp_avg_sq"].sum())
-    for chosen in (kinds.BasisRotation(2, estimate="first_moment"), kinds.BasisRotation(3, geometry="one_sided")):
+    for chosen in (BasisRotation(2, estimate="first_moment"), BasisRotation(3, geometry="one_sided")):
         optimizer = go_on(optimizer, chosen)
         gradient = torch.randn_like(start)
         step_by(handle, optimizer, gradient)
@@ -156,17 +159,17 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
 
 
 REFUSED = [
-    (kinds.Nesterov(), torch.optim.AdamW, "nesterov'? works on the velocity of torch.optim.SGD, found AdamW; use er"),
-    (kinds.SpikeCompensation(), torch.optim.SGD, "spike works on the velocity, which SGD without momentum"),
-    (kinds.SpikeCompensation(), partial(SGD, dampening=0.5), r"SGD with dampening=0\.5"),
-    (kinds.Generalised(0.5), partial(SGD, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
-    (kinds.VelocityPrediction(), partial(SGD, maximize=True), "SGD with maximize=True"),
-    (kinds.BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
-    (kinds.BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
+    (Nesterov(), torch.optim.AdamW, "nesterov'? works on the velocity of torch.optim.SGD, found AdamW; use er"),
+    (SpikeCompensation(), torch.optim.SGD, "spike works on the velocity, which SGD without momentum"),
+    (SpikeCompensation(), partial(SGD, dampening=0.5), r"SGD with dampening=0\.5"),
+    (Generalised(0.5), partial(SGD, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
+    (VelocityPrediction(), partial(SGD, maximize=True), "SGD with maximize=True"),
+    (BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
+    (BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_an_optimizer_cannot_do_is_refused(kind: kinds.Compensation, factory: Factory, words: str) -> None:
+def test_what_an_optimizer_cannot_do_is_refused(kind: Compensation, factory: Factory, words: str) -> None:
     with pytest.raises(pd.PipelineError, match=words):
         following(nn.Parameter(torch.ones(2)), factory, kind, staleness=1)

@@ -13,7 +13,8 @@ from cases import make_pipeline
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.schedule import compensation, coupling
+from pipedream.core.schedule import coupling
+from pipedream.extensions.compensations.error_feedback import ErrorFeedback
 from pipedream.extensions.delays.predictions import add_velocity
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
 from pipedream.runtime.update.gradients import Gradients
@@ -58,7 +59,7 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     optimizer = Optimizer(handles, lambda _: sgd)
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
-        rule = pd.schedules.UpdateRule((1,), compensation=(compensation.ErrorFeedback(strength),))
+        rule = pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),))
         former, optimizer = optimizer, Optimizer(handles, lambda _: sgd, StageUpdates(rule, staleness=1))
         optimizer.take_over(former, input_updates=min(number, 1))
         rounds.append(optimizer.rounds)

@@ -27,7 +27,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.message_encoding import names_encoding
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
@@ -275,7 +275,7 @@ def _check(options: ComparisonOptions, schedules: Sequence[str]) -> None:
         name, _, exchange = text.partition("+")
         if name not in ("torch", "data-parallel", AUTO):
             properties_of(name)  # which refuses unknown methods
-        if exchange.partition(":")[0] in Compensation.kinds:
+        if COMPENSATIONS.has(exchange.partition(":")[0]):
             raise PlanError(
                 f"--schedule {text} was given, but a compensation changes losses, and speeds are compared; add "
                 "--emulate-delay to compare losses, or leave it out"

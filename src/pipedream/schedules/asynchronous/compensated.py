@@ -3,13 +3,6 @@
 For other pairs give ``schedule=..., compensation=...``.
 """
 
-from pipedream.core.schedule.compensation import (
-    ErrorFeedback,
-    GapAware,
-    LearningRateRescheduling,
-    Nesterov,
-    SpikeCompensation,
-)
 from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.pb_lwp import predicting
 from pipedream.schedules.asynchronous.pipedream import STASHING, stashing
@@ -27,7 +20,7 @@ def nesterov_async(plan: kit.Plan, microbatches: int | None = None) -> kit.Sched
     plain ``pipedream`` with ``partial(torch.optim.NAdam, lr=3e-4, betas=(0.99, 0.999), weight_decay=0.01,
     decoupled_weight_decay=True)``, whose long momentum makes stale gradients useful.
     """
-    return stashing("nesterov_async", plan, microbatches).with_compensation(Nesterov())
+    return stashing("nesterov_async", plan, microbatches).with_compensation("nesterov")
 
 
 def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -36,7 +29,7 @@ def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedul
     FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own staleness; the same as spike
     compensation (Kosson et al., MLSys 2021) of the stored weights.
     """
-    return stashing("ftpipe_msnag", plan, microbatches).with_compensation(SpikeCompensation())
+    return stashing("ftpipe_msnag", plan, microbatches).with_compensation("spike")
 
 
 def ftpipe_ga(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -44,7 +37,7 @@ def ftpipe_ga(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
     Barkai et al., ICLR 2020, as FTPipe (ATC 2021) uses it with weight stashing.
     """
-    return stashing("ftpipe_ga", plan, microbatches).with_compensation(GapAware())
+    return stashing("ftpipe_ga", plan, microbatches).with_compensation("gap_aware")
 
 
 def pipedream_lr(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -53,7 +46,7 @@ def pipedream_lr(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedul
     Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates, or that of
     ``compensation="t1:K"``.
     """
-    return stashing("pipedream_lr", plan, microbatches).with_compensation(LearningRateRescheduling(RESCHEDULED_FOR))
+    return stashing("pipedream_lr", plan, microbatches).with_compensation(f"t1:{RESCHEDULED_FOR}")
 
 
 def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -61,7 +54,7 @@ def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
 
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
     """
-    return double_buffered("one_step_ef", plan, microbatches).with_compensation(ErrorFeedback(1.0))
+    return double_buffered("one_step_ef", plan, microbatches).with_compensation("error_feedback:1")
 
 
 def basis_rotation(
@@ -70,7 +63,7 @@ def basis_rotation(
     """Returns PipeDream with steps in the eigenbasis of the gradients, for the Adam family.
 
     Jung, Shin and Lee, Mitigating Staleness in Asynchronous Pipeline Parallelism via Basis Rotation, ICML 2026. Its
-    options are those of `BasisRotation`.
+    options are those of the compensation.
     """
     rotation = f"basis_rotation:{geometry}:{estimate}"
     return stashing("basis_rotation", plan, microbatches).with_compensation(rotation)
@@ -88,7 +81,7 @@ def pb_lwp_sc(
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best.
     """
-    return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).with_compensation(SpikeCompensation())
+    return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).with_compensation("spike")
 
 
 METHODS = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import BasisRotation
+from pipedream.runtime.update.compensation import CompensatedStage
 
 _FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 _FIRST = "exp_avg"
@@ -36,7 +36,7 @@ class RotatedStep:
     """Steps an optimizer, with matrices in a rotated basis.
 
     Args:
-        kind: with the frequency of this stage (`BasisRotation.at_stage`).
+        kind: the `BasisRotation` with the frequency of this stage (`at_stage`).
         names: id of a parameter -> its name.
         state: name -> sides; gets those of a matrix at its first update.
         adds_decay: whether the weight decay of a parameter group is added to the gradient.
@@ -44,7 +44,7 @@ class RotatedStep:
 
     def __init__(
         self,
-        kind: BasisRotation,
+        kind: Any,
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         state: Mapping[str, Sides],
@@ -56,8 +56,8 @@ class RotatedStep:
         self._state = state
         self._adds_decay = adds_decay
 
-    def step(self) -> None:
-        """Steps the optimizer on rotated matrices. On a mesh it has whole weights meanwhile, in the same order."""
+    def step(self, step: Callable[[], None]) -> None:
+        """Makes a step on rotated matrices. On a mesh the optimizer has whole weights meanwhile, in the same order."""
         rotated = [
             self._rotate_gradient(handle, group, self._state[name])
             for group, names in zip(self._optimizer.param_groups, self._names, strict=True)
@@ -66,11 +66,11 @@ class RotatedStep:
         ]
         for handle, weight, _ in rotated:
             handle.data = torch.zeros_like(weight)
-        self._optimizer.step()
+        step()
         for handle, weight, sides in rotated:
-            step = _rotate(_to_matrix(handle.data), sides, back=True)
+            change = _rotate(_to_matrix(handle.data), sides, back=True)
             handle.data = weight
-            weight.add_(step.reshape(weight.shape))
+            weight.add_(change.reshape(weight.shape))
 
     def _rotates(self, handle: torch.nn.Parameter) -> bool:
         is_dense = not handle.is_complex() and handle.grad is not None and not handle.grad.is_sparse
@@ -147,7 +147,21 @@ def undo_rotation(moments: Mapping[str, torch.Tensor], sides: Mapping[str, torch
     return {key: _rotate(_to_matrix(t), bases[key], back=True).reshape(t.shape) for key, t in moments.items()}
 
 
-def check_has_moments(kind: BasisRotation, optimizer: torch.optim.Optimizer) -> None:
+def select_sides(saved: Mapping[str, torch.Tensor]) -> Sides:
+    """Returns the sides among what was saved of a weight."""
+    return {side: saved[side] for side in ("left", "right") if side in saved}
+
+
+def leave_basis(stage: CompensatedStage, name: str, sides: Sides) -> None:
+    """Turns the optimizer's moments of a weight back."""
+    handle = stage.handles[name]
+    sides = {side: matrix.to(handle.device) for side, matrix in sides.items()}
+    moments = {n: t for n, t in stage.optimizer.state.get(handle, {}).items() if torch.is_tensor(t) and t.dim()}
+    for key, moment in undo_rotation(stage.gather(name, moments), sides).items():
+        moments[key].copy_(stage.take_part(name, moment))
+
+
+def check_has_moments(kind: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raises a `ScheduleError` if an optimizer is not of the Adam family."""
     if not isinstance(optimizer, _FAMILY):
         raise ScheduleError(

@@ -1,0 +1,1 @@
+"""Compensations of delay, one file or folder for each kind; `pipedream.core.schedule.compensation` finds them."""
