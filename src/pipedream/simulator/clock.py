@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.garbage import pause_collection
 from pipedream.core.schedule.occupancy import count_most_in_flight
-from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import SUMS, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
@@ -178,10 +178,11 @@ class _Clock:
             FETCH: self._await_shared,
             JOIN: lambda rank, stage, update, now: rank.made_s[stage],
         }
-        self.shared = range(placement.stages if placement.shares_weights else 0)
-        self.left_s = {("U", stage, 0): 0.0 for stage in self.shared}  # when an op's result was in shared memory
-        self.readers: dict[tuple[str, int, int], list[_Rank]] = defaultdict(list)
-        self.ends_turn = placement.turn if placement.rotates else 0
+        fetching = {item.what[0][0] for text in texts for item in text.instructions if item.code == FETCH}
+        self.left = ("F" in fetching) * "U" + bool(fetching & {"B", "U"}) * "B"  # ops whose results others fetch
+        self.noted = {"U", *self.left}
+        self.left_s = {Op(Kind.UPDATE, stage, 0): 0.0 for stage in range(placement.stages)}  # in shared memory
+        self.readers: dict[Op, list[_Rank]] = defaultdict(list)
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
@@ -247,7 +248,7 @@ class _Clock:
                     end = self._begin_step(rank, what, index, now, end - now)
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
-                if letter == "U" or self.ends_turn:
+                if letter in self.noted:
                     self._note_done(letter, what, index, now)
                 if received:
                     self._post_receives(received, now)
@@ -293,49 +294,39 @@ class _Clock:
         start_s = max([now, *rank.made_s.values()])
         end_s = rank.made_s[stage] = start_s + seconds
         rank.sends.append(_new(Span, (rank.number, "step", stage, update, start_s, end_s)))
-        self._note_left("U", stage, update, end_s)
+        self._note_left(Op(Kind.UPDATE, stage, update), end_s)
         return now
 
     def _note_done(self, letter: str, stage: int, index: int, now: float) -> None:
+        if letter in self.left:
+            self._note_left(Op(Kind(letter), stage, index), now)
         if letter == "U":
             self._note_update(stage, index, now)
-        elif letter == "B" and not (index + 1) % self.ends_turn:
-            self._note_left("B", stage, index, now)
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
-        if stage in self.shared and ("U", stage, update) not in self.left_s:
-            self._note_left("U", stage, update, now)
+        """Notes the end of an update, or the begin of one that a thread makes."""
 
-    def _note_left(self, letter: str, stage: int, index: int, now: float) -> None:
-        self.left_s[letter, stage, index] = now
-        self.ready += self.readers.pop((letter, stage, index), [])
+    def _note_left(self, op: Op, now: float) -> None:
+        if op not in self.left_s:  # else a thread makes it
+            self.left_s[op] = now
+            self.ready += self.readers.pop(op, [])
 
     def _await_shared(self, rank: _Rank, op: Any, index: int, now: float) -> float | None:
-        """Returns when what an op of a (letter, stage) reads from shared memory has arrived; None while unknown.
-
-        That is weights, the buffers of the turn before, or the gradients of an update's last turn.
-        """
+        """Returns when what an op of a (letter, stage) reads from shared memory has arrived; None while unknown."""
         letter, stage = op
-        program, placement = self.program, self.program.placement
-        needs: list[tuple[str, int]] = []
-        if letter == "F":
-            needs.append(("U", program.weights.forward_version(stage, index) if program.trains else 0))
-        if letter == "U":
-            needs.append(("B", min(index * program.updates.per_update[stage], self.total) - 1))
-        elif (
-            program.trains
-            and placement.begins_turn(index)
-            and (letter == "B" or not placement.runs_backward_elsewhere(stage))
-        ):
-            needs.append(("B", index - 1))
+        placement, home = self.program.placement, self.program.placement.ranks[stage][0]
+        needs = self.program.list_fetched(Op(Kind(letter), stage, index), self.total)
+        if letter == "F" and not any(need.kind is Kind.UPDATE for need in needs):
+            needs.append(Op(Kind.UPDATE, stage, 0))  # the weights at the start
         there_s = now
-        for made_by, made_index in needs:
-            left_s = self.left_s.get((made_by, stage, made_index))
+        for need in needs:
+            left_s = self.left_s.get(need)
             if left_s is None:
-                self.readers[made_by, stage, made_index].append(rank)
+                self.readers[need].append(rank)
                 return None
-            source = placement.ranks[stage][0] if made_by == "U" else placement.rank_of(stage, made_index)
-            is_copied = made_by == "U" or source != rank.number
+            source = home if need.kind is Kind.UPDATE else placement.rank_of(stage, need.index)
+            # A rank copies weights of its own, too, from the memory of the machine to its device.
+            is_copied = source != rank.number or (letter == "F" and need.kind is Kind.UPDATE)
             there_s = max(there_s, left_s + self.costs.copy_s(stage, source, rank.number) * is_copied)
         return there_s
 
@@ -467,7 +458,6 @@ class _UpdateClock(_Clock):
         self.repeated = {program.cycle: 0, self.round: 0}
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
-        super()._note_update(stage, update, now)
         if stage:
             return
         self.replicas_done[update] += 1

@@ -136,7 +136,8 @@ class _StageTrace:
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.last_updates: dict[int, int] = {}  # version -> update of its last reader, if the passes copy it
-        if program.placement.rotates:
+        fetches_gradients = stage in program.fetched_gradients
+        if fetches_gradients:
             self.last_updates = {v: program.updates.update_of(stage, k) for k, v in enumerate(self.read)}
         self.prediction_until = program.weights.kept_until(stage)
         self.held_until = program.weights.held_until
@@ -144,7 +145,7 @@ class _StageTrace:
         self.predicted: int | None = None
         self.newest = 0
         self.versions = self.peak = 1
-        self.order = list(range(total)) if program.placement.rotates else []
+        self.order = list(range(total)) if fetches_gradients else []
         self.in_flight = self.deferred = 0
         self.has_sums = False
         stage_bytes = _count_stage(program, stage, in_flight)

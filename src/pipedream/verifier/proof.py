@@ -223,7 +223,9 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
                 # If only the backward is here, it is a span of one instruction.
                 run.ops[Op(last_kind, stage, k, replica)][1] + program.placement.runs_backward_elsewhere(stage),
             )
-            for k in (() if program.placement.rotates else microbatches)  # in turns all passes are on copies, below
+            for k in (
+                () if stage in program.fetched_gradients else microbatches
+            )  # else all passes are on copies, below
         ]
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
@@ -247,7 +249,7 @@ def _find_version_spans(run: Unrolled, stage: int, replica: int) -> Iterable[tup
     ]
     ends = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last_kind = find_last_kind(program.kinds)
-    if program.placement.rotates:  # the passes copy; their last reader's update follows them
+    if stage in program.fetched_gradients:  # the passes copy; their last reader's update follows them
         for k in range(run.total):
             version = program.weights.forward_version(stage, k)
             update = program.updates.update_of(stage, k)

@@ -30,6 +30,7 @@ from pipedream.core.schedule.program import (
     list_ends,
     list_waits,
 )
+from pipedream.core.schedule.rules import is_in_shared_memory
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -307,11 +308,6 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
                 _check_joined(run, required, rank, position, str(op))
         elif not is_in_shared_memory(op, required):
             check_arrival(run, op, required, place[0], _choose_cargo(op, required))
-
-
-def is_in_shared_memory(op: Op, need: Op) -> bool:
-    """Returns whether an op reads what another rank's op has made without a message: weights, or their gradients."""
-    return Kind.UPDATE in (op.kind, need.kind) or op.index != need.index
 
 
 def _choose_cargo(op: Op, need: Op) -> Carries:

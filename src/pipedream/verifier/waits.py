@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from pipedream.core.errors import DeadlockError
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import AT_STAGES, FETCHES, SUMS, Channel, Instruction, Move, Transfer
-from pipedream.verifier.unrolled import Message, Unrolled, is_in_shared_memory
+from pipedream.verifier.unrolled import Message, Unrolled
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
 
@@ -78,11 +78,8 @@ class _Waits:
             if fetch.kind not in FETCHES:
                 continue
             op = Op(FETCHES[fetch.kind], fetch.channel, fetch.index)  # a stage with shared weights has one replica
-            self.needs[rank, fetch] = [
-                need
-                for need in run.program.requires(op, run.total)
-                if is_in_shared_memory(op, need) and run.ops[need][0] != rank
-            ]
+            fetched = run.program.list_fetched(op, run.total)
+            self.needs[rank, fetch] = [need for need in fetched if run.ops[need][0] != rank]
         self.needed = {need for needs in self.needs.values() for need in needs}
 
     def advance(self) -> None:

@@ -171,6 +171,11 @@ class Program(Tabular, Rules, Artifact):
                 f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
             )
 
+    @cached_property
+    def fetched_gradients(self) -> frozenset[int]:
+        """The stages whose passes leave their gradients in shared memory, also those on the rank of the updates."""
+        return frozenset(item[1] for rank in self.ranks for item in rank.period if item.kind is Move.FETCH_GRADIENTS)
+
     @property
     def round_minibatches(self) -> int:
         """A drain waits for a multiple of so many minibatches, so that every round of replicas is complete."""

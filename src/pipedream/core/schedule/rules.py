@@ -174,6 +174,10 @@ class Rules:
         version = self.find_awaited_version(op)
         return (*inputs, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else inputs
 
+    def list_fetched(self, op: Op, total: int | None = None) -> list[Op]:
+        """Returns the required ops whose results an op reads in memory that ranks share, if they are on other ranks."""
+        return [need for need in self.requires(op, total) if is_in_shared_memory(op, need)]
+
     def find_awaited_version(self, op: Op) -> int:
         """Returns the version for which a pass waits; 0 for that at the start, or if an earlier pass has waited."""
         kind, stage, index, _ = op
@@ -185,3 +189,8 @@ class Rules:
             newer = self.weights.backward_version(stage, index)
             return newer if newer > version else 0
         return version
+
+
+def is_in_shared_memory(op: Op, need: Op) -> bool:
+    """Returns whether an op reads what another rank's op has made without a message: weights, gradients or buffers."""
+    return Kind.UPDATE in (op.kind, need.kind) or op.index != need.index
