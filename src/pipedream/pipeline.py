@@ -40,6 +40,7 @@ from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
+from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
@@ -450,7 +451,7 @@ def _build_session(
         captured.graph,
         blueprint,
         [phase.program for phase in phases],
-        stuck_after_s=options.stuck_after_s,
+        make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
         weights=options.weights,
         free_bytes=lambda: available_bytes(blueprint.device, 1),
         free_host_bytes=host_bytes,

@@ -24,6 +24,7 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
+from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
@@ -87,7 +88,9 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
     layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
-    session = Session(nn.Sequential(*layers), graph, blueprint, [program], stuck_after_s=0)
+    session = Session(
+        nn.Sequential(*layers), graph, blueprint, [program], make_guard=partial(Guard.of_session, stuck_after_s=0)
+    )
     failed = True
     try:
         for sample, *counts in zip(samples, warm_ups, _MINIBATCHES, strict=True):

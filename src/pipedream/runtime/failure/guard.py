@@ -42,6 +42,7 @@ from pipedream.runtime.failure.processes import (
     write_error,
 )
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
+from pipedream.runtime.unguarded import Unguarded
 
 _POLL_S = 0.1
 _GRACE_S = 3.0
@@ -213,26 +214,6 @@ def _parse_status(text: bytes) -> RankStatus:
 def _parse_report(text: bytes) -> tuple[int, Verdict]:
     reporter, fields = json.loads(text)
     return int(reporter), Verdict(**fields)
-
-
-class Unguarded:
-    """The guard of a single process, which has no other ranks to watch or to tell."""
-
-    @property
-    def interrupts(self) -> int:
-        """How often other ranks were interrupted, by their newest statuses."""
-        return 0
-
-    def report(self, error: WorkerError) -> PeerError | None:
-        """Reports a failure; returns the failure that another rank reported before, or None."""
-        return None
-
-    def first_cause(self, error: BaseException, where: str) -> PipelineError:
-        """Reports an error of this rank; returns the error to raise: this one, or its cause at another rank."""
-        return error if isinstance(error, PipelineError) else WorkerError(0, where, with_place(error))
-
-    def end(self) -> None:
-        """Ends the watch."""
 
 
 class Guard(Unguarded):

@@ -23,9 +23,9 @@ from pipedream.runtime.comm.process_group import gather_json, gather_texts
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
-from pipedream.runtime.failure.guard import Unguarded
 from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.runtime.weights.parameters import collect_extra_states

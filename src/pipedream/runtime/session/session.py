@@ -21,6 +21,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
+from pipedream.runtime.activity import Activity
 from pipedream.runtime.assemble import WorkerMaterials, gather_materials, gather_materials_on_copies
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
@@ -39,7 +40,6 @@ from pipedream.runtime.comm.process_group import (
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.source import DataChannels, DataSources
-from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
@@ -47,12 +47,14 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.stage.host_store import HostStore
+from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.files import fit_names, open_weights
 from pipedream.runtime.weights.initial_values import materialise, named_state
 
 Weights = str | os.PathLike[str] | None
+MakeGuard = Callable[[int, int, Activity], Unguarded]
 
 
 class Session:
@@ -61,7 +63,7 @@ class Session:
     Args:
         model: in a process group each rank keeps only its stages' parameters.
         programs: one for each phase, over the same channels; verified. The blueprint has the first.
-        stuck_after_s: limit for one op or the loader; 0 for none.
+        make_guard: makes what watches the other ranks, from this rank, the number of ranks and this rank's activity.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
         free_bytes: returns the memory that this process may still take.
         free_host_bytes: returns the memory that the processes of this machine together may still take.
@@ -82,13 +84,13 @@ class Session:
         blueprint: Blueprint,
         programs: Sequence[Program],
         *,
-        stuck_after_s: float,
+        make_guard: MakeGuard,
         weights: Weights = None,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         workers_here = self.workers_here = _build_local_workers(
-            model, graph, blueprint, programs, weights, stuck_after_s, free_bytes, free_host_bytes
+            model, graph, blueprint, programs, weights, make_guard, free_bytes, free_host_bytes
         )
         self.clock = ClockOffset(workers_here.group)
         self.services: list[SessionService] = []
@@ -135,7 +137,7 @@ def _build_local_workers(
     blueprint: Blueprint,
     programs: Sequence[Program],
     weights: Weights,
-    stuck_after_s: float,
+    make_guard: MakeGuard,
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
@@ -152,7 +154,7 @@ def _build_local_workers(
         _build_all(workers_here, weights)
         _check_activations(workers_here)
         return workers_here
-    workers_here.guard = Guard.of_session(rank, processes, workers_here.activity, stuck_after_s)
+    workers_here.guard = make_guard(rank, processes, workers_here.activity)
     try:
         _join_others(workers_here, graph, processes, weights, free_host_bytes)
         _check_activations(workers_here)
