@@ -29,8 +29,8 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.schedules import is_schedule_file, load_schedule
+from pipedream.services.failure.verdict import STUCK_AFTER_S
 
 _ELSEWHERE = "the recipe's or the plan's"
 

@@ -40,7 +40,6 @@ from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
@@ -58,8 +57,10 @@ from pipedream.runtime.weights.parameters import list_stage_names, select_traine
 from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.folders import SavedCheckpoint
 from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison, count_bytes
 from pipedream.services.first_minibatch.plain_model import PlainModel
+from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (
     Prepared,
@@ -69,7 +70,6 @@ from pipedream.workflows.prepare import (
     prepare,
     read_run_phases,
 )
-from pipedream.workflows.probe import warn_of_loopback
 from pipedream.workflows.profile import find_plan_layers
 
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}

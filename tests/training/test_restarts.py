@@ -17,11 +17,11 @@ from marks import long, slow
 
 import pipedream as pd
 from pipedream._version import hash_sources
-from pipedream.core.plan.without import drop_worker
 from pipedream.options import TrainingOptions
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.failure import processes
-from pipedream.training import checkpoint_cost, job, restarts, run_folder
+from pipedream.services.failure import processes, restarts
+from pipedream.services.failure.without import drop_worker
+from pipedream.training import checkpoint_cost, job, run_folder
 
 pytestmark = pytest.mark.processes
 RECIPE = '''

@@ -27,20 +27,20 @@ from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
-from pipedream.training.restarts import Survivors, find_survivors
+from pipedream.services.failure.launch import set_threads
+from pipedream.services.failure.restarts import Survivors, find_survivors
+from pipedream.services.probe.probe import detect_cluster, measure_runtime
 from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows import prepare
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
-from pipedream.workflows.probe import detect_cluster, measure_runtime
 from pipedream.workflows.profile import MAX_RANKS, profile as profile_model
 
 

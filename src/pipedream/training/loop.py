@@ -21,8 +21,8 @@ from pipedream.recipe import Recipe
 from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.services.checkpoint.stores.store import CheckpointStore
+from pipedream.services.failure.restarts import Restarts
 from pipedream.training.checkpoint_cost import CheckpointCost
-from pipedream.training.restarts import Restarts
 
 _REFRESH_S = 0.5
 

@@ -46,7 +46,7 @@ from pipedream.services.checkpoint.folders import (
 from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.checkpoint.stores.local_folder import LocalFolder
 from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock
-from pipedream.training.restarts import count_restarts
+from pipedream.services.failure.restarts import count_restarts
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""

@@ -20,14 +20,14 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
-from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.services.checkpoint.folders import find_ranks_that_see
+from pipedream.services.failure.guard import guard_job
+from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.simulator import Stragglers
 from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.workflows.phases import phases_text
 from pipedream.workflows.simulate import simulate_program
 

@@ -184,7 +184,7 @@ def _fill_in_cluster(request: PlanRequest, profile: Profile) -> tuple[Profile, P
     Profile.check_is(profile)
     cluster = request.cluster
     if cluster is None:
-        from pipedream.workflows.probe import detect_cluster  # loads torch
+        from pipedream.services.probe.probe import detect_cluster  # loads torch
 
         cluster, message = detect_cluster("cuda" if profile.device.startswith("cuda") else "cpu")
         if message:

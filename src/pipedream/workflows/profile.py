@@ -33,12 +33,12 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
-from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.initial_values import named_state
+from pipedream.services.failure.guard import guard_job
+from pipedream.services.probe.probe import measure_runtime
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.probe import measure_runtime
 
 MAX_RANKS = 8
 """Ranks of the largest meshes that are measured by default."""

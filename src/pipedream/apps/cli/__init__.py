@@ -23,7 +23,7 @@ from pipedream.apps.cli.flags import OptionParser, as_command
 from pipedream.apps.cli.retired import refuse_retired
 from pipedream.apps.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
-from pipedream.runtime.failure.processes import end_process, stay_with_launcher
+from pipedream.services.failure.processes import end_process, stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
 
@@ -138,7 +138,7 @@ def _report_error(error: PipelineError | OSError) -> int:
         return status  # the worker that failed prints it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from pipedream.runtime.failure.processes import is_launched_here, write_error
+        from pipedream.services.failure.processes import is_launched_here, write_error
 
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it

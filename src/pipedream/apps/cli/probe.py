@@ -29,9 +29,9 @@ def probe(
       pipedream probe --workers 2
     """
     if not is_worker() and workers is not None:
-        start_workers(workers, "pipedream.workflows.probe")
+        start_workers(workers, "pipedream.services.probe.probe")
     from pipedream.runtime.comm.process_group import leave_group
-    from pipedream.workflows.probe import probe as probed
+    from pipedream.services.probe.probe import probe as probed
 
     with progress(f"measuring the cluster, for about {seconds:g} s"):
         survey = probed(device=device, most_s=seconds)

@@ -32,7 +32,7 @@ def start_workers(
         modules: what the processes need is imported here, once for all of them.
         max_restarts, fewest: see `launch`.
     """
-    from pipedream.runtime.failure.launch import import_for_workers, launch
+    from pipedream.services.failure.launch import import_for_workers, launch
 
     with pause_collection(freeze="torch" not in sys.modules):  # what is there now may be a caller's
         import_for_workers(modules, count)

@@ -31,11 +31,11 @@ from pipedream.core.schedule.compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
+from pipedream.services.probe.probe import detect_cluster
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
 from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
-from pipedream.workflows.probe import detect_cluster
 from pipedream.workflows.simulate import simulate
 
 STATE = "compare.json"

@@ -26,10 +26,10 @@ from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeErro
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.failure.guard import guard_job
-from pipedream.runtime.failure.launch import launch, set_threads
-from pipedream.runtime.failure.processes import write_error
 from pipedream.services.checkpoint.stores import open_store
+from pipedream.services.failure.guard import guard_job
+from pipedream.services.failure.launch import launch, set_threads
+from pipedream.services.failure.processes import write_error
 from pipedream.slow_links import Network
 from pipedream.training import run_folder
 from pipedream.training.job import capture_recipe, profile_recipe

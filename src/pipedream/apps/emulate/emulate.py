@@ -19,8 +19,8 @@ from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.failure.guard import guard_job
-from pipedream.runtime.failure.launch import set_threads
+from pipedream.services.failure.guard import guard_job
+from pipedream.services.failure.launch import set_threads
 from pipedream.training import run_folder
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program

@@ -31,7 +31,6 @@ from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
-from pipedream.runtime.failure.processes import write_checkpoint
 from pipedream.services.checkpoint.folders import (
     SavedCheckpoint,
     commit,
@@ -44,6 +43,7 @@ from pipedream.services.checkpoint.folders import (
 )
 from pipedream.services.checkpoint.pieces import merge_rows, write_tensors
 from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock, name_checkpoint
+from pipedream.services.failure.processes import write_checkpoint
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.runtime.activity import Activity
-from pipedream.runtime.failure.processes import RankProcess
+from pipedream.services.failure.processes import RankProcess
 
 SILENT_S = 6.0
 """A rank without a new status for this long, twelve heartbeats, has failed. A failed run must end within 15 s."""

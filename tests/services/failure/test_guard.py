@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import pipedream as pd
 from pipedream.runtime import activity
-from pipedream.runtime.failure import guard, processes
-from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
+from pipedream.services.failure import guard, processes
+from pipedream.services.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 PERIOD_S = guard.PERIOD_S
 THIS = processes.RankProcess.this()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pipedream.runtime.failure.processes import (
+from pipedream.services.failure.processes import (
     LAUNCHER,
     RUN_ID_PREFIX,
     RankProcess,

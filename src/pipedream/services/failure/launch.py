@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pipedream._version import hash_sources
 from pipedream.core.errors import BAD_CALL
-from pipedream.runtime.failure.agent import Agent, Worker, count_threads
-from pipedream.runtime.failure.processes import (
+from pipedream.services.failure.agent import Agent, Worker, count_threads
+from pipedream.services.failure.processes import (
     LOST_CONNECTION,
     RankProcess,
     read_doing,

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream as pd
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.runtime.comm import process_group
+from pipedream.services.probe.probe import measure_runtime
 from pipedream.training import job
-from pipedream.workflows.probe import measure_runtime
 
 
 def drawn() -> tuple[float, float, float]:

@@ -24,10 +24,10 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
+from pipedream.services.failure.guard import Guard
 
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
 _MINIBATCHES = (32, 16)  # measured, with each size

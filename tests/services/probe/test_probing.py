@@ -12,8 +12,8 @@ import torch.distributed as dist
 from two_machines import machines, on_both
 
 import pipedream as pd
+from pipedream.services.probe.probe import choose_steps, probe
 from pipedream.slow_links import LINK, Network
-from pipedream.workflows.probe import choose_steps, probe
 
 __all__ = ["machines"]  # the fixture
 

@@ -32,10 +32,10 @@ from pipedream.probe import (
     work_s,
 )
 from pipedream.profiler.device import name_device
-from pipedream.runtime.calibration import calibrate, measure_encodings
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
-from pipedream.runtime.failure.launch import set_threads
+from pipedream.services.failure.launch import set_threads
+from pipedream.services.probe.calibration import calibrate, measure_encodings
 from pipedream.verifier import verify
 
 Step = tuple[str, int, tuple[int, ...]]

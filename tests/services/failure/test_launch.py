@@ -17,7 +17,7 @@ import commands
 import pytest
 from marks import long, slow
 
-from pipedream.runtime.failure import agent, launch as launching, processes
+from pipedream.services.failure import agent, launch as launching, processes
 
 THIS = processes.RankProcess.this()
 ONE = "continuing with one worker fewer, 1, after: %s"
@@ -126,7 +126,7 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
 
 WORKER = """
 import os, subprocess, sys, time
-watch = "import sys; from pipedream.runtime.failure import processes; processes._ALL_STOPPED_S = 0.6; "
+watch = "import sys; from pipedream.services.failure import processes; processes._ALL_STOPPED_S = 0.6; "
 end = "processes._end_worker(int(sys.argv[1]))"
 subprocess.Popen([sys.executable, "-c", watch + end, str(os.getpid())], start_new_session=True)
 print("watched", flush=True)
@@ -208,7 +208,7 @@ sys.exit(int(rank) * 3 if attempt == "1" else 0)
 
 LAUNCHER = """
 import os, sys, threading
-from pipedream.runtime.failure.launch import import_for_workers, launch
+from pipedream.services.failure.launch import import_for_workers, launch
 assert "torch" not in sys.modules
 del os.environ["OMP_NUM_THREADS"]
 import_for_workers(["torch", "numpy.random"], 2)

@@ -12,9 +12,9 @@ from pipedream.core.artifact import write_text
 from pipedream.core.errors import RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.without import drop_worker
 from pipedream.runtime.comm.process_group import name_code
-from pipedream.runtime.failure.processes import find_launch_folder, read_lost
+from pipedream.services.failure.processes import find_launch_folder, read_lost
+from pipedream.services.failure.without import drop_worker
 
 _PROGRESS = "progress"
 _PLAN = "plan.json"

@@ -32,7 +32,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
 from pipedream.core.user_code import elide_middle, with_place
 from pipedream.runtime.activity import Activity
-from pipedream.runtime.failure.processes import (
+from pipedream.runtime.unguarded import Unguarded
+from pipedream.services.failure.processes import (
     LOST_CONNECTION,
     RankProcess,
     is_launched_here,
@@ -41,8 +42,7 @@ from pipedream.runtime.failure.processes import (
     write_doing,
     write_error,
 )
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
-from pipedream.runtime.unguarded import Unguarded
+from pipedream.services.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
 
 _POLL_S = 0.1
 _GRACE_S = 3.0

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipedream.runtime import activity
-from pipedream.runtime.failure import processes
-from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
+from pipedream.services.failure import processes
+from pipedream.services.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 LOOK_S = 0.125
 PROCESS = processes.RankProcess("here", 1, 1)

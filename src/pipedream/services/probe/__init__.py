@@ -1,0 +1,1 @@
+"""Measures what a cluster is, and what the runtime itself takes."""
