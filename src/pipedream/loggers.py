@@ -3,7 +3,7 @@
 pipedream.Recipe(..., loggers=[pipedream.loggers.WandbLogger(project="digits")])
 """
 
-from pipedream.runtime.results.loggers import (
+from pipedream.services.loggers.loggers import (
     CSVLogger as CSVLogger,
     Logger as Logger,
     MLFlowLogger as MLFlowLogger,

@@ -40,7 +40,6 @@ from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
@@ -60,6 +59,7 @@ from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison, count_bytes
 from pipedream.services.first_minibatch.plain_model import PlainModel
+from pipedream.services.loggers.loggers import Loggers
 from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (

@@ -27,13 +27,13 @@ from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.launch import set_threads
 from pipedream.services.failure.restarts import Survivors, find_survivors
+from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.probe.probe import detect_cluster, measure_runtime
 from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows import prepare

@@ -20,10 +20,10 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
-from pipedream.runtime.results.loggers import make_loggers
 from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
+from pipedream.services.loggers.loggers import make_loggers
 from pipedream.simulator import Stragglers
 from pipedream.training import run_folder
 from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve

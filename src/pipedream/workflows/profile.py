@@ -33,10 +33,10 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
-from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services.failure.guard import guard_job
+from pipedream.services.loss_weight.loss_probe import probe_weight
 from pipedream.services.probe.probe import measure_runtime
 from pipedream.workflows.exclusions import check_options
 

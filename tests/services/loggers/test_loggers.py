@@ -13,7 +13,7 @@ import zoo
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.runtime.results.loggers import make_loggers
+from pipedream.services.loggers.loggers import make_loggers
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -134,7 +134,7 @@ def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
 
 
 def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedream.runtime.results.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("pipedream.services.loggers.loggers.find_spec", lambda name: None)
     named = partial(make_loggers, folder=tmp_path)
     for call, logger, words in (
         (trained, print, "was given as a logger; give an object with log_metrics"),

@@ -1,0 +1,1 @@
+"""Loggers of losses, rates and metrics."""

@@ -1,0 +1,1 @@
+"""What a loss is a mean over, found on a sample."""
