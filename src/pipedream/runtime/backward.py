@@ -33,7 +33,7 @@ class BackwardRunner:
         self._mailbox, self._results = context.mailbox, context.results
         self._recorder, self._activity = context.recorder, context.activity
         self._is_stop_requested = is_stop_requested
-        self._placement = program.placement
+        self._fetched_gradients = program.fetched_gradients
         self._last_stage = program.placement.stages - 1
         self._gradient_kind = find_gradient_kind(program.kinds)
         self._runs_backward_elsewhere = [
@@ -147,7 +147,7 @@ class BackwardRunner:
         self._recorder.note(kind, stage, self._stream.offset + index, start)
         if (index + 1) % self._stream.split == 0:
             passes.finish_minibatch()
-            if self._placement.rotates:  # the update is made on another rank
+            if stage in self._fetched_gradients:  # the rank of the update does not know them
                 for microbatch, *versions in passes.gradient_versions:
                     row = (*versions, index // self._stream.split)
                     self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)

@@ -12,7 +12,6 @@ from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
-from pipedream.runtime.stage.host_store import HostVersions
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
@@ -189,10 +188,9 @@ class StageState(StagePasses):
 def fetch_gradients(
     stage_state: StageState, program: Program, stage: int, update: int, recorder: Recorder
 ) -> Waiting[None]:
-    """Waits for an update's gradients, which the ranks of its backwards leave in the host store, and takes them."""
+    """Waits for an update's gradients, which the ranks of its backwards leave in shared memory, and takes them."""
     start = recorder.mark()
-    assert isinstance(stage_state.versions, HostVersions)
-    yield from stage_state.versions.take_turn(update, stage_state.gradients)
+    yield from stage_state.store.await_gradients(update, stage_state.gradients)
     recorder.note("wait", stage, update, start)
     stage_state.next_forward = program.updates.members(stage, update).stop
 

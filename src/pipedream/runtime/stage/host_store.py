@@ -489,8 +489,8 @@ class HostVersions(Versions):
         super().after_step()
         self.publish()
 
-    def take_turn(self, update: int, gradients: Gradients) -> Waiting[None]:
-        """Waits for an update's gradients, puts them into `gradients`, and the changed buffers into the modules."""
+    def await_gradients(self, update: int, gradients: Gradients) -> Waiting[None]:
+        """Puts the buffers that other ranks have changed into the modules, too."""
         yield from wait_for(self._shared_weights.wait(gradients_of=update))
         sums, buffers, loss_weight, count = self._shared_weights.read_rotation(update)
         gradients.fill(sums, loss_weight, count)

@@ -29,7 +29,7 @@ import torch
 from pipedream.core.errors import CaptureError, parameter_hooked
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import WeightRule
-from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.comm.channel import Pending, Waiting
 from pipedream.runtime.update.gradients import Gradients
 
 _NOTHING = nullcontext()
@@ -89,6 +89,10 @@ class WeightStore:
         """Drops what was copied for the passes of a minibatch; leaves their gradients for an update elsewhere."""
 
     # -- updates --------------------------------------------------------------------------------------
+
+    def await_gradients(self, update: int, gradients: Gradients) -> Waiting[None]:
+        """Waits for an update's gradients, which other ranks leave, and puts them into `gradients`."""
+        raise NotImplementedError(f"no other rank leaves gradients for {type(self).__name__}")
 
     def collect_gradients(self, gradients: Gradients) -> None:
         """Moves an update's gradients to the device of the handles."""

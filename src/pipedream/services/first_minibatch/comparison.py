@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
@@ -130,7 +131,7 @@ class Comparison(SessionService):
             return
         for stage, replica in placement.stage_replicas(workers_here.worker_rank):
             stage_state = workers_here.lead.stage_states[stage]
-            if not replica and not placement.runs_backward_elsewhere(stage) and not placement.rotates:
+            if not replica and _runs_at_home(workers_here.program, stage):
                 run, names = ReferenceRun(self.user_model, workers_here), list(stage_state.versions.handles)
                 stage_state.observer = LayersCheck(run, stage, names, module=stage_state.module)
 
@@ -139,7 +140,7 @@ class Comparison(SessionService):
         microbatches = workers_here.program.microbatches
         whole_update = workers_here.program.updates.per_update[stage] == microbatches
         buffers: list[str] = []
-        runs_here = not placement.runs_backward_elsewhere(stage) and not placement.rotates
+        runs_here = _runs_at_home(workers_here.program, stage)
         if runs_here and (placement.replicas[stage] == 1 or (microbatches == 1 and not replica)):
             buffers_here = dict(workers_here.model.named_buffers(remove_duplicate=False))
             buffers = [name for name in workers_here.names.by_stage[stage] if name in buffers_here]
@@ -324,3 +325,8 @@ class LayersCheck(StageCheck):
 
 def _return_itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _runs_at_home(program: Program, stage: int) -> bool:
+    """Returns whether all passes of a stage run on the rank of its updates, with that rank's weights."""
+    return stage not in program.fetched_gradients and not program.placement.runs_backward_elsewhere(stage)
