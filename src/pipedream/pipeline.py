@@ -49,7 +49,8 @@ from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
-from pipedream.runtime.update.loss_scale import LossScaleOptions
+from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
+from pipedream.runtime.update.stepped import LossFactor
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
@@ -424,7 +425,7 @@ def _build_session(
         ema=options.ema,
         autocast=dtype_of(options.autocast),
         compile=compile_arguments(options.compile),
-        scaling=scaling,
+        make_loss_scale=LossFactor if scaling is None else partial(LossScale, scaling),
         batch_dim=options.batch_dim,
         planned_samples=plan.batch if options.check else 1,
         layout=_check_layout(options, phases, model, captured.graph),

@@ -33,7 +33,6 @@ from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.agreement import make_reducer
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
@@ -63,7 +62,7 @@ class StageMaterials:
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     ema: dict[str, torch.Tensor]
     reducer: Reducer
-    loss_scale: LossFactor | None
+    loss_scale: LossFactor
     stored: SharedWeights | None
     stepped: SteppedWeights | None
     parts: tuple[StagePart, ...]
@@ -184,7 +183,7 @@ def _gather_stage_materials(
         make_scheduler=None if settings.scheduler is None else _call_once(settings.scheduler),
         ema=ema,
         reducer=make_reducer(plan.choices.sums, parameters, ema, replica_group, plan.replicas[stage], tied),
-        loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
+        loss_scale=settings.make_loss_scale(),
         stored=stored,
         stepped=cpu_optimizer,
         parts=source.parts,
@@ -279,8 +278,7 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
 
 
 def _build_passes_on_copies(blueprint: Blueprint, stage: int, materials: CopyMaterials) -> StagePasses:
-    program, scaling, module = blueprint.program, blueprint.settings.scaling, materials.module
-    loss_scale = LossFactor() if scaling is None else LossScale(scaling)
+    program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
     weights = CopiedWeights(materials.store_format, program.updates.per_update[stage], materials.open_stored)
     parts = make_parts(PassFacts(stage, materials.programs, module, weights), program)
     return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)

@@ -14,7 +14,7 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.data.splitter import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
-from pipedream.runtime.update.loss_scale import LossScaleOptions
+from pipedream.runtime.update.stepped import LossFactor
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Settings:
         ema: decay of the averaged weights; None keeps no average.
         autocast: dtype of the forwards; None computes in the dtype of the weights.
         compile: arguments of torch.compile; None does not compile.
-        scaling: None does not scale the loss.
+        make_loss_scale: returns the factor on the loss of a stage.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
         planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
         layout: of tensors on the ranks of each worker; None where none is divided.
@@ -41,7 +41,7 @@ class Settings:
     ema: float | None = None
     autocast: torch.dtype | None = None
     compile: Mapping[str, Any] | None = None
-    scaling: LossScaleOptions | None = None
+    make_loss_scale: Callable[[], LossFactor] = LossFactor
     batch_dim: BatchDim = 0
     planned_samples: int = 1
     layout: TensorLayout | None = None

@@ -102,7 +102,7 @@ class ModelRunner:
         self.modules_of_loss = _list_modules(self.loss.function)
         self._autocast, self.keeps_graph = settings.autocast, False
         self.shares_weights = self._program.placement.shares_weights
-        self._scale = getattr(settings.scaling, "scale", 1.0)
+        self._scale = settings.make_loss_scale().value
         self._is_of_mean = self._program.updates.mean_of_rounds or not needs_weights(self._program)
         self._generators = LayerGenerators(settings.seed, self.device)
         self._first_microbatch = workers_here.lead.done_minibatches * self.microbatches
