@@ -136,7 +136,7 @@ class Loop:
                 stage.updates, reads = 0, self._method.reads
                 for each in stage.copies:
                     by = reads.by if reads.ahead(s) or reads.back(s) else ""
-                    each.switch_to(by, reads.gamma(s) if by == "average" else 0.0, self._rates(s, each))
+                    each.predict_by(by, reads.gamma(s) if by == "average" else 0.0, self._rates(s, each))
         self._base, self._norms_at_drain = n * self._method.microbatches, len(self._norms)
         if n:
             self._trained.drains.append(n)

@@ -40,7 +40,7 @@ class Copy:
         self.versions: list[Any] = [Version(copy_values(self.weights))]
         self._predicted_by: tuple[str, float] = "", 0.0
 
-    def switch_to(self, by: str, gamma: float, coming: list[float]) -> None:
+    def predict_by(self, by: str, gamma: float, coming: list[float]) -> None:
         """Predicts by another way from now on; if the one before was the same, its average continues."""
         if self._predicted_by != (by, gamma):
             self._predicted_by, self.versions[-1].added = (by, gamma), {}
