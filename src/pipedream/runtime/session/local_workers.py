@@ -19,7 +19,7 @@ from pipedream.runtime.assemble import WorkerMaterials, build_worker, check_prog
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.process_group import gather_json, gather_texts
+from pipedream.runtime.comm.process_group import gather_json, gather_texts, wait_for_all, world_group
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
@@ -110,6 +110,17 @@ class LocalWorkers:
     def shardings(self) -> dict[int, Division]:
         """The divisions by which this rank may have less than all of a tensor."""
         return {stage: division for stage, division in self.divisions.items() if division.is_divided}
+
+    def leave(self, *, failed: bool) -> None:
+        """Leaves the other ranks, some of which may be gone after a failure; otherwise every rank calls it."""
+        if self.connections is None:
+            return
+        if failed:
+            self.connections.abort()
+        else:
+            wait_for_all()
+            self.connections.close()
+        self.connections, self.group = None, world_group()
 
     @property
     def distributed(self) -> bool:

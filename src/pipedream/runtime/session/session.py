@@ -34,8 +34,6 @@ from pipedream.runtime.comm.process_group import (
     join_group,
     peers_may_end,
     read_machine,
-    wait_for_all,
-    world_group,
 )
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
 from pipedream.runtime.comm.transport import Transport
@@ -118,12 +116,7 @@ class Session:
         if not failed:
             for service in self.services:
                 service.finish()
-            if workers_here.connections is not None:
-                wait_for_all()
-                workers_here.connections.close()
-        elif workers_here.connections is not None:
-            workers_here.connections.abort()
-        workers_here.connections, workers_here.group = None, world_group() if workers_here.distributed else None
+        workers_here.leave(failed=failed)
         for service in self.services:
             service.close(failed=failed)
         if not (failed and workers_here.distributed):  # the GPU may wait for another rank
@@ -160,8 +153,7 @@ def _build_local_workers(
         _check_activations(workers_here)
     except BaseException as error:
         first = workers_here.guard.first_cause(error, workers_here.activity.where)
-        if workers_here.connections is not None:
-            workers_here.connections.abort()
+        workers_here.leave(failed=True)
         workers_here.guard.end()
         if isinstance(error, PipelineError) and not isinstance(first, PeerError):
             raise
