@@ -20,7 +20,7 @@ from xdist.scheduler import LoadScopeScheduling
 PROCESSES = "pytest.mark.processes"
 _NUMBERS = ("compensation", "couplings", "delayed", "examples", "models", "model_features", "replicas", "transparency")
 COMPUTING = (
-    *("tests/services/checkpoint/", "tests/schedules/", "tests/sharding/", "tests/test_packaging.py"),
+    *("tests/services/checkpoint/", "tests/schedules/", "tests/extensions/meshes/sharding/", "tests/test_packaging.py"),
     *("tests/training/test_restarts.py", "tests/training/test_resume.py"),
     *(f"tests/end_to_end/test_{name}.py" for name in _NUMBERS),
 )

@@ -28,9 +28,9 @@ WITHOUT_TORCH += (
     "extensions.compensations.velocity",
     "extensions.reducers.sixteen_bits",
     "extensions.two_bw",
-    "layouts.description",
-    "layouts.report",
-    "layouts.search",
+    "extensions.meshes.layouts.description",
+    "extensions.meshes.layouts.report",
+    "extensions.meshes.layouts.search",
 )
 
 

@@ -27,8 +27,8 @@ from torch import nn
 
 from pipedream import partition
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.layouts import GroupRanks, PartitionedStep, TracedStep
-from pipedream.sharding.functions import exchange
+from pipedream.extensions.meshes.layouts import GroupRanks, PartitionedStep, TracedStep
+from pipedream.extensions.meshes.sharding.functions import exchange
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import gather
@@ -39,7 +39,7 @@ class AloneRank(GroupRanks):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
 
     def exchange(self, *pieces: Any) -> Any:
-        with mock.patch("pipedream.layouts.step.exchange", lambda incoming, *_: incoming.zero_()):
+        with mock.patch("pipedream.extensions.meshes.layouts.step.exchange", lambda incoming, *_: incoming.zero_()):
             return super().exchange(*pieces)
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pipedream.core.hardware.cluster import Cluster as Cluster, Level as Level
     from pipedream.core.model.graph import Layer as Layer, LayerGraph as LayerGraph
     from pipedream.core.model.profile import LayerProfile as LayerProfile, Profile as Profile
-    from pipedream.core.plan.layout import Layout as Layout
     from pipedream.core.plan.plan import Plan as Plan
     from pipedream.core.plan.ranks import Mesh as Mesh
     from pipedream.core.plan.stage import Stage as Stage
@@ -40,7 +39,8 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule as Schedule
     from pipedream.core.schedule.timeline import Timeline as Timeline
-    from pipedream.layouts import (
+    from pipedream.extensions.meshes.layout import Layout as Layout
+    from pipedream.extensions.meshes.layouts import (
         Operators as Operators,
         lay_out as lay_out,
         operators as operators,
@@ -67,10 +67,10 @@ _HOMES = {
     "Layer": "core.model.graph",
     "LayerGraph": "core.model.graph",
     "LayerProfile": "core.model.profile",
-    "Layout": "core.plan.layout",
+    "Layout": "extensions.meshes.layout",
     "Level": "core.hardware.cluster",
     "Mesh": "core.plan.ranks",
-    "Operators": "layouts",
+    "Operators": "extensions.meshes.layouts",
     "Phase": "workflows.phases",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
@@ -85,13 +85,13 @@ _HOMES = {
     "auxiliary_loss_scale": "runtime.stage.auxiliary",
     "emulate": "apps.emulate.emulate",
     "errors": "core",
-    "lay_out": "layouts",
+    "lay_out": "extensions.meshes.layouts",
     "lower": "core.schedule.lowering",
-    "operators": "layouts",
-    "partition": "layouts",
+    "operators": "extensions.meshes.layouts",
+    "partition": "extensions.meshes.layouts",
     "plan": "workflows.plan",
     "profile": "workflows.profile",
-    "register_operator": "layouts",
+    "register_operator": "extensions.meshes.layouts",
     "run": "training.train",
     "simulate": "workflows.simulate",
     "verify": "verifier",

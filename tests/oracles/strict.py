@@ -39,10 +39,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedream.extensions.meshes.sharding import functions
 from pipedream.extensions.shared_memory import pair_memory as shared_memory
 from pipedream.runtime.comm import channel, connections, process_group
 from pipedream.runtime.session import streams
-from pipedream.sharding import functions
 
 _HOST_TIMEOUT_S = 30.0
 _TRANSFER_S = 1e-3

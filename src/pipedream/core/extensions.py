@@ -5,6 +5,7 @@ What may be offered, under the names of their modules:
 | module | offers | read by |
 | --- | --- | --- |
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
+| `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |

@@ -51,7 +51,7 @@ def test_workers_load_only_what_they_need() -> None:
     unused = "checkpoint", "elastic", "launcher", "pipelining"
     assert not modules & {f"torch.distributed.{name}" for name in unused}
     assert not modules & {"IPython", "fsspec", "matplotlib", "pandas", "rich.live", "scipy", "sklearn", "tensorboard"}
-    assert not modules & {"pipedream.layouts.layer", "pipedream.apps.report"}
+    assert not modules & {"pipedream.extensions.meshes.layouts.layer", "pipedream.apps.report"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -12,6 +12,7 @@ import signal
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,8 @@ from pipedream._version import __version__
 from pipedream.apps.cli.flags import OptionParser, as_command
 from pipedream.apps.cli.retired import refuse_retired
 from pipedream.apps.cli.workers import is_worker
-from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
+from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, PlanError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.services.failure.processes import end_process, stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
@@ -61,7 +63,11 @@ class _Commands(TyperGroup):
 def load(name: str) -> Any:
     """Imports a command."""
     command_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    command_app.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.apps.cli.{name}"), name)))
+    offers, home = list_offers(f"command_{name}"), f"pipedream.apps.cli.{name}"
+    if not offers and find_spec(home) is None:
+        raise PlanError(f"the command {name!r} was given, and no extension here has it; 'pipedream' lists the others")
+    module = offers[0] if offers else import_module(home)
+    command_app.command(name, cls=OptionParser)(as_command(getattr(module, name)))
     return get_command(command_app)
 
 

@@ -39,7 +39,7 @@ class Stage:
         mesh: the ranks of each worker (`core.plan.ranks.Mesh`); '' for one.
         matrices: its trained weights of two or more dimensions; () if unknown.
         frozen_bytes: the part of `parameter_bytes` that is not trained.
-        layout: the rules that shard tensors over the mesh (`core.plan.layout.Layout`); '' for none.
+        layout: the rules that shard tensors over the mesh (`pipedream.Layout`); '' for none.
     """
 
     first: int

@@ -1,7 +1,7 @@
 """Channels between workers whose meshes differ: each rank receives its part of every tensor, each element once.
 
 Rank c of the receiving worker gets every message from rank c % n of the n sending ranks, and its pieces of the tensors
-from the ranks that have them (`core.plan.layout.pieces`). Both ends compute the pieces from the crossings in the
+from the ranks that have them (`pieces`). Both ends compute the pieces from the crossings in the
 structure of the message. Between equal meshes rank c sends to rank c, and none of this is needed.
 """
 
@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import torch
 
 from pipedream.core.box import Box, box_of, dense_strides, slice_within
-from pipedream.core.plan.layout import Crossing, Piece, pieces, read_crossings
 from pipedream.core.plan.ranks import Mesh
+from pipedream.extensions.meshes.layout import Crossing, Piece, pieces, read_crossings
 from pipedream.runtime.comm.channel import PeerReceiver, Receiver, Sender
 from pipedream.runtime.comm.message import Message
 

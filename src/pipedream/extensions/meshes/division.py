@@ -12,10 +12,13 @@ from torch import nn
 from pipedream.core.box import Box
 from pipedream.core.model.collective import Collective, StageCollectives
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.layout import Boundary, Layout, read_crossings, with_crossings
 from pipedream.core.schedule.program import Program
+from pipedream.extensions.meshes.layout import Boundary, Layout, read_crossings, with_crossings
+from pipedream.extensions.meshes.layouts import partition_layer
+from pipedream.extensions.meshes.sharding.parallelized import parallelize_layers
+from pipedream.extensions.meshes.sharding.stage import StageSharding
+from pipedream.extensions.meshes.sharding.whole_weights import whole_weights
 from pipedream.extensions.meshes.without_data import SampleMessage
-from pipedream.layouts import partition_layer
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.message import Message, dimension_order
@@ -24,9 +27,6 @@ from pipedream.runtime.division import Division
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.weights.initial_values import named_state
-from pipedream.sharding.parallelized import parallelize_layers
-from pipedream.sharding.stage import StageSharding
-from pipedream.sharding.whole_weights import whole_weights
 
 
 class BesideMesh(Division):

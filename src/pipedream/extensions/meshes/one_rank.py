@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.ranks import Mesh
+from pipedream.extensions.meshes.layout import Layout
+from pipedream.extensions.meshes.sharding.count import CountCollectives
+from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.profiler.passes import Sample, call_with, enter_autocast, has_numbers, leave
 from pipedream.profiler.update import named_parameters
-from pipedream.sharding.count import CountCollectives
-from pipedream.sharding.stage import StageSharding
 
 
 @contextmanager
@@ -82,7 +82,7 @@ class OneRank:
             for slot, parameter in module._parameters.items()
             if id(parameter) in name_of
         ]
-        from pipedream.layouts import partition_layer  # here, because only a mesh needs it
+        from pipedream.extensions.meshes.layouts import partition_layer  # here, because only a mesh needs it
 
         self._callers = {id(layer): partition_layer(layer, sharding) for layer in layers}
         self._names = {

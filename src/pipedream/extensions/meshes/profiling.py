@@ -9,8 +9,8 @@ from pipedream import profiler
 from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.model.profile import Profile, RankProfile
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.ranks import Mesh, TensorLayout
+from pipedream.extensions.meshes.layout import Layout
 from pipedream.extensions.meshes.one_rank import one_rank
 from pipedream.extensions.meshes.planning import NOT_MEASURED
 from pipedream.plan_request import AUTO

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.ranks import TensorLayout
+from pipedream.extensions.meshes.layout import Layout
 
 
 def make_layout(layout: TensorLayout | None, rules: str | None, shard_weights: str | None) -> TensorLayout:

@@ -15,9 +15,9 @@ import numpy as np
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan import depth as depths
 from pipedream.core.plan.cost import Site
-from pipedream.core.plan.layout import boundary_bytes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh
+from pipedream.extensions.meshes.layout import boundary_bytes
 from pipedream.extensions.meshes.rank_profile import profile_of_rank, reach_of
 from pipedream.planner.arrays import IntArray, Tables
 from pipedream.planner.tables.search_space import SearchSpace

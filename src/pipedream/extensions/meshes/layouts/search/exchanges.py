@@ -1,0 +1,179 @@
+"""The tensors, operations and messages of each rank of a partition.
+
+The ranks are numbered so that the first cut decides the highest bit. Between where a tensor is stored and where an
+operator needs it, or has computed it, each rank gets exactly what it lacks, each element from one rank. Partial sums
+are first added up in equal shares by the ranks that need them (a reduce-scatter), which then exchange their shares.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.core.box import Box, count_elements, overlap
+from pipedream.extensions.meshes.layout import Piece
+from pipedream.extensions.meshes.layouts.description.operators import Operators, find_box
+from pipedream.extensions.meshes.layouts.description.text import Access
+from pipedream.extensions.meshes.layouts.search.cost import halve_box, halve_index
+from pipedream.extensions.meshes.layouts.search.partition import Partition
+
+
+@dataclass(frozen=True)
+class Result:
+    """The way of an operator's result to where it is stored.
+
+    Attributes:
+        boxes: part that each rank has computed.
+        sums: pieces of partial sums; each rank adds up what it gets. Empty if nothing is pending.
+        shares: part that each rank has after that, in place of `boxes`.
+        pieces: the rest.
+    """
+
+    boxes: tuple[Box, ...]
+    sums: tuple[Piece, ...]
+    shares: tuple[Box | None, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The exchanges of a partition."""
+
+    operators: Operators
+    partition: Partition
+
+    @cached_property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self.partition.ranks)
+
+    def _list_halves(self, rank: int) -> list[bool]:
+        """Whether it is in the second half, for each cut."""
+        count = len(self.partition.cuts)
+        return [bool(rank >> (count - 1 - at) & 1) for at in range(count)]
+
+    @cached_property
+    def stored(self) -> dict[str, tuple[Box, ...]]:
+        """Tensor -> what each rank has of it."""
+        stored = {}
+        for name, shape in self.operators.tensors.items():
+            boxes = []
+            for rank in self.ranks:
+                box = tuple(map(range, shape))
+                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
+                    box = halve_box(box, cut.schemes[name], second=second)
+                boxes.append(box)
+            stored[name] = tuple(boxes)
+        return stored
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[dict[str, range], ...], ...]:
+        """For each operator, what each rank computes: index -> values."""
+        all_ranges = []
+        for number, step in enumerate(self.operators.steps):
+            by_rank = []
+            for rank in self.ranks:
+                ranges = {name: range(size) for name, size in step.sizes.items()}
+                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
+                    ranges = halve_index(ranges, cut.indices[number], second=second)
+                by_rank.append(ranges)
+            all_ranges.append(tuple(by_rank))
+        return tuple(all_ranges)
+
+    def list_used(self, number: int, access: Access) -> tuple[Box, ...]:
+        """Returns the part of an operand, or of the result, that each rank of an operator uses, or computes."""
+        shape = self.operators.tensors[access.tensor]
+        return tuple(find_box(access, ranges, shape) for ranges in self.ranges[number])
+
+    def plan_operand(self, number: int, access: Access) -> tuple[Piece, ...]:
+        """Returns the pieces of an operand that the ranks need; those from a rank to itself too."""
+        return _plan_pieces(self.stored[access.tensor], self.list_used(number, access))
+
+    def plan_result(self, number: int) -> Result:
+        """Returns how the result of an operator gets to where it is stored."""
+        step = self.operators.steps[number]
+        boxes, stored = self.list_used(number, step.line.result), self.stored[step.result]
+        partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in self.ranges[number]]
+        if len(set(partial)) == 1:
+            return Result(boxes, (), boxes, _plan_pieces(boxes, stored))
+        shares = _plan_shares(stored)
+        sums: list[Piece] = []
+        for terms in dict.fromkeys(partial):
+            having = [rank for rank in self.ranks if partial[rank] == terms]
+            sums += _plan_pieces(boxes, shares, having)
+        return Result(boxes, tuple(sums), shares, _plan_pieces(shares, stored))
+
+    @property
+    def elements(self) -> int:
+        """Elements that all ranks send together in a step."""
+        return sum(_count_sent(pieces) for _, pieces in self._iterate())
+
+    def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
+        """Returns the bytes that all ranks send together, given those of an element of each tensor.
+
+        Args:
+            steps: only in so many of the first operators.
+        """
+        return sum(element_bytes[name] * _count_sent(pieces) for name, pieces in self._iterate(steps))
+
+    def list_busiest_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:
+        """Returns for each exchange the bytes that one rank sends, or receives, at most; see `sent_bytes`."""
+        busiest = []
+        for name, pieces in self._iterate(steps):
+            ends: Counter[tuple[str, int]] = Counter()
+            for piece in pieces:
+                if piece.sender != piece.receiver:
+                    ends["sends", piece.sender] += count_elements(piece.box)
+                    ends["receives", piece.receiver] += count_elements(piece.box)
+            if ends:
+                busiest.append(element_bytes[name] * max(ends.values()))
+        return busiest
+
+    def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+        """Yields the tensor and the pieces of each exchange, in order."""
+        for number, step in enumerate(self.operators.steps[:steps]):
+            yield from ((access.tensor, self.plan_operand(number, access)) for access in step.line.operands)
+            result = self.plan_result(number)
+            yield from ((step.result, pieces) for pieces in (result.sums, result.pieces))
+
+
+def _count_sent(pieces: Sequence[Piece]) -> int:
+    return sum(count_elements(piece.box) for piece in pieces if piece.sender != piece.receiver)
+
+
+def _plan_pieces(
+    have: Sequence[Box | None], need: Sequence[Box | None], having: Sequence[int] | None = None
+) -> tuple[Piece, ...]:
+    """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it.
+
+    Args:
+        have: boxes of which two are the same or have nothing in common.
+        having: the ranks that send; by default all.
+    """
+    owners: dict[Box, list[int]] = {}
+    for rank in range(len(have)) if having is None else having:
+        if (owned := have[rank]) is not None:
+            owners.setdefault(owned, []).append(rank)
+    pieces = []
+    for receiver, needed in enumerate(need):
+        for box, ranks in owners.items():
+            part = None if needed is None else overlap(needed, box)
+            if part is not None:
+                # The rank that differs in the lowest bits: a neighbour in the last cuts.
+                pieces.append(Piece(min(ranks, key=lambda rank: rank ^ receiver), receiver, part))
+    return tuple(pieces)
+
+
+def _plan_shares(stored: Sequence[Box]) -> tuple[Box | None, ...]:
+    """Returns equal parts of what several ranks have whole; the first has a tensor without dimensions."""
+    shares: list[Box | None] = []
+    for rank, box in enumerate(stored):
+        same = [other for other, other_box in enumerate(stored) if other_box == box]
+        if not box:
+            shares.append(box if rank == same[0] else None)
+            continue
+        longest = max(range(len(box)), key=lambda at: len(box[at]))
+        share, turn = -(-len(box[longest]) // len(same)), same.index(rank)
+        part = box[longest][turn * share : (turn + 1) * share]
+        shares.append((*box[:longest], part, *box[longest + 1 :]))
+    return tuple(shares)
