@@ -32,6 +32,7 @@ def test_tensors_count_once_with_their_gradients_and_state() -> None:
     assert memory.tensor_bytes(layer) == 2 * 40_000
     assert memory.tensor_bytes({"a": [layer, layer.weight[:2]]}, (optimizer,)) == 3 * 40_000
     assert memory.tensor_bytes(None, "text", 3.5) == 0
+    assert memory.tensor_bytes(layer, nn.Linear(50, 50, device="meta")) == 2 * 40_000, "numbers that are not here"
 
 
 def test_heap_rises_with_tensors_and_not_with_what_stays_or_an_evaluation() -> None:
