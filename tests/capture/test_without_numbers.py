@@ -1,5 +1,6 @@
 """Models are captured and profiled without numbers: on the meta device, or by stand-ins that leave no trace."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from built import Built
 from marks import long, slow
 from torch import Tensor, nn
+from torch.nn import functional as F
 from zoo import HF, OWN
 
 import pipedream as pd
@@ -65,6 +67,50 @@ def test_numbers_of_integer_inputs_decide_the_path() -> None:
 def test_a_model_on_the_meta_device_is_captured() -> None:
     inputs = torch.ones(2, 4), torch.tensor([3, 4])
     assert pd.capture(residual().to("meta"), inputs).graph == pd.capture(residual(), inputs).graph
+
+
+DRAWS: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
+    "nothing": (False, lambda y: y.add_(1)),
+    "dropout": (True, lambda y: F.dropout(y, inplace=True)),
+    "dropout by position": (True, lambda y: F.dropout(y, 0.5, True, True)),
+    "dropout_": (True, lambda y: torch.dropout_(y, 0.5, True)),
+    "no dropout": (False, lambda y: F.dropout(y, 0.0, inplace=True)),
+    "dropout in evaluation": (False, lambda y: F.dropout(y, 0.5, False, True)),
+    "alpha_dropout": (True, lambda y: F.alpha_dropout(y, training=True, inplace=True)),
+    "alpha_dropout in evaluation": (False, lambda y: F.alpha_dropout(y, inplace=True)),
+    "rrelu": (True, lambda y: F.rrelu(y, training=True, inplace=True)),
+    "rrelu_": (True, lambda y: torch.rrelu_(y, training=True)),
+    "rrelu in evaluation": (False, lambda y: F.rrelu(y, inplace=True)),
+    "bernoulli_": (True, lambda y: y.mul_(torch.empty_like(y).bernoulli_())),
+    "uniform_": (True, lambda y: y.add_(torch.empty_like(y).uniform_())),
+    "normal_": (True, lambda y: y.add_(torch.empty_like(y).normal_())),
+    "kaiming_uniform_": (True, lambda y: nn.init.kaiming_uniform_(y.new_empty(2, 4)).add(y)),
+    "a pool": (True, lambda y: F.fractional_max_pool2d(y[None, None], 2, output_size=(1, 2)).flatten()),
+    "attention": (True, lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=0.5)[0]),
+    "attention without dropout": (False, lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None])[0]),
+    "creation": (True, lambda y: y + torch.rand(4, device=y.device)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_seen(name: str) -> None:
+    """Also one in place: the generator is seeded before the same layers as where there are numbers."""
+    draws, function = DRAWS[name]
+    model = Built(lambda model, x: model.b(function(model.a(x) * 1)), a=nn.Linear(4, 4), b=nn.LazyLinear(4))
+    x = torch.ones(2, 4)
+    model(x)
+    seeded = pd.capture(model, x).graph.seeded
+    assert seeded == (("a",) if draws else ())
+    assert estimate(model, x).graph.seeded == seeded
+    assert pd.capture(model.to("meta"), x.to("meta")).graph.seeded == seeded
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_dropouts_of_a_transformer_are_seen(dropout: float) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True), 2)
+    x = torch.ones(2, 3, 4)
+    assert estimate(model, x).graph.seeded == pd.capture(model, x).graph.seeded
+    assert bool(estimate(model, x).graph.seeded) == bool(dropout)
 
 
 @pytest.mark.parametrize("name", ["value_branch", *(slow(name) for name in NEED_NUMBERS)])

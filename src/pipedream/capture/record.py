@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.placeholder import meta_like
@@ -45,12 +46,8 @@ _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex"
              "has_names", "is_same_size", "__format__", "__repr__", "retain_grad"}  # fmt: skip
 """Functions that read no numbers, for which a stage needs no more than a placeholder."""
 
-_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
-           "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
-           "cauchy_", "geometric_", "rrelu", "gumbel_softmax"}  # fmt: skip
-"""Functions that draw random numbers, by their names where no generator shows it."""
-
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_SWITCHES = "train", "training", "dropout", "dropout_p"
+"""Arguments of operators that draw no random numbers if one of these is false or 0."""
 
 
 @dataclass(eq=False)
@@ -153,6 +150,21 @@ class Recording:
         return places[-1] if places else ""
 
 
+class _DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operation draws random numbers, where no generator shows it: for stand-ins and other devices."""
+
+    has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            arguments = func._schema.arguments
+            values = {argument.name: argument.default_value for argument in arguments} | kwargs
+            values.update((argument.name, value) for argument, value in zip(arguments, args, strict=False))
+            self.has_drawn |= all(values.get(name, True) for name in _SWITCHES)
+        return func(*args, **kwargs)
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, changed_by_forward: frozenset[str]) -> None:
         super().__init__()
@@ -180,32 +192,29 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        before = self._read_generator()
-        result = func(*args, **kwargs)
+        result, random = self._run(func, args, kwargs)
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
             if args and (record := self.records.get(id(args[0]))) is not None and record.state:
                 record.looks.append((self.moment, self.stack[-1]))
             return result
-        self._note(name, args, kwargs, result, self._has_drawn(name, args, kwargs, result, before))
+        self._note(name, args, kwargs, result, random)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self.transformed.setdefault((id(self.stack[-1]), user_line()), (self.moment, self.stack[-1]))
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Returns a function's result, and whether it has drawn random numbers."""
+        tensors = [leaf for _, leaf in walk([list(args), kwargs]) if isinstance(leaf, torch.Tensor)]
+        if tensors and "device" not in kwargs and not any(is_stand_in(leaf) or not leaf.is_cpu for leaf in tensors):
+            before = self._read_generator()
+            return func(*args, **kwargs), before != self._read_generator()
+        with _DrawWatch() as watch:  # type: ignore[no-untyped-call]
+            return func(*args, **kwargs), watch.has_drawn
 
     def _read_generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
         with temporarily_clear_interpreter_stack():  # a torch.func that surrounds it would wrap the state
             return torch.default_generator.get_state().numpy().tobytes()
-
-    def _has_drawn(self, name: str, args: Any, kwargs: Any, result: Any, before: bytes) -> bool:
-        """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
-        results = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
-        if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in results):
-            if name in _RECURRENT:  # their only float is the dropout
-                return any(type(argument) is float and argument > 0 for argument in args)
-            if name == "scaled_dot_product_attention":
-                return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-            return name in _RANDOM or ("dropout" in name and not any(leaf is args[0] for leaf in results))
-        return before != self._read_generator()
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any, random: bool) -> None:
         self.moment += 1

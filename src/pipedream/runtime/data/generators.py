@@ -21,7 +21,7 @@ def find_generators(roots: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, 
     """Returns path -> generator that objects hold in attributes, small containers, and functions; no global one."""
     numpy: Any = sys.modules.get("numpy")  # if nobody has imported it, nobody holds its generators
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    ids = set(map(id, (torch.default_generator, *torch.cuda.default_generators, random._inst)))  # type: ignore[attr-defined]
+    ids = set(map(id, (torch.default_generator, *torch.cuda.default_generators, random._inst)))
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
         ids.add(id(numpy.random.mtrand._rand))
