@@ -54,6 +54,11 @@ def test_the_device_is_the_one_of_the_tensor_that_it_stands_for() -> None:
     assert (gpu.device, gpu.is_cuda, gpu.is_cpu) == (cuda, True, False)
     assert ((gpu + 1).device, gpu.cpu().device) == (cuda, CPU)
     assert gpu.cuda() is gpu
+    assert [tensor.type() for tensor in (gpu, gpu.cpu())] == ["torch.cuda.FloatTensor", x.type()]
+    for kind in (torch.float64, "torch.DoubleTensor", torch.DoubleTensor, "torch.FloatTensor", x.type()):
+        assert describe(make_placeholder(x).type(kind)) == describe(x.type(kind))
+    assert describe(gpu.type("torch.cuda.HalfTensor")) == ((2, 2), torch.float16, cuda)
+    assert gpu.type("torch.FloatTensor").device == CPU
     with torch.autocast("cpu", torch.bfloat16):  # of another device
         assert ((make_placeholder(x) @ x).dtype, (gpu @ gpu).dtype) == (torch.bfloat16, torch.float32)
 

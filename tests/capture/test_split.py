@@ -141,3 +141,19 @@ def test_an_output_that_is_computed_from_the_inputs_alone_refuses_no_cut() -> No
     graph, refused = capture_both(glue(lambda parts, x: (parts[1](parts[0](x)), (x > 0).sum())))
     assert names(graph) == ["parts.0", "parts.1"]
     assert not refused
+
+
+@pytest.mark.parametrize("kind", [torch.float64, "torch.DoubleTensor", torch.float32])
+def test_a_conversion_by_type_is_an_operation(kind: Any) -> None:
+    """Of what a layer returns, of a parameter, and of what is computed from the inputs alone."""
+
+    def step(parts: nn.ModuleList, x: Tensor) -> Tensor:
+        mask = (x > 0).type(kind)
+        y = parts[1](parts[0](x).type(kind).float())
+        return parts[2](y) * mask * model.scale.type(kind) if y.type() == "torch.FloatTensor" else y
+
+    model = glue(step)
+    graph, refused = capture_both(model)
+    assert names(graph) == [f"parts.{i}" for i in range(3)]
+    assert not refused
+    assert ["scale" in layer.parameters for layer in graph.layers] == [False, False, True]

@@ -130,6 +130,8 @@ class Placeholder(torch.Tensor):
         reported = _REPORTED.get(func)
         if reported is not None:
             return reported(args[0])
+        if func is T.type:
+            return _read_type(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
                 return _note_origin(func, args, {}, _keep_place(func(*args), args[0]))
@@ -218,6 +220,19 @@ def _move(placeholder: Placeholder, kind: str) -> Placeholder:
     if placeholder.real_device.type == kind:
         return placeholder
     return placeholder_like(torch.empty_like(plain_meta(placeholder)), torch.device(kind), placeholder.wants)
+
+
+def _read_type(placeholder: Placeholder, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """Returns what `Tensor.type` does: a name such as "torch.FloatTensor", or what is converted to such a type."""
+    if dtype is None:
+        name: str = plain_meta(placeholder).type()
+        kind = placeholder.real_device.type
+        return name.replace("meta.", "" if kind == "cpu" else f"{kind}.")
+    if isinstance(dtype, torch.dtype):
+        return placeholder.to(dtype)
+    module, _, name = dtype.rpartition(".") if isinstance(dtype, str) else (dtype.__module__, "", dtype.__name__)
+    kind = "cuda" if module == "torch.cuda" else "cpu"
+    return _move(placeholder, kind).to(getattr(torch, name).dtype)
 
 
 def placeholder_like(tensor: torch.Tensor, real_device: torch.device, wants: bool) -> Placeholder:

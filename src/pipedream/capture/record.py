@@ -193,7 +193,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         result, random = self._run(func, args, kwargs)
-        if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
+        # `type` also converts.
+        if (name in _METADATA or name == "__get__") and not isinstance(result, torch.Tensor):
             if args and (record := self.records.get(id(args[0]))) is not None and record.state:
                 record.looks.append((self.moment, self.stack[-1]))
             return result
