@@ -15,6 +15,7 @@ What may be offered, under the names of their modules:
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
 | `rules` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
+| `shared_weights` | to `make_home` and `make_copies` of weights in the memory of the machine | `runtime.assemble` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.errors import ScheduleError
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group
@@ -23,8 +24,7 @@ from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.copied_weights import CopiedWeights
-from pipedream.runtime.stage.host_store import HostStore, HostVersions, SharedWeights, StoreFormat
+from pipedream.runtime.stage.host_store import HostStore, SharedWeights, StoreFormat
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import Versions, choose_weights
@@ -256,7 +256,7 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
     versions = (
         Versions(handles, watched=replica_group is not None, single=single)
         if materials.stored is None
-        else HostVersions(handles, materials.stored, single=single)
+        else _find_shared_weights(program).make_home(handles, materials.stored, single=single)
     )
     optimizer = Optimizer(
         handles,
@@ -279,9 +279,20 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
 
 def _build_passes_on_copies(blueprint: Blueprint, stage: int, materials: CopyMaterials) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
-    weights = CopiedWeights(materials.store_format, program.updates.per_update[stage], materials.open_stored)
+    make_copies, per_update = _find_shared_weights(program).make_copies, program.updates.per_update[stage]
+    weights = make_copies(materials.store_format, per_update, materials.open_stored)
     parts = make_parts(PassFacts(stage, materials.programs, module, weights), program)
     return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
+
+
+def _find_shared_weights(program: Program) -> Any:
+    offers = list_offers("shared_weights")
+    if not offers:
+        raise PlanError(
+            f"{program.name!r} keeps weights in the memory of the machine, and no extension here does; add "
+            "'host_weights', or choose another method"
+        )
+    return offers[0]
 
 
 def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> None:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.stage.copied_weights import CopiesInModules
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.replicas import EqualReplicas
 
-_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas, CopiesInModules)
+_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas)
 """Are called first, in this order; then those of extensions, in the order of their names."""
 
 _NEEDED: Mapping[str, Callable[[Program, int], object]] = {

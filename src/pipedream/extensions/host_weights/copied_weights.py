@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 
 from pipedream.core.schedule.program import Program
+from pipedream.extensions.host_weights.home_versions import HostVersions
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.host_store import HostVersions, SharedWeights, StoreFormat
+from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
 from pipedream.runtime.stage.part import PassFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightSet, WeightStore
