@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.box import box_of
-from pipedream.core.plan import layout
-from pipedream.extensions.meshes import channel_ends as mesh_channel
+from pipedream.extensions.meshes import channel_ends as mesh_channel, layout
 from pipedream.runtime.comm import channel, message as wire
 
 
