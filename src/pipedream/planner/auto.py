@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.residence import ALWAYS, NEVER
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
 from pipedream.core.units import format_seconds
@@ -108,7 +109,7 @@ class _Alternatives:
             search = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
-                choices=replace(self.options.choices, recompute=again),
+                choices=self.options.choices.choosing(recompute=again),
                 update_delay=update_delay,
                 all_workers=self.options.all_workers,
             )

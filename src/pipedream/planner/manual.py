@@ -8,8 +8,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import ALWAYS, AUTOMATIC
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.residence import ALWAYS, AUTOMATIC
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MAX_LISTED = 12  # layers in an error

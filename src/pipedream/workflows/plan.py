@@ -16,8 +16,9 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.residence import ALWAYS, NEVER
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
@@ -168,7 +169,7 @@ def _count_bases(profile: Profile, name: str) -> int:
 
 def _strip_search_costs(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:
     """Returns the plan with all choices of the request; a search's plan may lack those of a method that replicates."""
-    choices = replace(_choose(profile, request, plan.replicas), activations=plan.choices.activations)
+    choices = _choose(profile, request, plan.replicas).choosing(activations=plan.choices.activations)
     plan = replace(plan, choices=choices)
     methods.check_machines(plan)
     return plan
@@ -336,7 +337,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    choices = replace(request.choices, recompute=NEVER)
+    choices = request.choices.choosing(recompute=NEVER)
     one_version: Any = {"versions": lambda in_flight, update_delay: 1}
     straight = planner.PlanSearch.of(profile, line, choices=choices, **one_version).best("straight")
     recompute = request.choices.recompute == ALWAYS

@@ -12,9 +12,10 @@ from typing import Any
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import ALWAYS, Choices
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
+from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
@@ -238,7 +239,7 @@ class StageSearch:
     @property
     def _choices(self) -> Choices:
         choices = self.request.choices
-        return replace(choices, recompute=ALWAYS) if self._method.recomputes else choices
+        return choices.choosing(recompute=ALWAYS) if self._method.recomputes else choices
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:

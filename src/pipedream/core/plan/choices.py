@@ -1,56 +1,38 @@
 """Choices: what a plan trades, exactness for bytes on the wire, seconds for memory.
 
-The only place that reads the texts of a choice, and that decides whose text counts. A further choice is a further field
-of `Choices`, of the user's options (`PlanRequest`, `ModelOptions`, `TrainingOptions`), and what reads it there.
+The only place that decides whose text counts. A further choice is a subclass of `Choice`, and a further field of
+`Choices` and of the user's options (`PlanRequest`, `ModelOptions`, `TrainingOptions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from pipedream.core.artifact import NOT_STORED
-from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.model.profile import Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.choice import Choice
 from pipedream.core.plan.cost import Terms
-from pipedream.core.plan.host_memory import check_activations_room, check_host_memory
 from pipedream.core.plan.message_encoding import MessageEncoding
+from pipedream.core.plan.residence import (
+    ALWAYS,
+    DEVICE,
+    HOST,
+    NEVER,
+    RECOMPUTING,
+    Activations,
+    OptimizerState,
+    Recomputation,
+)
 from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.sum_method import FullSum, SumMethod, list_sums
-
-ALWAYS, AUTOMATIC, NEVER = "always", "auto", "never"
-RECOMPUTING = {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}
-"""Whether a stage may recompute, the faster way first. Automatic: only where it does not fit otherwise."""
-DEVICE, HOST, NONE = "device", "host", "none"
+from pipedream.core.plan.sum_method import FullSum, SumMethod
 
 
-def _read_activations(text: Any) -> str:
-    if text in ("", NONE, HOST):
-        return "" if text == NONE else str(text)
-    if isinstance(text, str) and text.startswith("disk"):
-        raise PlanError(
-            f"activations={text!r} was asked for, and disks are no longer used; take schedule='roundpipe', "
-            "recompute='auto' or more microbatches"
-        )
-    raise PlanError(f"activations={text!r} was asked for; give 'host' or 'none'")
-
-
-def _read_optimizer_state(text: Any) -> str:
-    if text not in (DEVICE, HOST):
-        raise PlanError(f"optimizer_state={text!r} was asked for; give {DEVICE} or {HOST}")
-    return str(text)
-
-
-def _read_recompute(text: Any) -> str:
-    if text is not True and text not in RECOMPUTING:
-        raise PlanError(f"unknown recompute {text!r}; give {', '.join(RECOMPUTING)}")
-    return ALWAYS if text is True else str(text)
-
-
-def _choice(default: Any, read: Callable[[Any], Any], texts: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"parse": read, "texts": texts} | metadata)
+def _choice(default: Choice, **metadata: Any) -> Any:
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -68,15 +50,21 @@ class Choices:
         PlanError: no such text.
     """
 
-    sums: SumMethod = _choice(FullSum(), SumMethod.read, "|".join(list_sums()))
-    messages: MessageEncoding = _choice(MessageEncoding(), MessageEncoding.read, "ENCODING[,ENCODING]")
-    activations: str = _choice("", _read_activations, f"{NONE}|{HOST}")
-    optimizer_state: str = _choice(DEVICE, _read_optimizer_state, f"{DEVICE}|{HOST}")
-    recompute: str = _choice(NEVER, _read_recompute, "|".join(RECOMPUTING), **NOT_STORED)
+    sums: SumMethod = _choice(FullSum())
+    messages: MessageEncoding = _choice(MessageEncoding())
+    activations: Activations = _choice(Activations(""))
+    optimizer_state: OptimizerState = _choice(OptimizerState(DEVICE))
+    recompute: Recomputation = _choice(Recomputation(NEVER), **NOT_STORED)
 
     def __post_init__(self) -> None:
-        for choice in fields(self):
-            object.__setattr__(self, choice.name, choice.metadata["parse"](getattr(self, choice.name)))
+        for name, kind in KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                object.__setattr__(self, name, kind.read(value))
+
+    @property
+    def named(self) -> dict[str, Choice]:
+        """Each choice by its name."""
+        return {name: getattr(self, name) for name in KINDS}
 
     @classmethod
     def resolve(cls, *, command: Any = None, checkpoint: Any = None, plan: Any = None, recipe: Any = None) -> Choices:
@@ -92,8 +80,8 @@ class Choices:
                 texts.pop("activations", None)  # only inputs would be left to move
             texts |= of_source
         choices = cls(**texts)
-        choices.sums.check_opened()
-        choices.messages.check_opened()
+        for choice in choices.named.values():
+            choice.check_opened()
         return choices
 
     @property
@@ -113,17 +101,29 @@ class Choices:
     @property
     def approximations(self) -> str:
         """The approximate ones, as a user writes them; '' if the result is that of one process."""
-        return ", ".join(f"{name}={text}" for name, text in self.words.items() if name in ("sums", "messages"))
+        return ", ".join(f"{name}={text}" for name, text in self.words.items() if KINDS[name].approximates)
 
     @property
     def exact(self) -> Choices:
         """The choices without the approximate ones."""
-        return replace(self, sums=FullSum(), messages=MessageEncoding())
+        return self._each(lambda choice: choice.without_approximation())
 
     def terms(self, weights: Stage | Profile) -> Terms:
         """Returns what the choices cost; for a model, in the mean over its stages."""
-        sums = self.sums.costs(weights.trained_bytes, weights.matrices, self.messages.value_bits / 8)
-        return Terms(sums, self.messages.shares)
+        terms, value_bytes = Terms(), self.messages.value_bits / 8
+        for choice in self.named.values():
+            terms = choice.add_terms(terms, weights, value_bytes)
+        return terms
+
+    def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
+        """Returns a worker's costs with those of the choices."""
+        for choice in self.named.values():
+            runtime = choice.add_costs(runtime)
+        return runtime
+
+    def describe(self, plan: Any) -> list[str]:
+        """Returns lines for the description of a `Plan`."""
+        return [line for choice in self.named.values() for line in choice.describe(plan)]
 
     def of_values(self, bits: int) -> Choices:
         """Returns the choices for a model whose values have this many bits."""
@@ -131,7 +131,8 @@ class Choices:
 
     def check(self, replicas: Sequence[int]) -> None:
         """Raises a `PlanError` for stages with these replicas."""
-        self.sums.check_replicas(replicas)
+        for choice in self.named.values():
+            choice.check_replicas(replicas)
 
     def check_machine(
         self,
@@ -149,18 +150,27 @@ class Choices:
         """
         if free_bytes is None:
             return
-        if self.activations:
-            free_bytes -= check_activations_room(sum(stage.memory.moved_bytes for stage in stages), free_bytes)
-        if versions is not None or self.hosts_optimizers:
-            check_host_memory(stages, versions, free_bytes, gradient_sets)
+        for choice in self.named.values():
+            free_bytes = choice.check_machine(stages, free_bytes, versions, gradient_sets)
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""
-        return replace(self.on_replicas(replicas), activations="", recompute=NEVER)
+        return self.on_replicas(replicas)._each(lambda choice: choice.of_new_plan())
 
     def on_replicas(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices that have a meaning for stages with these replicas."""
-        return self if max(replicas) > 1 else replace(self, sums=FullSum())
+        return self._each(lambda choice: choice.on_replicas(replicas))
+
+    def choosing(self, **texts: Any) -> Choices:
+        """Returns the choices with some made otherwise, by their texts."""
+        return replace(self, **texts)
+
+    def _each(self, change: Callable[[Choice], Choice]) -> Choices:
+        return self.choosing(**{name: change(choice) for name, choice in self.named.items()})
+
+
+KINDS: dict[str, type[Choice]] = {choice.name: type(cast(Choice, choice.default)) for choice in fields(Choices)}
+"""Name -> kind of the choice."""
 
 
 def _list_texts(source: Any) -> dict[str, Any]:
@@ -190,5 +200,4 @@ class Chooser:
 
 def option_of_choice(name: str, default: Any, help: str, **settings: Any) -> Any:
     """Declares the option of a choice, see `core.flags.option`."""
-    texts = Choices.__dataclass_fields__[name].metadata["texts"]
-    return option(default, help, metavar=texts, **settings)
+    return option(default, help, metavar=KINDS[name].list_texts(), **settings)

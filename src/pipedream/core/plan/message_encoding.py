@@ -6,15 +6,18 @@ and tensors below `MIN_ENCODED_BYTES` are sent unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pipedream.core.door import is_file
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.choice import Choice
 from pipedream.core.plan.codec import CODECS, list_encodings
+from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.placement import Carries
+from pipedream.core.units import format_bytes
 
 FULL = "full"
 
@@ -23,13 +26,14 @@ MIN_ENCODED_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class MessageEncoding:
+class MessageEncoding(Choice):
     """The encodings of activations and of gradients, names of `Codec` or 'full'.
 
     Attributes:
         value_bits: bits of a value that is not encoded.
     """
 
+    approximates: ClassVar[bool] = True
     activations: str = FULL
     gradients: str = FULL
     value_bits: int = 32
@@ -41,6 +45,10 @@ class MessageEncoding:
                     f"messages={name!r} was asked for; the encodings are {', '.join([FULL, *list_encodings()])}, or "
                     "FILE.py with one of yours, one for all messages or two, for activations and for gradients"
                 )
+
+    @classmethod
+    def list_texts(cls) -> str:
+        return "ENCODING[,ENCODING]"
 
     @classmethod
     def read(cls, value: Any) -> MessageEncoding:
@@ -81,6 +89,17 @@ class MessageEncoding:
 
     def encoding(self, carries: Carries) -> str:
         return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, FULL)
+
+    def without_approximation(self) -> MessageEncoding:
+        return MessageEncoding()
+
+    def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
+        return terms._replace(message_shares=self.shares)
+
+    def describe(self, plan: Any) -> Iterator[str]:
+        if self:
+            sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
+            yield f"messages: {self}, {', '.join(sizes)} each way in the mean (approximate)"
 
     @property
     def shares(self) -> tuple[float, float]:

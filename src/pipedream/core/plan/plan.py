@@ -16,10 +16,11 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import ALWAYS, NEVER, Choices
+from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.ranks import Mesh, TensorLayout, meshes_of
+from pipedream.core.plan.residence import ALWAYS, NEVER, describe_offloads
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
 from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
@@ -204,7 +205,7 @@ class Plan(Tabular, Artifact):
         """Predicted seconds of messages, sums and stages."""
         workers = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
         terms = tuple(map(self.choices.terms, self.stages))
-        runtime = self.choices.messages.add_costs(self.runtime)
+        runtime = self.choices.add_costs(self.runtime)
         return PlanCosts(self.stages, workers, self.cluster, self.tied_weights, runtime, terms)
 
     @property
@@ -320,11 +321,11 @@ def with_choices(plan: Plan, choices: Choices) -> Plan:
     stages, choices = plan.stages, choices.of_values(plan.choices.messages.value_bits)
     if choices.recompute == ALWAYS:
         stages = tuple(replace(stage, recompute=True, offload=False) for stage in stages)
-        choices = replace(choices, activations="")
+        choices = choices.choosing(activations="")
     elif choices.activations != plan.choices.activations:
         moves = bool(choices.activations)
         stages = tuple(replace(stage, offload=moves and not stage.recompute) for stage in stages)
-    return replace(plan, stages=stages, choices=replace(choices, recompute=NEVER))
+    return replace(plan, stages=stages, choices=choices.choosing(recompute=NEVER))
 
 
 def _check_order(plan: Plan) -> None:
@@ -388,34 +389,14 @@ def _describe_exchange(plan: Plan) -> list[str]:
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
-    choices = plan.choices
-    if not choices.sums.is_exact:
-        pairs = zip(plan.stages, plan.costs.terms, strict=True)
-        sizes = [format_bytes(stage.trained_bytes * terms.sums.share) for stage, terms in pairs if stage.replicas > 1]
-        lines.append(f"sums: {choices.sums}, {', '.join(sizes)} an update in the mean (approximate)")
-    if choices.activations:
-        lines.append(describe_offloads(plan))
-    if choices.hosts_optimizers:
-        size = sum(stage.memory.host_bytes or stage.trained_bytes + stage.optimizer_bytes for stage in plan.stages)
-        what = "weights and gradients" if plan.costs.on_gpus else "copies of the weights"
-        lines.append(f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}")
-    if choices.messages:
-        sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
-        lines.append(f"messages: {choices.messages}, {', '.join(sizes)} each way in the mean (approximate)")
-    return lines
-
-
-def describe_offloads(plan: Plan) -> str:
-    """Says which stages' activations a plan offloads."""
-    sizes = [f"stage {s} {format_bytes(row.memory.moved_bytes)}" for s, row in enumerate(plan.stages) if row.offload]
-    return f"activations in the memory of the machine: {', '.join(sizes)}"
+    return lines + plan.choices.describe(plan)
 
 
 def check_activations(choices: Choices, device: str, plan: Plan | None = None) -> None:
     """Raises a `PlanError` if workers on such a device cannot move activations, as an option or this plan says."""
     if not choices.activations:
         return
-    by_plan = plan and f"the plan {plan.config} ({describe_offloads(plan)})"
+    by_plan = plan and f"the plan {plan.config} ({describe_offloads(plan.stages)})"
     request = by_plan or f"activations={choices.activations!r}"
     if device == "cpu":
         raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")

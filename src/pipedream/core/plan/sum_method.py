@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from pipedream.core.door import Door, is_file
 from pipedream.core.errors import PlanError
 from pipedream.core.model.weight_shapes import Matrices
-from pipedream.core.plan.cost import SumCosts
+from pipedream.core.plan.choice import Choice
+from pipedream.core.plan.cost import SumCosts, Terms
+from pipedream.core.units import format_bytes
 
 FULL = "full"
 
@@ -21,7 +23,7 @@ Shapes = Callable[[], list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, repr=False)
-class SumMethod:
+class SumMethod(Choice):
     """How the replicas of a stage agree, as plans count it.
 
     A method is a frozen dataclass, and a text of its fields: ``NAME[:NUMBER][,FIELD=VALUE...]``. `__post_init__` raises
@@ -37,6 +39,7 @@ class SumMethod:
         needs_shapes: the costs depend on the shapes of weights.
     """
 
+    approximates: ClassVar[bool] = True
     name: ClassVar[str]
     text: ClassVar[str]
     number: ClassVar[str] = ""
@@ -74,8 +77,24 @@ class SumMethod:
                 "replicas; leave it out, or plan with replicas (data parallelism, or a shape such as 2-1)"
             )
 
-    def check_opened(self) -> None:
-        """Raises a `PlanError` if the method is a file that the user has not named."""
+    def on_replicas(self, replicas: Sequence[int]) -> Any:
+        return self if max(replicas) > 1 else FullSum()
+
+    def without_approximation(self) -> Any:
+        return FullSum()
+
+    def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
+        return terms._replace(sums=self.costs(weights.trained_bytes, weights.matrices, value_bytes))
+
+    def describe(self, plan: Any) -> Iterator[str]:
+        if not self.is_exact:
+            pairs = zip(plan.stages, plan.costs.terms, strict=True)
+            sizes = [format_bytes(row.trained_bytes * terms.sums.share) for row, terms in pairs if row.replicas > 1]
+            yield f"sums: {self}, {', '.join(sizes)} an update in the mean (approximate)"
+
+    @classmethod
+    def list_texts(cls) -> str:
+        return "|".join(list_sums())
 
     @classmethod
     def read(cls, text: Any) -> SumMethod:

@@ -11,9 +11,9 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.choices import ALWAYS
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh, meshes_of
+from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.extensions.meshes.rank_profile import profile_of_rank
 from pipedream.extensions.meshes.search import MeshSearch
@@ -387,7 +387,7 @@ class _MixedSearch:
                 self.profile,
                 request.workers_and_links,
                 self.meshes,
-                choices=replace(request.choices, recompute=ALWAYS) if recomputes else request.choices,
+                choices=request.choices.choosing(recompute=ALWAYS) if recomputes else request.choices,
                 all_ranks=request.all_workers,
                 cuts=self._places,
                 occupancy=occupancy_of(request.schedule, parts),

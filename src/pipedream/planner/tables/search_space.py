@@ -17,7 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.choices import ALWAYS, AUTOMATIC, DEFAULTS, HOST, NEVER, Choices
+from pipedream.core.plan.choices import DEFAULTS, Choices
 from pipedream.core.plan.cost import Site, Terms
 from pipedream.core.plan.memory import (
     MessageBuffers,
@@ -28,6 +28,7 @@ from pipedream.core.plan.memory import (
     peers_of,
 )
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.residence import ALWAYS, AUTOMATIC, HOST, NEVER
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
@@ -173,7 +174,7 @@ class SearchSpace(PrefixTables):
         return seconds
 
     def runtime_s(self, first: Cut, last: Cut, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None) -> Seconds:
-        runtime = self.choices.messages.add_costs(self.profile.runtime)
+        runtime = self.choices.add_costs(self.profile.runtime)
         device_s = sum(self.passes_s(first, last)) + update_s if self._on_gpus else 0.0
         launch_s = self.launch.between(first, last) if self._launches else 0.0
         received, sent = edges or self.bytes_of(first, last)[1:]
@@ -389,7 +390,7 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
             offload_stage(subspace, stage, *span, offload=offload)
             for (subspace, span, stage), offload in zip(rows, offloads, strict=True)
         ]
-        choices = replace(plan.choices, activations=HOST if any(offloads) else "")
+        choices = plan.choices.choosing(activations=HOST if any(offloads) else "")
         plan = count_bytes(space, replace(plan, stages=tuple(stages), choices=choices))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
@@ -468,11 +469,11 @@ def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recomp
     """
     choices, cluster, others = space.choices, space.cluster, {}
     if choices.recompute == NEVER:
-        others[f"--recompute {recompute}"] = replace(choices, recompute=recompute)
+        others[f"--recompute {recompute}"] = choices.choosing(recompute=recompute)
     if space._on_gpus and not choices.activations and choices.recompute != ALWAYS:
-        others["--activations host"] = replace(choices, activations=HOST)
+        others["--activations host"] = choices.choosing(activations=HOST)
     if space._on_gpus and not choices.hosts_optimizers:
-        others["--optimizer-state host"] = replace(choices, optimizer_state=HOST)
+        others["--optimizer-state host"] = choices.choosing(optimizer_state=HOST)
     rated = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
     before, savings = count(space), {}
     for option, other in others.items():

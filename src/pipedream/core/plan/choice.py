@@ -1,0 +1,74 @@
+"""The Choice: one thing that a plan trades, exactness for bytes on the wire or seconds for memory.
+
+Each kind reads its text, refuses what it cannot do, says what it costs and describes itself. By default it costs and
+refuses nothing. `Choices` has one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.cost import Terms
+from pipedream.core.plan.stage import Stage
+
+
+class Choice:
+    """A value of one choice.
+
+    Attributes:
+        approximates: it may change results.
+    """
+
+    approximates: ClassVar[bool] = False
+
+    @classmethod
+    def list_texts(cls) -> str:
+        """Returns what users may write, for the help of its flag."""
+        raise NotImplementedError(f"{cls.__name__} has a text")
+
+    @classmethod
+    def read(cls, text: Any) -> Any:
+        """Reads a user's text or value. Raises a `PlanError` if there is none such."""
+        raise NotImplementedError(f"{cls.__name__} reads its text")
+
+    def check_opened(self) -> None:
+        """Raises a `PlanError` if it is a file that the user has not named."""
+
+    def check_replicas(self, replicas: Sequence[int]) -> None:
+        """Raises a `PlanError` if it has no meaning for stages with these replicas."""
+
+    def check_machine(
+        self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
+    ) -> int:
+        """Returns the bytes that it leaves free on a machine; see `Choices.check_machine`."""
+        return free_bytes
+
+    def without_approximation(self) -> Self:
+        return self
+
+    def on_replicas(self, replicas: Sequence[int]) -> Self:
+        """Returns the value that has a meaning for stages with these replicas."""
+        return self
+
+    def of_new_plan(self) -> Self:
+        """Returns the value with which a plan begins that a search makes."""
+        return self
+
+    def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
+        """Returns terms with its own.
+
+        Args:
+            weights: a `Stage`, or a `Profile` for the mean over its stages.
+            value_bytes: of a number in the model.
+        """
+        return terms
+
+    def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
+        """Returns a worker's costs with its own."""
+        return runtime
+
+    def describe(self, plan: Any) -> Iterator[str]:
+        """Yields a line of the description of a `Plan`, if it differs from the default."""
+        yield from ()
