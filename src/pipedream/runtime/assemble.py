@@ -213,8 +213,14 @@ def _refuse_mesh(division: Division) -> None:
 def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
     """Returns the worker of the blueprint's program."""
     program, placement, settings, links = blueprint.program, blueprint.placement, blueprint.settings, materials.links
-    stage_states = {stage: _build_stage_state(blueprint, stage, row) for stage, row in materials.stages.items()}
-    on_copies = {stage: _build_passes_on_copies(blueprint, stage, row) for stage, row in materials.on_copies.items()}
+    shared: dict[object, Any] = {}
+    stage_states = {
+        stage: _build_stage_state(blueprint, stage, links.rank, shared, row) for stage, row in materials.stages.items()
+    }
+    on_copies = {
+        stage: _build_passes_on_copies(blueprint, stage, links.rank, shared, row)
+        for stage, row in materials.on_copies.items()
+    }
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
     sums = [
         TiedGradientSum(
@@ -248,7 +254,9 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
     )
 
 
-def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMaterials) -> StageState:
+def _build_stage_state(
+    blueprint: Blueprint, stage: int, rank: int, shared: dict[object, Any], materials: StageMaterials
+) -> StageState:
     program, settings, module = blueprint.program, blueprint.settings, materials.module
     rule, handles, replica_group = program.weights, materials.handles, materials.replica_group
     counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
@@ -272,16 +280,18 @@ def _build_stage_state(blueprint: Blueprint, stage: int, materials: StageMateria
         division=module.division,
         stepped=materials.stepped,
     )
-    facts = StageFacts(stage, materials.programs, module, versions, versions, optimizer, replica_group)
+    facts = StageFacts(stage, rank, materials.programs, module, shared, versions, versions, optimizer, replica_group)
     choice, parts = choose_weights(rule, versions), (*materials.parts, *make_parts(facts, program))
     return StageState(module, versions, optimizer, parts, choice)
 
 
-def _build_passes_on_copies(blueprint: Blueprint, stage: int, materials: CopyMaterials) -> StagePasses:
+def _build_passes_on_copies(
+    blueprint: Blueprint, stage: int, rank: int, shared: dict[object, Any], materials: CopyMaterials
+) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
     make_copies, per_update = _find_shared_weights(program).make_copies, program.updates.per_update[stage]
     weights = make_copies(materials.store_format, per_update, materials.open_stored)
-    parts = make_parts(PassFacts(stage, materials.programs, module, weights), program)
+    parts = make_parts(PassFacts(stage, rank, materials.programs, module, shared, weights), program)
     return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
 
 
@@ -301,7 +311,7 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
         for stage, stage_state in worker.stage_states.items():
             optimizer, division = stage_state.optimizer, stage_state.module.division
             versions = stage_state.versions
-            check_parts(StageFacts(stage, programs, stage_state.module, versions, versions, optimizer))
+            check_parts(StageFacts(stage, worker.rank, programs, stage_state.module, {}, versions, versions, optimizer))
             if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
                 raise ScheduleError(
                     f"sums={worker.program.plan.choices.sums!r} was asked for with "

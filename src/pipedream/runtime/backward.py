@@ -73,7 +73,7 @@ class BackwardRunner:
                 weight_gradients, input_gradients = passes.module.backward(
                     saved, output_gradients, passes.gradients.accumulators, hook
                 )
-        self._forwards.offload.end_backward(stage, index)
+        passes.pass_parts.end_backward(index)
         self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
         self._send_back(stage, index, saved, input_gradients, message)
         self._end_backward("B", stage, index, passes, start)
@@ -89,7 +89,7 @@ class BackwardRunner:
                 output_gradients = saved.output_gradients(message, passes.loss_scale.value)
                 passes.observer.before_backward(saved, output_gradients)
                 input_gradients = passes.module.backward_inputs(saved, output_gradients)
-        self._forwards.offload.end_backward(stage, index)
+        passes.pass_parts.end_backward(index)
         self._send_back(stage, index, saved, input_gradients, message)
         self._recorder.note("I", stage, self._stream.offset + index, start)
         self._activity.end()
@@ -103,14 +103,14 @@ class BackwardRunner:
         if saved.weights is not None:
             with passes.pass_parts.backward(saved), passes.module.counting_collectives("weights' backward"):
                 weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
-        self._forwards.offload.end_backward(stage, index)
+        passes.pass_parts.end_backward(index)
         self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
         self._end_backward("W", stage, index, passes, start)
 
     def _begin_backward(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StagePasses, Moment]:
         self._activity.begin(task)
-        self._forwards.offload.begin_backward(kind, stage, index)
         passes = self._forwards.stage_passes[stage]
+        passes.pass_parts.begin_backward(kind, index)
         if self._lacks_forward(stage, index):
             # It ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(

@@ -16,7 +16,6 @@ from pipedream.runtime.comm.values import flatten, tensors_in, to_device
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.results.results import Output
 from pipedream.runtime.results.scoring import Scorer, Targets
-from pipedream.runtime.stage.offload import Offload
 from pipedream.runtime.stage.part import ForwardFunction
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StagePasses
@@ -55,7 +54,6 @@ class ForwardRunner:
     Attributes:
         saved_forwards: (stage, microbatch) -> what its backward needs.
         received_outputs: how many outputs of a prediction were received.
-        offload: offloads saved tensors until their backward.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class ForwardRunner:
         self.stage_passes = stage_passes
         self._scorer = scorer
         self._admit = admit
-        self.offload = Offload(context.rank, context.device, context.program)
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.received_outputs = 0
 
@@ -80,7 +77,6 @@ class ForwardRunner:
         self._stream = stream
         self._last_stage = program.placement.stages - 1
         self._replicas = program.placement.replicas
-        self.offload.begin()
         self.saved_forwards.clear()
         self.received_outputs = 0
 
@@ -204,7 +200,7 @@ class ForwardRunner:
                 passes.observer.before_forward(value, self._stream.offset + index, stage == 0, message, targets)
             read_weights = passes.read_for_recomputation(saved) if recomputes else weights
             resident = partial(_list_resident, passes.module, read_weights.leaves, value if stage == 0 else None)
-            with self.offload.packing(stage, index, resident):
+            with passes.pass_parts.packing(index, resident):
                 with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                     output = passes.forward(value, read_weights, self._stream.offset + index, stage == 0)
                 if targets is None:

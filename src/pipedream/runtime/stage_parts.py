@@ -6,10 +6,11 @@ from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
+from pipedream.runtime.stage.offload import OffloadedStage
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.replicas import EqualReplicas
 
-_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas)
+_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas, OffloadedStage)
 """Are called first, in this order; then those of extensions, in the order of their names."""
 
 _NEEDED: Mapping[str, Callable[[Program, int], object]] = {

@@ -94,6 +94,12 @@ class StagePasses:
         for part in self.parts:
             self.weight_choice = part.choose_weights(self.weight_choice)
 
+    def begin(self) -> None:
+        """Begins a stream with training."""
+        self.next_forward = 0
+        for part in self.parts:
+            part.begin()
+
     def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
         """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
         return self.store.reading(ema)

@@ -68,11 +68,6 @@ class StageState(StagePasses):
         """Returns the state of the parts in a checkpoint, by KIND/NAME."""
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
-    def begin(self) -> None:
-        self.next_forward = 0
-        for part in self.parts:
-            part.begin()
-
     def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
         for part in self.parts:

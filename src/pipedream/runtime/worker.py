@@ -138,7 +138,6 @@ class Worker:
         self.results.where = lambda: self.where
         self._mailbox = context.mailbox
         forwards = self._forwards = ForwardRunner(context, stage_passes, scorer, self._admit)
-        self.offload = forwards.offload
         backwards = self._backwards = BackwardRunner(context, forwards, lambda: self.stop_requested())
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
@@ -170,10 +169,20 @@ class Worker:
             stage_state.take_over(former.stage_states[stage], former.input_updates)
         self.update_barrier.norm_square = former.update_barrier.norm_square
         self.done_minibatches, self.stop_requested = former.done_minibatches, former.stop_requested
-        former.offload.close()
+        former.close_parts()
         former.update_barrier.thread.close(wait=True)
         former.stage_states.clear()  # frees tensors now: the rest of the worker refers to itself
         former.stage_passes.clear()
+
+    def close_parts(self) -> None:
+        """Ends what the parts of the stages have begun."""
+        for passes in self._list_passes():
+            for part in passes.parts:
+                part.close()
+
+    def _list_passes(self) -> list[StagePasses]:
+        """Returns the states of the stages, and the passes on copies."""
+        return list(dict.fromkeys([*self.stage_states.values(), *self.stage_passes.values()]))
 
     # -- training, evaluation, prediction -----------------------------------------------------------
 
@@ -191,8 +200,8 @@ class Worker:
         not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches * self.program.microbatches, trains=True)
         self._begin_stream(stream, data, self.program.round_minibatches, until)
-        for stage_state in self.stage_states.values():
-            stage_state.begin()
+        for passes in self._list_passes():
+            passes.begin()
         yield from self.update_barrier.begin(self.program.placement)
         yield from self._run(self.program)
         self.results.finish()

@@ -112,7 +112,7 @@ class Session:
         workers_here.activity.doing = "closing the pipeline"
         self.streams.close(failed)
         for worker in workers_here.workers:
-            worker.offload.close()
+            worker.close_parts()
         if not failed:
             for service in self.services:
                 service.finish()

@@ -8,7 +8,7 @@ forward move first, because they are needed last.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.block_mover import Block, BlockMover
 from pipedream.runtime.stage.graph_tensors import SavedTensor, unpack
+from pipedream.runtime.stage.part import PassFacts, Resident, StagePart
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
@@ -161,10 +162,42 @@ class Offload:
             self._position += 1
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; may be called again."""
         if self._mover is not None:
             self._mover.close()
+            self._mover = None
         self._blocks.clear()
+
+
+class OffloadedStage(StagePart):
+    """A stage whose forwards save tensors in the memory of the host."""
+
+    def __init__(self, offload: Offload, stage: int) -> None:
+        self._offload = offload
+        self._stage = stage
+
+    @classmethod
+    def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
+        if not (program.plan.choices.activations and program.plan.stages[facts.stage].offload):
+            return None
+        if cls not in facts.shared:
+            facts.shared[cls] = Offload(facts.rank, facts.module.device, program)
+        return cls(facts.shared[cls], facts.stage)
+
+    def begin(self) -> None:
+        self._offload.begin()
+
+    def packing(self, index: int, resident: Resident) -> AbstractContextManager[None]:
+        return self._offload.packing(self._stage, index, resident)
+
+    def begin_backward(self, kind: Kind, index: int) -> None:
+        self._offload.begin_backward(kind, self._stage, index)
+
+    def end_backward(self, index: int) -> None:
+        self._offload.end_backward(self._stage, index)
+
+    def close(self) -> None:
+        self._offload.close()
 
 
 class _SavedTensorPacker:

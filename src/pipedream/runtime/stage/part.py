@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.comm.message import Message
@@ -20,6 +21,8 @@ from pipedream.runtime.update.optimizer import Optimizer
 _NOTHING = nullcontext()
 
 RunLayers = Callable[[], Any]
+Resident = Callable[[], Iterable[torch.Tensor]]
+Override = TypeVar("Override", bound=Callable[..., Any])
 
 
 class ForwardFunction(Protocol):
@@ -35,11 +38,14 @@ class PassFacts:
 
     Attributes:
         programs: of all phases.
+        shared: what the parts of all stages of this rank share, by keys of their own.
     """
 
     stage: int
+    rank: int
     programs: Sequence[Program]
     module: StageModule
+    shared: dict[object, Any]
     store: WeightStore
 
 
@@ -97,6 +103,20 @@ class StagePart:
         """Runs the layers on `value`, in a forward or when it is repeated."""
         return layers()
 
+    def packing(self, index: int, resident: Resident) -> AbstractContextManager[None]:
+        """Returns the context in which a forward saves tensors for its backward. At most one part overrides it.
+
+        Args:
+            resident: yields tensors that stay in memory anyway: weights, buffers, inputs.
+        """
+        return _NOTHING
+
+    def begin_backward(self, kind: Kind, index: int) -> None:
+        """Called before a backward, each half of one, and a repeated forward. At most one part overrides it."""
+
+    def end_backward(self, index: int) -> None:
+        """Called after a backward, or half of one. At most one part overrides it."""
+
     # -- updates ------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
@@ -114,6 +134,9 @@ class StagePart:
         """Ends a stream, at a drain; yields where it would wait."""
         yield from ()
 
+    def close(self) -> None:
+        """Ends what it has begun, such as threads."""
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns its state in a checkpoint, by KIND/NAME."""
         return {}
@@ -128,7 +151,8 @@ class PassParts:
     Attributes:
         receive: see `StagePart`; calls all parts.
         forward, backward: see `StagePart`; the context of all parts.
-        run_forward, run_layers: see `StagePart`; through all parts, of which the first is the outermost.
+        run_layers: see `StagePart`; through all parts, of which the first is the outermost.
+        run_forward, packing, begin_backward, end_backward: see `StagePart`; of the part that overrides it.
     """
 
     def __init__(self, parts: Sequence[StagePart]) -> None:
@@ -137,9 +161,10 @@ class PassParts:
         self.receive = nothing.receive if not receive else partial(_call_all, receive)
         self.forward = _join_contexts(_list_overrides(parts, "forward"))
         self.backward = _join_contexts(_list_overrides(parts, "backward"))
-        run_forward = _list_overrides(parts, "run_forward")
-        assert len(run_forward) <= 1, f"several parts run forwards: {run_forward}"
-        self.run_forward = run_forward[0] if run_forward else nothing.run_forward
+        self.run_forward = _find_override(parts, "run_forward", nothing.run_forward)
+        self.packing = _find_override(parts, "packing", nothing.packing)
+        self.begin_backward = _find_override(parts, "begin_backward", nothing.begin_backward)
+        self.end_backward = _find_override(parts, "end_backward", nothing.end_backward)
         self.run_layers = nothing.run_layers
         for outer in reversed(_list_overrides(parts, "run_layers")):
             self.run_layers = partial(_run_layers_in, outer, self.run_layers)
@@ -147,6 +172,12 @@ class PassParts:
 
 def _list_overrides(parts: Sequence[StagePart], method: str) -> list[Any]:
     return [getattr(part, method) for part in parts if getattr(type(part), method) is not getattr(StagePart, method)]
+
+
+def _find_override(parts: Sequence[StagePart], method: str, default: Override) -> Override:
+    overrides = _list_overrides(parts, method)
+    assert len(overrides) <= 1, f"several parts override {method}: {overrides}"
+    return overrides[0] if overrides else default
 
 
 def _call_all(methods: Sequence[Callable[[Message], None]], message: Message) -> None:
