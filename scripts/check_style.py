@@ -47,6 +47,7 @@ TORCH_PACKAGES = (
     "extensions.meshes",
     "extensions.nccl",
     "extensions.shared_memory",
+    "extensions.offload",
     "extensions.recompute",
     "extensions.reducers.averages.average",
     "extensions.reducers.powersgd.low_rank",

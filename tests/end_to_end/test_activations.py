@@ -23,8 +23,8 @@ from training import train
 
 import pipedream as pd
 from pipedream.core.plan import choices, memory
+from pipedream.extensions.offload import block_mover, saved_tensors as offload
 from pipedream.runtime.session import session
-from pipedream.runtime.stage import block_mover, offload
 
 RECOMPUTED = [
     Case("mlp", "pipedream", 3),

@@ -6,20 +6,20 @@ from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
-from pipedream.runtime.stage.offload import OffloadedStage
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.replicas import EqualReplicas
 
-_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas, OffloadedStage)
+_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas)
 """Are called first, in this order; then those of extensions, in the order of their names."""
 
 _NEEDED: Mapping[str, Callable[[Program, int], object]] = {
     "delays": lambda program, stage: program.weights.predictions(stage) or program.weights.backward_rule == "graph",
+    "offload": lambda program, stage: program.plan.choices.activations and program.plan.stages[stage].offload,
     "recompute": lambda program, stage: (
         program.plan.stages[stage].recompute or program.placement.runs_backward_elsewhere(stage)
     ),
 }
-"""Extension -> whether a stage computes something else without it."""
+"""Extension -> whether a stage computes something else without it, or needs more memory."""
 
 
 def _list_parts() -> Iterator[type[StagePart]]:

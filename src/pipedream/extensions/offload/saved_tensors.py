@@ -2,7 +2,7 @@
 
 Hooks see each tensor that autograd saves. Those of at least `_MIN_BYTES` that nothing else keeps (no weight, buffer or
 input of the model) are copied while the forward continues, and copied back before their backwards, in the order of the
-program (`runtime.stage.block_mover`). A storage moves once, however many tensors are views of it. The oldest of a
+program (`extensions.offload.block_mover`). A storage moves once, however many tensors are views of it. The oldest of a
 forward move first, because they are needed last.
 """
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipedream.core.plan.activations import WINDOW_SHARE
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.stage.block_mover import Block, BlockMover
+from pipedream.extensions.offload.block_mover import Block, BlockMover
 from pipedream.runtime.stage.graph_tensors import SavedTensor, unpack
 from pipedream.runtime.stage.part import PassFacts, Resident, StagePart
 from pipedream.tensors.outside_func import HooksOutsideFunc

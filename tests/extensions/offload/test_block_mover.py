@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipedream.runtime.stage.block_mover import Block, BlockMover
+from pipedream.extensions.offload.block_mover import Block, BlockMover
 
 SIZE = 4096
 PATIENCE_S = 10.0
