@@ -23,7 +23,13 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
-WITHOUT_TORCH += ("extensions.codecs", "extensions.methods", "extensions.meshes.planning", "extensions.torch_csv")
+WITHOUT_TORCH += (
+    "extensions.codecs",
+    "extensions.methods",
+    "extensions.host_weights.methods",
+    "extensions.meshes.planning",
+    "extensions.torch_csv",
+)
 WITHOUT_TORCH += (
     "extensions.compensations.velocity",
     "extensions.reducers.sixteen_bits",

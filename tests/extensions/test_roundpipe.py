@@ -15,7 +15,7 @@ from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy, with_tied_weights
 from pipedream.core.schedule.program import Move
 from pipedream.core.units import format_bytes
-from pipedream.extensions.methods.roundpipe import _choose_slots, homes, roundpipe
+from pipedream.extensions.host_weights.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.prepare import prepare, read_run_phases

@@ -19,7 +19,7 @@ from compensated import Spike
 from torch.optim import lr_scheduler
 
 import pipedream as pd
-from pipedream.extensions.methods.roundpipe import dispatched, homes
+from pipedream.extensions.host_weights.roundpipe import dispatched, homes
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.services.checkpoint import folders
 from pipedream.testing import (

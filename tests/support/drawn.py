@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model import collective, profile, runtime_costs as additions
-from pipedream.extensions.methods.roundpipe import dispatched, homes, roundpipe
+from pipedream.extensions.host_weights.roundpipe import dispatched, homes, roundpipe
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch

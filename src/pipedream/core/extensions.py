@@ -8,6 +8,7 @@ What may be offered, under the names of their modules:
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
+| `methods` | `METHODS` that need the extension | `schedules.registry` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |
 | `parts` | `PARTS`, what a stage has besides layers, weights and optimizer | `runtime.stage_parts` |

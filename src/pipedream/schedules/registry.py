@@ -20,6 +20,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.door import run_file
 from pipedream.core.errors import PipelineError, ScheduleError
+from pipedream.core.extensions import list_offers
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
@@ -229,6 +230,8 @@ def _collect_methods() -> dict[str, Method]:
             continue
         for module in iter_modules(package.__path__, f"{folder}."):
             methods += getattr(import_module(module.name), "METHODS", ())
+    for offer in list_offers("methods"):
+        methods += offer.METHODS
     return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}
 
 

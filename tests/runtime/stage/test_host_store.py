@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from training import plan_of
 
 import pipedream as pd
-from pipedream.extensions.methods.roundpipe import homes
+from pipedream.extensions.host_weights.roundpipe import homes
 from pipedream.runtime.stage import host_store
 from pipedream.runtime.update.overlapped import UpdateThread
 
