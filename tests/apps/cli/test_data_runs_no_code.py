@@ -13,7 +13,10 @@ from marks import slow
 from torch import nn
 
 import pipedream as pd
+from pipedream.core.artifact import decode
 from pipedream.core.door import _run_bytes
+from pipedream.core.schedule.compensation import Compensation
+from pipedream.workflows.phases import read_phases
 
 METHOD = """
 from pathlib import Path
@@ -93,6 +96,14 @@ def test_a_choice_of_a_plan(texts: dict[str, Any], method: Path, refused: Refuse
     assert "'mine.py' is a Python file, which is not run because a plan or" in refused("simulate", "plan.json")
     with pytest.raises(pd.PipelineError, match="name it yourself"):
         pd.Plan.load("plan.json").choosing(activations="host")
+    assert not ran(method)
+
+
+def test_a_compensation_of_a_checkpoint(method: Path) -> None:
+    saved = {"compensation": "mine.py"}
+    for read in (partial(read_phases, "pipedream+mine.py"), partial(decode, Compensation, saved, "the checkpoint")):
+        with pytest.raises(pd.PipelineError, match=r"'mine\.py' is a Python file, which is not run because"):
+            read()
     assert not ran(method)
 
 
