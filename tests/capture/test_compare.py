@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.capture.compare import fingerprint
-from pipedream.capture.slice import ModelSlice
+from pipedream.capture import compare, slice
 
 X = torch.randn(3, 4)
 
@@ -31,20 +30,20 @@ class Blocks(nn.Module):
         return {"logits": self.last(self.dropout(self.norm(x)) + x)}
 
 
-forward = ModelSlice.forward
+forward = slice.ModelSlice.forward
 
 
 def changing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Returns a slice's forward that changes what is sent."""
 
-    def changed(self: ModelSlice, arriving: Any) -> Any:
+    def changed(self: slice.ModelSlice, arriving: Any) -> Any:
         sent = forward(self, arriving)
         return sent | {"values": [change(value) for value in sent["values"]]} if "values" in sent else sent
 
     return changed
 
 
-def counting(self: ModelSlice, arriving: Any) -> Any:
+def counting(self: slice.ModelSlice, arriving: Any) -> Any:
     if not self.is_first or not self.is_last:
         self.model.norm.num_batches_tracked += 1
     return forward(self, arriving)
@@ -59,7 +58,7 @@ def counting(self: ModelSlice, arriving: Any) -> Any:
     ],
 )
 def test_what_the_layers_lose_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any, message: str) -> None:
-    monkeypatch.setattr(ModelSlice, "forward", fault)
+    monkeypatch.setattr(slice.ModelSlice, "forward", fault)
     model = Blocks()
     with unchanged(model), pytest.raises(pd.PipelineError, match=rf"the layers of Blocks.*{message}"):
         pd.capture(model, X)
@@ -67,5 +66,5 @@ def test_what_the_layers_lose_is_found(monkeypatch: pytest.MonkeyPatch, fault: A
 
 def test_sums_of_float64_are_of_float64() -> None:
     x = torch.randn(1 << 17, dtype=torch.float64)
-    assert fingerprint(x)[2] == pytest.approx(x.abs().sum().item(), rel=1e-12)
-    assert fingerprint(x.float())[2] == pytest.approx(x.abs().sum().item(), rel=1e-4)
+    assert compare.fingerprint(x)[2] == pytest.approx(x.abs().sum().item(), rel=1e-12)
+    assert compare.fingerprint(x.float())[2] == pytest.approx(x.abs().sum().item(), rel=1e-4)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from zoo import PAD, WIDTH, WORDS, padded_tokens
 
 import pipedream as pd
-from pipedream.capture.slice import ModelSlice
-from pipedream.capture.structure import walk
+from pipedream.capture import slice, structure
 
 Make = Callable[[], nn.Module]
 
@@ -75,14 +74,16 @@ class Drawn(nn.Module):
 
 def results(model: nn.Module, output: Any) -> dict[str, Any]:
     """Outputs, gradients and buffers; the gradients are taken out of the model."""
-    outputs = {f"output {path}": leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in walk(output)}
+    outputs = {
+        f"output {path}": leaf.detach() if isinstance(leaf, Tensor) else leaf for path, leaf in structure.walk(output)
+    }
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     return outputs | gradients | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def backward(output: Any) -> None:
-    floats = [leaf for _, leaf in walk(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    floats = [leaf for _, leaf in structure.walk(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if floats:
         weights = [torch.linspace(-1, 1, leaf.numel(), dtype=leaf.dtype).view(leaf.shape) for leaf in floats]
         torch.autograd.backward(floats, weights)
@@ -92,7 +93,7 @@ def run_slices(model: nn.Module, graph: pd.LayerGraph, cuts: Sequence[int], inpu
     """As stages do it: only what is sent reaches the next slice, and only gradients of it come back."""
     value, sent = inputs, []
     for first, last in pairwise([0, *cuts, len(graph.layers)]):
-        value = ModelSlice(model, graph, first, last)(value)
+        value = slice.ModelSlice(model, graph, first, last)(value)
         if last < len(graph.layers):
             arrived = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in value["values"]]
             sent.append((value["values"], arrived))

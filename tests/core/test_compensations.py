@@ -12,10 +12,8 @@ from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.schedule.compensation import Compensation, compensations
-from pipedream.extensions.compensations.basis_rotation import BasisRotation
+from pipedream.extensions.compensations import basis_rotation, gap_aware, t1
 from pipedream.extensions.compensations.error_feedback import ErrorFeedback
-from pipedream.extensions.compensations.gap_aware import GapAware
-from pipedream.extensions.compensations.t1 import LearningRateRescheduling
 from pipedream.extensions.compensations.velocity import (
     Generalised,
     Nesterov,
@@ -32,9 +30,9 @@ anything = st.one_of(
     st.builds(SpikeCompensation, st.none() | st.integers(0, 99)),
     st.builds(VelocityPrediction, st.none() | numbers),
     st.builds(ErrorFeedback, st.none() | numbers),
-    st.builds(LearningRateRescheduling, st.integers(1, 10**9)),
-    st.builds(GapAware, st.floats(0, 1, exclude_max=True)),
-    st.builds(BasisRotation, st.integers(1, 99), *map(st.sampled_from, words)),
+    st.builds(t1.LearningRateRescheduling, st.integers(1, 10**9)),
+    st.builds(gap_aware.GapAware, st.floats(0, 1, exclude_max=True)),
+    st.builds(basis_rotation.BasisRotation, st.integers(1, 99), *map(st.sampled_from, words)),
 )
 
 
@@ -47,19 +45,19 @@ def test_text_and_json_give_it_back(compensation: Compensation) -> None:
 
 
 def test_texts() -> None:
-    one_sided = BasisRotation(5, geometry="one_sided", estimate="first_moment")
+    one_sided = basis_rotation.BasisRotation(5, geometry="one_sided", estimate="first_moment")
     written = [*map(str, (SpikeCompensation(), SpikeCompensation(3), Nesterov(), ErrorFeedback(0.5), one_sided))]
     assert written == ["spike", "spike:3", "nesterov", "error_feedback:0.5", "basis_rotation:5:one_sided:first_moment"]
     assert Compensation.of_text("Error-Feedback:2") == ErrorFeedback(2.0)
-    assert Compensation.of_text("basis_rotation:one_sided:5") == BasisRotation(5, geometry="one_sided")
+    assert Compensation.of_text("basis_rotation:one_sided:5") == basis_rotation.BasisRotation(5, geometry="one_sided")
     assert compensations(()) == ()
 
 
 NONSENSE = {SpikeCompensation: -1, VelocityPrediction: -0.1, ErrorFeedback: float("inf"), Generalised: float("nan")}
-NONSENSE |= {LearningRateRescheduling: 0, GapAware: 1.0, BasisRotation: 0}
+NONSENSE |= {t1.LearningRateRescheduling: 0, gap_aware.GapAware: 1.0, basis_rotation.BasisRotation: 0}
 DAMAGED: list[dict[str, Any]] = [
     *({}, {"compensation": "spyke"}, {"compensation": "spike"}, {"compensation": "nesterov", "delay": 1}),
-    BasisRotation().encoded() | {"estimate": "third_moment"},
+    basis_rotation.BasisRotation().encoded() | {"estimate": "third_moment"},
 ]
 
 
@@ -79,15 +77,17 @@ def test_damaged_json_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(pd.errors.ArtifactError, match="here"):
         Compensation.decoded(value, "here")
     with pytest.raises(ValueError, match="geometry is one of two_sided, one_sided, found 'both'"):
-        BasisRotation(geometry="both")  # type: ignore[arg-type]
+        basis_rotation.BasisRotation(geometry="both")  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 31), min_size=1, max_size=32), st.integers(1, 50))
 @example([0, 0, 0, 0, 0, 0, 0, 13, 31, 31, 31, 31, 31, 31, 31], 15)
 def test_bases_by_delay_are_as_many_as_uniform_ones(delays: list[int], every: int) -> None:
-    rotation = BasisRotation(every, "by_delay")
+    rotation = basis_rotation.BasisRotation(every, "by_delay")
     rules = [rotation.at_stage(stage, delays) for stage in range(len(delays))]
-    assert all(BasisRotation(every).at_stage(stage, delays).every == every for stage in range(len(delays)))
+    assert all(
+        basis_rotation.BasisRotation(every).at_stage(stage, delays).every == every for stage in range(len(delays))
+    )
     assert all(
         a.every <= b.every
         for a, x in zip(rules, delays, strict=True)
@@ -103,7 +103,9 @@ def test_bases_by_delay_are_as_many_as_uniform_ones(delays: list[int], every: in
 
 @given(st.lists(st.integers(1, 20_000), max_size=3))
 def test_sides_that_are_rotated(shape: list[int]) -> None:
-    two_sided, one_sided = (BasisRotation(geometry=kind).kept_shapes(shape) for kind in ("two_sided", "one_sided"))  # type: ignore[arg-type]
+    two_sided, one_sided = (
+        basis_rotation.BasisRotation(geometry=kind).kept_shapes(shape) for kind in ("two_sided", "one_sided")
+    )  # type: ignore[arg-type]
     if len(shape) < 2:
         assert two_sided == one_sided == {}
         return
@@ -111,7 +113,7 @@ def test_sides_that_are_rotated(shape: list[int]) -> None:
     assert two_sided == {side: (2, n, n) for side, n in (("left", rows), ("right", columns)) if n <= 10_000}
     shorter = "left" if rows < columns else "right"
     assert one_sided == {side: shapes for side, shapes in two_sided.items() if side == shorter}
-    first_moment = BasisRotation(estimate="first_moment").kept_shapes(shape)
+    first_moment = basis_rotation.BasisRotation(estimate="first_moment").kept_shapes(shape)
     assert first_moment == {side: (1, n, n) for side, (_, n, _) in two_sided.items()}
 
 
@@ -135,10 +137,10 @@ def test_a_method_says_whether_it_compensates() -> None:
 STANDS_ON = {
     "nesterov_async": ("pipedream", Nesterov()),
     "ftpipe_msnag": ("pipedream", SpikeCompensation()),
-    "ftpipe_ga": ("pipedream", GapAware()),
-    "pipedream_lr": ("pipedream", LearningRateRescheduling(7000)),
+    "ftpipe_ga": ("pipedream", gap_aware.GapAware()),
+    "pipedream_lr": ("pipedream", t1.LearningRateRescheduling(7000)),
     "one_step_ef": ("pipedream_2bw", ErrorFeedback(1.0)),
-    "basis_rotation": ("pipedream", BasisRotation()),
+    "basis_rotation": ("pipedream", basis_rotation.BasisRotation()),
     "pb_lwp_sc": ("pb_lwp", SpikeCompensation()),
 }
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from training import train
 
 import pipedream as pd
-from pipedream.core.plan import choices, memory
+from pipedream.core.plan import memory
 from pipedream.extensions.offload import block_mover, saved_tensors as offload
 from pipedream.runtime.session import session
 
@@ -204,7 +204,7 @@ def test_only_the_stages_of_the_plan_offload(monkeypatch: pytest.MonkeyPatch) ->
         return packing(self, stage, *arguments)
 
     monkeypatch.setattr(offload.Offload, "packing", watch)
-    plan = stages_of((1, 1, 1), choices=choices.Choices(activations="host"))
+    plan = stages_of((1, 1, 1)).choosing(activations="host")
     plan = replace(plan, stages=tuple(replace(row, offload=at == 1) for at, row in enumerate(plan.stages)))
     train_offloaded(None, nn.Sequential(*make_linears(3)), plan)
     assert stages == [1] * 12
@@ -257,7 +257,7 @@ def test_a_place_that_cannot_hold_activations_is_refused(where: str, words: str,
 
 def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = {"offload": True, "optimizer_bytes": 800, "memory": memory.StageMemory(moved_bytes=2_000_000)}
-    plan = stages_of((1, 1), choices=choices.Choices(activations="host", optimizer_state="host"))
+    plan = stages_of((1, 1)).choosing(activations="host", optimizer_state="host")
     plan = replace(plan, stages=tuple(replace(row, **moved) for row in plan.stages))
     for free_bytes, words in (
         (3_999_999, r"offloaded to the memory of one machine and need 4\.00 MB, .* 1\.00 B are missing"),
@@ -277,7 +277,8 @@ def make_recipe(activations: str | None = None) -> pd.Recipe:
 
 def test_a_plan_of_an_earlier_version_says_what_to_do() -> None:
     stages = pd.Stage(0, 1, names=("0",), offload=True), pd.Stage(1, 2, names=("1",))
-    text = pd.Plan(stages, (2, 1), pd.Cluster.flat(2), choices=choices.Choices(activations="host")).to_json()
+    plan = pd.Plan(stages, (2, 1), pd.Cluster.flat(2))
+    text = replace(plan, choices=replace(plan.choices, activations="host")).to_json()
     cluster = '"memory_bytes": null,\n  "disk_bytes_per_s": 1e9, "disk_s_per_byte": 0.0,'
     older = text.replace('"offload": true', '"offload": 1.0').replace('"offload": false', '"offload": 0.0')
     older = older.replace('"memory_bytes": null,', cluster, 1)

@@ -15,9 +15,7 @@ from cases import OPTIMIZERS, Case, check, make_pipeline, run
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.extensions.compensations.error_feedback import ErrorFeedback
-from pipedream.extensions.compensations.gap_aware import GapAware
-from pipedream.extensions.compensations.t1 import LearningRateRescheduling
+from pipedream.extensions.compensations import error_feedback, gap_aware, t1
 from pipedream.extensions.compensations.velocity import Nesterov, SpikeCompensation
 from pipedream.testing import CompensationRule as Rule
 
@@ -50,7 +48,7 @@ def _plain(name: str) -> Any:
 def _difference(name: str, strength: float | None = None) -> Published:
     """Returns error feedback, and the prediction in the difference form that it is."""
     return Published(
-        ErrorFeedback(strength),
+        error_feedback.ErrorFeedback(strength),
         lambda late: compensated.DifferencePrediction(
             DECAY[name], lambda s: late[s] if strength is None else strength, decoupled=name != "sgd"
         ),
@@ -91,8 +89,10 @@ PUBLISHED = {
     ("feedback", "adamw"): _difference("adamw", 1.0),
     ("feedback", "muon"): _difference("muon"),
     ("t1", "sgd"): Published(f"t1:{K}", lambda late: compensated.Rescheduled(late, K), SGD),
-    ("t1", "adamw"): Published(LearningRateRescheduling(K), lambda late: compensated.Rescheduled(late, K), ADAMW),
-    ("gap", "sgd"): Published(GapAware(0.9), lambda late: compensated.GapAware(DECAY["sgd"], 0.9), _plain("sgd")),
+    ("t1", "adamw"): Published(t1.LearningRateRescheduling(K), lambda late: compensated.Rescheduled(late, K), ADAMW),
+    ("gap", "sgd"): Published(
+        gap_aware.GapAware(0.9), lambda late: compensated.GapAware(DECAY["sgd"], 0.9), _plain("sgd")
+    ),
 }
 
 
@@ -291,7 +291,10 @@ def test_bases_that_do_not_fit_the_plans_memory_are_refused() -> None:
 
 def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:
     with make_pipeline("mlp", (1, 1, 1), schedule="pipedream", compensation=["t1:4", "error_feedback"]) as pipeline:
-        assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
+        assert pipeline.schedule.updates.compensation == (
+            t1.LearningRateRescheduling(4),
+            error_feedback.ErrorFeedback(),
+        )
         assert pipeline.program.updates == pipeline.schedule.updates
         # Stages have staleness 2, 1 and 0; T1 begins at 1 / 2 of the rate of the first.
         assert pipeline.learning_rates() == pytest.approx((0.025, 0.05, 0.05))
@@ -300,7 +303,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
     for options, strength in (({}, 1.0), ({"compensation": "error_feedback:0.5"}, 0.5)):  # in place of the method's own
         with make_pipeline("mlp", schedule="one_step_ef", microbatches=3, **options) as pipeline:
-            assert pipeline.schedule.updates.compensation == (ErrorFeedback(strength),)
+            assert pipeline.schedule.updates.compensation == (error_feedback.ErrorFeedback(strength),)
 
 
 def test_a_recipe_a_call_and_a_checkpoint_say_it(tmp_path: Path) -> None:

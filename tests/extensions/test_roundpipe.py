@@ -10,15 +10,12 @@ from hypothesis import assume, given, strategies as st
 from programs import with_rank
 
 import pipedream as pd
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.coupling import Policy, with_tied_weights
-from pipedream.core.schedule.program import Move
+from pipedream.core.schedule import coupling, program as programs
 from pipedream.core.units import format_bytes
 from pipedream.extensions.host_weights.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
-from pipedream.workflows.check import check_plan
-from pipedream.workflows.prepare import prepare, read_run_phases
+from pipedream.workflows import check as checks, prepare
 
 
 def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> pd.Plan:
@@ -102,7 +99,7 @@ def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(
     p, stages, m = size
     assume(stages > 1)
     plan = replace(plan_of(p, stages), tied_weights=(TiedWeights(("w",), (0, stages - 1), 8),))
-    schedule = with_tied_weights(roundpipe(plan, m, delay=1))
+    schedule = coupling.with_tied_weights(roundpipe(plan, m, delay=1))
     program = pd.lower(schedule)
     pd.verify(program)
     ends: dict[tuple[int, int], float] = {}
@@ -180,7 +177,7 @@ def test_passes_that_read_what_a_thread_still_writes_are_refused(workers: int) -
     """Each update is joined on its rank, before what reads its weights, its gradients or its state."""
     program = pd.lower(roundpipe(plan_of(workers, 5), workers, delay=1))
     for rank, text in enumerate(program.ranks):
-        joins = [item for item in text.period if item.kind is Move.JOIN_UPDATE]
+        joins = [item for item in text.period if item.kind is programs.Move.JOIN_UPDATE]
         assert {join.channel for join in joins} == {s for s, _ in program.placement.stage_replicas(rank)}
         for join in joins:
             at = text.period.index(join)
@@ -202,7 +199,7 @@ def test_updates_on_hosts_of_gpus_take_no_time_of_passes(size: tuple[int, int, i
     p, stages, m = size
     schedule = roundpipe(plan_of(p, stages), m, delay=1)
     program, free = pd.lower(schedule), costs(schedule.plan)
-    busy, gpu = replace(free, update_s=(update_s,) * stages), {"runtime": RuntimeCosts(overlap_device=True)}
+    busy, gpu = replace(free, update_s=(update_s,) * stages), {"runtime": replace(free.runtime, overlap_device=True)}
     on_gpus = simulate(program, replace(busy, **gpu), n * m)
     without = simulate(program, replace(free, **gpu), n * m).makespan_s
     most = -(-stages // p)  # stages of a worker
@@ -225,7 +222,7 @@ def test_updates_on_hosts_of_gpus_take_no_time_of_passes(size: tuple[int, int, i
 def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() -> None:
     """Rank 0 makes its updates before the backwards of its turn at stage 0, whose home sums with it."""
     plan = replace(plan_of(2, 4), tied_weights=(TiedWeights(("w",), (0, 3), 8),))
-    schedule = with_tied_weights(roundpipe(plan, 2, delay=1))
+    schedule = coupling.with_tied_weights(roundpipe(plan, 2, delay=1))
     pd.verify(pd.lower(schedule))
 
     def order(rank: int) -> Iterator[pd.schedules.Op]:
@@ -267,7 +264,7 @@ build = partial(pd.schedules.build, "roundpipe")
 APART = replace(plan_of(3, 3), cluster=pd.Cluster((pd.Level(2, 1e9), pd.Level(2, 1e8))))
 OPTIONS = r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="
 LONG = r"turns of 1025 microbatches: .* repeats after 4100; .* fewer microbatches"
-PHASES = read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
+PHASES = prepare.read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +277,7 @@ PHASES = read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
         (lambda: roundpipe(plan_of(2, 2), delay=2), OPTIONS),
         (lambda: build(plan_of(2, 4).choosing(activations="host")), "'host', but its backwards recompute, which"),
         (lambda: pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1)), LONG),
-        (lambda: prepare(plan_of(3, 3), PHASES, Policy()), "their stages live on other ranks"),
+        (lambda: prepare.prepare(plan_of(3, 3), PHASES, coupling.Policy()), "their stages live on other ranks"),
     ],
 )
 def test_what_is_not_laid_out_is_refused(call: Callable[[], object], words: str) -> None:
@@ -304,14 +301,14 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
     short = replace(free, cluster=pd.Cluster.flat(4, memory_bytes=max(peaks) - 1))
     assert short.first_stage_over_memory == 1
     for measured in (None, profile):
-        check_plan(fits, profile=measured)
+        checks.check_plan(fits, profile=measured)
         with pytest.raises(pd.errors.PlanError, match="for the passes of the stages"):
-            check_plan(short, profile=measured)
+            checks.check_plan(short, profile=measured)
 
 
 LIGHT = pd.LayerProfile(1.0, 2.0, output_bytes=16, activation_bytes=16, parameter_bytes=1000)
 CPU = pd.Profile.of_chain((LIGHT,) * 24, batch=16, optimizer_bytes=48_000)
-GPU = replace(CPU, runtime=RuntimeCosts(overlap_device=True))
+GPU = replace(CPU, runtime=replace(CPU.runtime, overlap_device=True))
 
 
 def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
@@ -340,12 +337,12 @@ def test_a_machine_without_room_for_what_is_kept_there_is_refused(delay: int) ->
     enough = replace(pd.Cluster.flat(2), host_bytes=need)
     plan = pd.plan(GPU, enough, schedule=name)
     assert sum(stage.memory.host_bytes for stage in plan.stages) == need
-    check_plan(plan)
+    checks.check_plan(plan)
     short = replace(enough, host_bytes=need - 1)
     fits = "without delay\\) needs 96.0 kB, an" if delay else "free; an"
     sizes = [format_bytes(size) for size in (need, need - 48_000)]
     reason = f"need {sizes[0]}, 1.00 B more than .* {fits} optimizer without state needs {sizes[1]}"
-    for check in (lambda: pd.plan(GPU, short, schedule=name), lambda: check_plan(plan.on(short))):
+    for check in (lambda: pd.plan(GPU, short, schedule=name), lambda: checks.check_plan(plan.on(short))):
         with pytest.raises(pd.errors.PlanError, match=reason):
             check()
     with pytest.raises(pd.errors.PlanError, match="nothing smaller fits: use a smaller model"):

@@ -14,7 +14,6 @@ from drawn import runtime_costs
 from hypothesis import assume, example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import list_finalists
 from pipedream.workflows import methods, stage_search
@@ -64,9 +63,8 @@ def clusters(draw: st.DrawFn) -> pd.Cluster:
 
 
 BOUNDED_METHODS = ("pipedream", "pipedream_2bw", "xpipe", "pipemare", "1f1b", "gpipe", "zb_h1")
-HIDDEN_LATENCY = pd.Profile.of_chain(
-    (pd.LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3, batch=1, update_s=1e-3, runtime=RuntimeCosts(message_s=2e-5)
-)
+HIDDEN_LATENCY = pd.Profile.of_chain((pd.LayerProfile(0.0078125, 0.0078125, 0, 0, 0),) * 3, batch=1, update_s=1e-3)
+HIDDEN_LATENCY = replace(HIDDEN_LATENCY, runtime=replace(HIDDEN_LATENCY.runtime, message_s=2e-5))
 """Messages keep the first stage of 2-2 busy for longer than the latency of its sum, which they hide."""
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes
 
 LAYER = pd.LayerProfile(1.0, 2.0, 1000, 10_000, activation_bytes=100_000, temporary_bytes=2000)
@@ -107,7 +106,7 @@ def test_recomputation_and_offloading_exclude_each_other() -> None:
         replace(moved.stages[0], recompute=True)
 
 
-GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=RuntimeCosts(overlap_device=True))
+GPU_CHAIN = replace(CHAIN, device="A100-80GB", runtime=replace(CHAIN.runtime, overlap_device=True))
 
 
 def plan_on_gpus(memory_bytes: int | None, host_bytes: int | None = None, **request: Any) -> pd.Plan:

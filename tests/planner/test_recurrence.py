@@ -14,8 +14,7 @@ import pipedream as pd
 from pipedream.core.plan.choices import Choices
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.planner import SearchSpace
-from pipedream.planner.dynamic_program.pruning import prune_places
-from pipedream.planner.dynamic_program.recurrence import DynamicProgram, State, states_of_counts, straight_states
+from pipedream.planner.dynamic_program import pruning, recurrence
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import chains, random_profile, random_tree, replicated_states, search_plan
 
@@ -26,8 +25,8 @@ RULES: dict[str, VersionsRule] = {
 }
 
 
-def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
-    return DynamicProgram(space, straight_states(stages), ((stages, 1),))
+def of_stages(space: SearchSpace, stages: int) -> recurrence.DynamicProgram:
+    return recurrence.DynamicProgram(space, recurrence.straight_states(stages), ((stages, 1),))
 
 
 def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
@@ -35,7 +34,9 @@ def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
     return pd.Cluster.flat(workers, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
 
 
-def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[State, ...] | None, bool, Any]:
+def _kind(
+    draw: random.Random, workers: int
+) -> tuple[tuple[recurrence.State, ...], tuple[recurrence.State, ...] | None, bool, Any]:
     """A set of states, where they start, whether one stage is allowed, and the plans that this means."""
     kind = draw.choice(["any", "any", "pipeline", "all workers", "straight", "counts"])
     if kind == "any":
@@ -49,7 +50,7 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
     if kind == "counts":
         counts = tuple(draw.choice([1, 1, 2, 3]) for _ in range(draw.randint(1, 3)))
         counts = counts if sum(counts) <= workers else (workers,)
-    return states_of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
+    return recurrence.states_of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
 
 
 @pytest.mark.parametrize("seed", seeds(1, 7, 20))
@@ -62,7 +63,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
         how = {"versions": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
         space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]), **how)
         states, starts, whole, among = _kind(draw, cluster.workers)
-        pipelines = DynamicProgram(space, states, starts, whole)
+        pipelines = recurrence.DynamicProgram(space, states, starts, whole)
         try:
             best = exhaustive(space, among)
         except pd.errors.PlanError:
@@ -84,7 +85,7 @@ def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
         profile, delay = random_profile(draw, draw.randint(1, 5)), draw.choice([0, 1])
         space = SearchSpace.of(profile, pd.Cluster.flat(4), microbatches=2, update_delay=delay)
         needs = {candidate: peak_bytes(space, candidate) for candidate in every_plan(space)}
-        assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
+        assert recurrence.DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
         for stages in range(1, max(len(candidate.stages) for candidate in needs) + 1):
             of_these = [need for candidate, need in needs.items() if candidate.replicas == (1,) * stages]
             assert of_stages(space, stages).least_bytes == min(of_these)
@@ -116,14 +117,14 @@ def test_the_best_plan_stays(seed: int) -> None:
         cluster, profile = random_tree(draw), random_profile(draw, draw.randint(8, 16), draw.choice([1, 3, 3]))
         space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
-        counts = states_of_counts((2, 1)[: workers - 1])
-        states = draw.choice([replicated_states(workers), straight_states(workers), counts])
+        counts = recurrence.states_of_counts((2, 1)[: workers - 1])
+        states = draw.choice([replicated_states(workers), recurrence.straight_states(workers), counts])
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
         line = WorkerLine.of(cluster, draw.choice(list_orders(cluster, 100)[0]))
         recompute = draw.choice(["never", "never", "auto", "always"])
         space = replace(space, choices=Choices(recompute=recompute))
-        full = DynamicProgram(space, states, starts, draw.random() < 0.5, line)
-        pruned = prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
+        full = recurrence.DynamicProgram(space, states, starts, draw.random() < 0.5, line)
+        pruned = pruning.prune_places(full, enough=4, first=draw.choice([4, 30]), little=0.0)
         assert pruned.best() == full.best()
         fewer += len(pruned.space.positions) < len(space.positions)
     assert fewer > 5

@@ -20,8 +20,7 @@ import pipedream as pd
 from pipedream.apps.cli.sweep import _split_values
 from pipedream.schedules.registry import options_of
 from pipedream.services.checkpoint.folders import SavedCheckpoint, read_manifest
-from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.phases import phases_text, read_phases
+from pipedream.workflows import methods, phases as phase_files
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -143,27 +142,27 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
 
 def test_phases() -> None:
     text = "1f1b/4:200,pb_lwp[by=difference,scale=2]+spike:3e,x.py:one[a=1/2,b=c]/2:500,paci[backward_rule=recompute]/4"
-    phases = read_phases(text)
+    phases = phase_files.read_phases(text)
     assert [(phase.name, phase.microbatches, phase.until, phase.until_epoch) for phase in phases] == [
         ("1f1b", 4, 200, None),
         ("pb_lwp[by=difference,scale=2]", None, None, 3),
         ("x.py:one[a=1/2,b=c]", 2, 500, None),
         ("paci[backward_rule=recompute]", 4, None, None),
     ]
-    assert phases_text(phases) == text
+    assert phase_files.phases_text(phases) == text
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
         with pytest.raises(pd.errors.ScheduleError, match=r"METHOD may have options"):
-            read_phases(wrong)
+            phase_files.read_phases(wrong)
     names = ["pipedream", "pb_lwp[by=difference,scale=2]", "gpipe"]
     assert _split_values([",".join(names[:2]), names[2]]) == names
 
 
 def test_a_plan_knows_its_method_by_its_other_names() -> None:
     plan = replace(pd.Plan.uniform(3), schedule="paci[backward_rule=recompute]", microbatches=8)
-    assert resolve_method(plan, None) == resolve_method(plan, "PACI[backward-rule = recompute]")
-    assert resolve_method(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
-    assert resolve_method(plan, "paci") == ("paci", None)
-    assert resolve_method(replace(plan, schedule="pipedream_2bw"), "2bw") == ("pipedream_2bw", 8)
+    assert methods.resolve_method(plan, None) == methods.resolve_method(plan, "PACI[backward-rule = recompute]")
+    assert methods.resolve_method(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
+    assert methods.resolve_method(plan, "paci") == ("paci", None)
+    assert methods.resolve_method(replace(plan, schedule="pipedream_2bw"), "2bw") == ("pipedream_2bw", 8)
 
 
 def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from programs import edited, program_of
 
 import pipedream as pd
-from pipedream.core.plan.cost import SumLink
-from pipedream.core.plan.stage import TiedWeights
+from pipedream.core.plan import cost, stage as stages
 from pipedream.core.schedule.program import RankProgram
 from pipedream.simulator import Costs, costs, simulate
 
@@ -86,7 +85,7 @@ def test_one_works_at_a_time(run: tuple[pd.Schedule, Costs, int]) -> None:
 
 
 LATENCY_S, BYTES_PER_S = 0.5, 10.0
-LINK = SumLink(BYTES_PER_S, LATENCY_S)
+LINK = cost.SumLink(BYTES_PER_S, LATENCY_S)
 
 
 def tied_plan(holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (1, 1, 1)) -> pd.Plan:
@@ -94,7 +93,7 @@ def tied_plan(holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (1,
     plan = pd.Plan.uniform(3, update_s=0.25, replicas=replicas)
     rows = tuple(replace(stage, output_bytes=0, parameter_bytes=0) for stage in plan.stages)
     cluster = pd.Cluster.flat(plan.workers, BYTES_PER_S, LATENCY_S)
-    return replace(plan, stages=rows, cluster=cluster, tied_weights=(TiedWeights(("w",), holders, 100),))
+    return replace(plan, stages=rows, cluster=cluster, tied_weights=(stages.TiedWeights(("w",), holders, 100),))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream_2bw"])

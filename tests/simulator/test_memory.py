@@ -12,8 +12,7 @@ from programs import program_of
 
 import pipedream as pd
 from pipedream.core.model.weight_shapes import Matrices
-from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
-from pipedream.core.plan.memory import StageSizes, message_bytes, peers_of
+from pipedream.core.plan import cost, memory
 from pipedream.core.schedule.stage_memory import DEFERRED_SHARE
 from pipedream.simulator import Costs, costs, simulate
 
@@ -26,19 +25,21 @@ SIZES = ("parameter_bytes", "frozen_bytes", "optimizer_bytes", "activation_bytes
 SIZES += ("largest_parameter_bytes", "update_temporary_bytes")
 
 
-def sizes_at(plan: pd.Plan, stage: int) -> StageSizes:
+def sizes_at(plan: pd.Plan, stage: int) -> memory.StageSizes:
     row, received = plan.stages[stage], plan.stages[stage - 1].output_bytes if stage else 0
     sent = row.output_bytes if stage + 1 < len(plan.stages) else 0
-    row_sizes = {field.name: getattr(row, field.name) for field in fields(StageSizes) if hasattr(row, field.name)}
-    return StageSizes(**row_sizes, input_bytes=received, received_bytes=received, sent_bytes=sent)
+    row_sizes = {
+        field.name: getattr(row, field.name) for field in fields(memory.StageSizes) if hasattr(row, field.name)
+    }
+    return memory.StageSizes(**row_sizes, input_bytes=received, received_bytes=received, sent_bytes=sent)
 
 
 def base_at(plan: pd.Plan, stage: int, versions: int, in_flight: int, most: tuple[int, ...] = (3, 2, 1)) -> int:
     """Bytes of what waits, written out once more; `most` is what each stage holds in flight."""
     row, recompute = plan.stages[stage], plan.stages[stage].recompute
     waiting = sizes_at(plan, stage).input_bytes if recompute else row.activation_bytes
-    peers = peers_of(plan.replicas, most)[stage]
-    messages = message_bytes(sizes_at(plan, stage), most[stage], recompute, peers)
+    peers = memory.peers_of(plan.replicas, most)[stage]
+    messages = memory.message_bytes(sizes_at(plan, stage), most[stage], recompute, peers)
     return row.frozen_bytes + row.trained_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
@@ -97,7 +98,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
         # What is in a bucket of a sum over replicas is there twice.
-        summed_bytes = row.trained_bytes + (min(FIRST_BUCKET_BYTES, row.trained_bytes) if row.replicas > 1 else 0)
+        summed_bytes = row.trained_bytes + (min(cost.FIRST_BUCKET_BYTES, row.trained_bytes) if row.replicas > 1 else 0)
         alive = 1
         for span in timeline.of_rank(rank):
             extra = 0

@@ -19,8 +19,7 @@ import pipedream as pd
 from pipedream._version import hash_sources
 from pipedream.options import TrainingOptions
 from pipedream.runtime.comm import process_group
-from pipedream.services.failure import processes, restarts
-from pipedream.services.failure.without import drop_worker
+from pipedream.services.failure import processes, restarts, without
 from pipedream.training import checkpoint_cost, job, run_folder
 
 pytestmark = pytest.mark.processes
@@ -257,7 +256,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     assert summary["failures"]["restarts"] == summary["failures"]["workers_lost"] == 1
     lost = sorted((tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines())
     assert lost == [f"{rank} {resumed} (1,)" for rank in range(sum(replicas) - 1)]
-    reduced = drop_worker(plan, 1)
+    reduced = without.drop_worker(plan, 1)
     assert reduced is not None
     assert pd.Plan.load(tmp_path / "run" / "plan.json").config == reduced.config
     assert not (tmp_path / "run" / "profile.json").exists(), "nothing is measured to plan again"

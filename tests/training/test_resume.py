@@ -18,10 +18,8 @@ from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline
 from marks import slow, spread
 
 import pipedream as pd
-from pipedream.services.checkpoint import folders, pieces
-from pipedream.services.checkpoint.stores import open_store
-from pipedream.services.checkpoint.stores.local_folder import LocalFolder
-from pipedream.services.checkpoint.stores.object_store import ObjectStore
+from pipedream.services.checkpoint import folders, pieces, stores
+from pipedream.services.checkpoint.stores import local_folder, object_store
 from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
@@ -194,7 +192,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """It is complete there: a machine that has nothing else continues the run."""
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    store = open_store(url)
+    store = stores.open_store(url)
     pd.run(regression, epochs=2, out=url, resume=url, **OPTIONS)
     shutil.rmtree("runs")
     with pytest.raises(pd.PipelineError, match="holds checkpoints of an earlier run"):
@@ -217,14 +215,14 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = "memory://bucket/gpt"
-    create = ObjectStore.create
+    create = object_store.ObjectStore.create
 
-    def limited(self: ObjectStore, path: str) -> Any:
+    def limited(self: object_store.ObjectStore, path: str) -> Any:
         if path == "weights.pt":
             raise OSError("the credentials have expired")
         return create(self, path)
 
-    monkeypatch.setattr(ObjectStore, "create", limited)
+    monkeypatch.setattr(object_store.ObjectStore, "create", limited)
     with pytest.raises(pd.PipelineError, match="credentials have expired") as caught:
         pd.run(regression, epochs=1, out=url, **OPTIONS)
     folder = Path("runs", "memory", "bucket", "gpt")
@@ -238,11 +236,11 @@ def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch:
 def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
 
-    def full(store: LocalFolder, path: str, text: str) -> None:
+    def full(store: local_folder.LocalFolder, path: str, text: str) -> None:
         if folders.list_checkpoints(run / CHECKPOINTS):
             raise pd.errors.ArtifactError(f"cannot write {path}: No space left on device; free space")
 
-    monkeypatch.setattr(LocalFolder, "write_text", full)
+    monkeypatch.setattr(local_folder.LocalFolder, "write_text", full)
     with pytest.raises(pd.PipelineError, match=r"saving the losses so far: .*No space left") as caught:
         pd.run(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
@@ -261,7 +259,7 @@ def test_restarts_go_on_from_the_run_folder(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         for resume in (a, str(first)):
             point = find(resume, b)
-            assert (point.manifest.minibatches, point.folder) == (15, open_store(b))
+            assert (point.manifest.minibatches, point.folder) == (15, stores.open_store(b))
         assert {find(a, out).checkpoint for out in (None, tmp_path / "new", a)} == {first}
         oldest = folders.list_checkpoints(b / CHECKPOINTS)[0]
         assert find(str(oldest), b).checkpoint == oldest, "the run goes back"
@@ -316,7 +314,7 @@ def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     if text is not None:
         file.write_text(text)
-    point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=3), open_store(tmp_path))  # type: ignore[arg-type]
+    point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=3), stores.open_store(tmp_path))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=f"{file} lacks losses of the 3 minibatches before the checkpoint"):
         assert len(point.losses) == (2 if text == "[[0, 1], [2, 1]]" else 0)
     file.write_text("[[1, 0.5], [2, NaN], [3, 1.0]]")

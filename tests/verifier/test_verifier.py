@@ -12,8 +12,6 @@ from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
 from pipedream.core.plan import depth
-from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.plan import with_choices
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
@@ -215,7 +213,7 @@ def test_replicas_must_all_join_a_sum() -> None:
 
 
 def test_replicas_must_all_average_after_each_update() -> None:
-    plan = with_choices(pd.Plan.uniform(2, replicas=(2, 1)), Choices(sums="every:2"))
+    plan = pd.Plan.uniform(2, replicas=(2, 1)).choosing(sums="every:2")
     program = program_of("pipedream", plan)
     pd.verify(program)
     for rank in (0, 1):

@@ -11,8 +11,7 @@ from commands import Run
 from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
-from pipedream.workflows.check import check_plan
-from pipedream.workflows.methods import select_methods
+from pipedream.workflows import check, methods
 
 COSTS = {"output_bytes": 1000, "parameter_bytes": 100, "activation_bytes": 80}
 ROWS = tuple(pd.LayerProfile(1.0 + i, 2.0, **COSTS) for i in range(6))
@@ -59,7 +58,7 @@ def put(value: Any, *path: Any) -> Edit:
 
 @settings(max_examples=8)
 @given(
-    st.sampled_from(list(select_methods(allow_asynchronous=True))),
+    st.sampled_from(list(methods.select_methods(allow_asynchronous=True))),
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
     st.booleans(),
 )
@@ -68,10 +67,10 @@ def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) 
     plan = pd.plan(CHAIN, pd.Cluster.flat(4), **how)
     if schedule == "pipedream_2bw" and deep:
         return  # its own split follows the depth
-    result = check_plan(plan, profile=CHAIN)
+    result = check.check_plan(plan, profile=CHAIN)
     assert result.differences == ()
     assert result.plan.stages == plan.stages
-    without = check_plan(plan)
+    without = check.check_plan(plan)
     assert without.score == result.score
     for stage, row in zip(plan.stages[1:], without.plan.stages[1:], strict=True):
         assert stage.peak_bytes == row.peak_bytes
@@ -82,7 +81,7 @@ def test_figures_may_differ_by_a_percent(factor: float, differs: bool) -> None:
     plan = pd.plan(CHAIN, pd.Cluster.flat(4))
     first, *rest = plan.stages
     edited = replace(plan, stages=(replace(first, forward_s=factor * first.forward_s), *rest))
-    assert bool(check_plan(edited, profile=CHAIN).differences) is differs
+    assert bool(check.check_plan(edited, profile=CHAIN).differences) is differs
     assert replace(plan, bound_s=1.1 * plan.slowest_stage_s).gap is None, "the plan is faster: that proves nothing"
 
 

@@ -25,10 +25,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import pipedream as pd
-from pipedream.apps.compare import compare, compare_runs
-from pipedream.apps.compare.compare_options import ComparisonOptions
+from pipedream.apps.compare import compare, compare_options, compare_runs, variants
 from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
-from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison
 from pipedream.core.cold import count_warm_up
 from pipedream.training import loop
 
@@ -231,7 +229,9 @@ class FakeRuns:
 def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     fake, out = FakeRuns(monkeypatch), tmp_path / "out"
-    options = ComparisonOptions(schedules=("torch", "1f1b", "data-parallel+diloco:30", "pipedream"), minibatches=4)
+    options = compare_options.ComparisonOptions(
+        schedules=("torch", "1f1b", "data-parallel+diloco:30", "pipedream"), minibatches=4
+    )
     continued = partial(compare.compare_recipe, str(tmp_path / "small.py"), out=out)
     fake.failures["1f1b"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -242,7 +242,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
         *("DDP", "DDP, accumulating 8", "DDP, fp16", "DDP, fp16, accumulating 8", "local SGD, every 8"),
         *("DDP, minibatch shared", "torch Schedule1F1B"),
     ]
-    assert [variant["name"] for variant in state["variants"]] == [ONE_WORKER, *torchs]
+    assert [variant["name"] for variant in state["variants"]] == [variants.ONE_WORKER, *torchs]
     fake.failures = {"1f1b": pd.errors.WorkerError(0, "stage 1", "the loss is not finite")}
     fake.ran.clear()
     comparison, folder = continued(options)
@@ -261,7 +261,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     assert rows["data-parallel+diloco:30"].approximation == "sums=diloco:30"
     assert comparison.verdict in (out / "compare.html").read_text().replace("&#x27;", "'")
     with pytest.raises(pd.PipelineError, match="has a comparison with minibatches 4, and 5 was asked for"):
-        continued(ComparisonOptions(schedules=options.schedules, minibatches=5))
+        continued(compare_options.ComparisonOptions(schedules=options.schedules, minibatches=5))
 
 
 @given(
@@ -277,7 +277,9 @@ def test_a_run_has_its_seconds_after_its_warm_up(seconds: float, bytes_per_s: fl
     request: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2} if shared else {}
     plan = pd.plan(profile, cluster, shape="data-parallel", sums=sums, **request)
     runs: Any = None
-    comparer = compare._Comparer(ComparisonOptions(seconds=seconds), runs, RecipeComparison("small", 2), print)
+    comparer = compare._Comparer(
+        compare_options.ComparisonOptions(seconds=seconds), runs, variants.RecipeComparison("small", 2), print
+    )
     minibatches = 1 if shared else 2  # of an update
     count = comparer._choose_length(plan, minibatches)["minibatches"]
     assert count is not None
@@ -296,14 +298,21 @@ def test_one_worker_is_the_planners_choice_over_a_slow_link(monkeypatch: pytest.
     fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
     profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
     runs: Any = compare_runs.Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
-    comparer = compare._Comparer(ComparisonOptions(), runs, RecipeComparison("small", 2), lambda line: None)
+    comparer = compare._Comparer(
+        compare_options.ComparisonOptions(), runs, variants.RecipeComparison("small", 2), lambda line: None
+    )
     for link in (1e3, 2e3):
-        for way in compare._list_ways(ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
+        for way in compare._list_ways(compare_options.ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
             comparer.add(way, profile, link)
     assert [name for _, _, name in fake.ran] == ["one_worker"], "it is measured once"
     rows = [(variant.name, variant.link, variant.samples_per_s) for variant in comparer.comparison.variants]
     rate = rows[0][2]
-    assert rows == [(ONE_WORKER, 1e3, rate), ("auto", 1e3, rate), (ONE_WORKER, 2e3, rate), ("auto", 2e3, rate)]
+    assert rows == [
+        (variants.ONE_WORKER, 1e3, rate),
+        ("auto", 1e3, rate),
+        (variants.ONE_WORKER, 2e3, rate),
+        ("auto", 2e3, rate),
+    ]
 
 
 @pytest.mark.network
@@ -325,7 +334,7 @@ def test_compares_over_links(tmp_path: Path) -> None:
     weights_bytes = 4 * (3 * 72 + 18)
     for name, samples in (("DDP", 16), ("DDP, minibatch shared", 8)):  # two workers send the weights' gradients once
         assert rows[name]["bytes_per_sample"] > 2 * weights_bytes / samples
-    loss = rows[ONE_WORKER]["metrics"]["loss"]
+    loss = rows[variants.ONE_WORKER]["metrics"]["loss"]
     for name in ("DDP, minibatch shared", "torch Schedule1F1B", "1f1b"):
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()

@@ -13,10 +13,7 @@ import torch
 from commands import Run, load_script
 
 import pipedream as pd
-from pipedream.apps.compare import compare, compare_runs
-from pipedream.apps.compare.compare_options import ComparisonOptions
-from pipedream.apps.compare.torch_baselines import PlainLoop, Task
-from pipedream.apps.compare.variants import RecipeComparison
+from pipedream.apps.compare import compare, compare_options, compare_runs, torch_baselines, variants
 from tests.apps.compare import test_comparing
 
 RECIPE = (
@@ -39,10 +36,10 @@ def profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
 
 
-def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -> RecipeComparison:
+def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -> variants.RecipeComparison:
     chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (1e6,), "emulate_delay": True} | options
     comparison, _ = compare.compare_recipe(
-        str(folder.parent / "small.py"), ComparisonOptions(schedules=methods, **chosen), out=folder
+        str(folder.parent / "small.py"), compare_options.ComparisonOptions(schedules=methods, **chosen), out=folder
     )
     return comparison
 
@@ -56,7 +53,7 @@ def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_p
     assert late.losses == tuple((6 * (number + 1), loss) for number, loss in trained)
     assert len(trained) == 20
     assert (late.samples_per_s, late.peak_bytes, late.seconds_to_target) == (None, None, None), "one process's"
-    loop = PlainLoop(Task(make(3), 0, 1, torch.device("cpu")))
+    loop = torch_baselines.PlainLoop(torch_baselines.Task(make(3), 0, 1, torch.device("cpu")))
     plain = [done.loss for done in loop.train(None, until_epoch=2)]
     assert reference.name == "1f1b"
     assert [loss for _, loss in reference.losses] == pytest.approx(plain, rel=1e-5)

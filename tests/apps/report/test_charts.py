@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.apps.report.charts import average_neighbours, curve_svg
-from pipedream.apps.report.lanes import assign_rows, middle_window, start_window
+from pipedream.apps.report import charts, lanes
 from pipedream.apps.report.style import COLOURS, LINES, page_style, ticks
 from pipedream.core.schedule.timeline import Span
 from pipedream.core.units import format_number
@@ -21,7 +20,7 @@ LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_
 
 @given(losses=LOSSES)
 def test_any_losses_give_a_picture_in_its_frame(losses: list[float]) -> None:
-    tree = ElementTree.fromstring(curve_svg(enumerate(losses), marks=[3, 10**9]))
+    tree = ElementTree.fromstring(charts.curve_svg(enumerate(losses), marks=[3, 10**9]))
     for line in [*tree.iter(f"{SVG}polyline"), *tree.iter(f"{SVG}polygon")]:
         for point in (line.get("points") or "").split():
             x, y = map(float, point.split(","))
@@ -35,7 +34,7 @@ def test_any_losses_give_a_picture_in_its_frame(losses: list[float]) -> None:
 
 @given(losses=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
 def test_thinning_keeps_the_extremes(losses: list[float]) -> None:
-    means = average_neighbours([(float(i), loss) for i, loss in enumerate(losses)])
+    means = charts.average_neighbours([(float(i), loss) for i, loss in enumerate(losses)])
     assert len(means) <= 200
     assert min(low for _, low, _, _ in means) == min(losses)
     assert max(high for *_, high in means) == max(losses)
@@ -46,7 +45,7 @@ def test_thinning_keeps_the_extremes(losses: list[float]) -> None:
 def test_labels_are_whole_and_do_not_cover_each_other(title: str) -> None:
     """A label that begins or is centred at the right edge would be cut."""
     points = [(45.0, 0.88), (90.0, 0.9), (135.0, 0.961)]
-    drawn = curve_svg(points, title=title, y_label="accuracy", named=[(133, "2bw")], width_px=480, height_px=180)
+    drawn = charts.curve_svg(points, title=title, y_label="accuracy", named=[(133, "2bw")], width_px=480, height_px=180)
     boxes = []
     for label in ElementTree.fromstring(drawn).iter(f"{SVG}text"):
         tall = float(label.get("font-size", "11"))
@@ -89,7 +88,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
 @given(times=TIMES)
 def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, float]]) -> None:
     spans = [Span(0, "send", 0, i, start, start + length) for i, (start, length) in enumerate(sorted(times))]
-    rows = assign_rows(spans)
+    rows = lanes.assign_rows(spans)
     for row in set(rows):
         mine = [span for span, where in zip(spans, rows, strict=True) if where == row]
         assert all(b.start_s >= a.end_s for a, b in pairwise(mine))
@@ -100,16 +99,16 @@ def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, f
 def test_windows(simulated: Simulated) -> None:
     """The steady part keeps away from drains and shows whole minibatches; a start may be shorter than asked for."""
     timeline, short = simulated("pipedream", total=100), simulated("pipedream", total=3)
-    window = middle_window(timeline, 12, [10, 30, 90])
+    window = lanes.middle_window(timeline, 12, [10, 30, 90])
     assert (window.first, window.last, window.end_s - window.start_s) == (54, 66, 36.0)
-    assert middle_window(timeline, 12, range(0, 100, 20)) is None
-    window = middle_window(simulated("gpipe", split=4, total=68), 8)
+    assert lanes.middle_window(timeline, 12, range(0, 100, 20)) is None
+    window = lanes.middle_window(simulated("gpipe", split=4, total=68), 8)
     assert (window.first, window.last) == (28, 36)  # the middle would be 30
     for run, last in ((timeline, 12), (short, 3)):
-        window = start_window(run, 12)
+        window = lanes.start_window(run, 12)
         assert (window.first, window.last, window.start_s) == (0, last, 0.0)
     assert window.end_s == short.makespan_s
-    assert start_window(pd.Timeline("x", "measured", 1, (), 0), 12) is None
+    assert lanes.start_window(pd.Timeline("x", "measured", 1, (), 0), 12) is None
 
 
 # -- colours ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
-from pipedream.workflows.check import check_plan
-from pipedream.workflows.methods import score
+from pipedream.workflows import check, methods
 from tests.planner.planned import compare
 
 EVEN = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
@@ -28,9 +27,9 @@ def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, c
     assert len(plan.stages) == layout.stages(workers, chunks)
     assert plan.worker_order == layout.order(workers, chunks or layout.chunks or 1)
     pd.verify(pd.lower(pd.schedules.build(plan.schedule, plan, plan.microbatches)))
-    assert score(plan).period_s > 0
+    assert methods.score(plan).period_s > 0
     assert pd.Plan.from_json(plan.to_json()) == plan
-    assert check_plan(plan, profile=NINE).differences == ()
+    assert check.check_plan(plan, profile=NINE).differences == ()
 
 
 @pytest.mark.parametrize("layout", ["zbv", "chimera", "roundpipe"])
@@ -59,8 +58,8 @@ def test_a_worker_needs_what_all_its_stages_hold() -> None:
     assert max(stage.peak_bytes for stage in tight.stages) < most - 1
     assert tight.first_stage_over_memory is not None
     with pytest.raises(pd.PipelineError, match="in addition to the other stages of its worker"):
-        check_plan(tight)
-    assert check_plan(free).plan == free
+        check.check_plan(tight)
+    assert check.check_plan(free).plan == free
     assert max(plan(recompute="always").worker_bytes.values()) < most
 
 

@@ -13,10 +13,9 @@ from marks import seeds
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.extensions.meshes import search as search_module
+from pipedream.extensions.meshes import search as mesh_search
 from pipedream.extensions.meshes.costs import MESH_PROGRAMS
 from pipedream.extensions.meshes.program import MeshPeriods, MeshProgram
-from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.extensions.meshes.space import MeshSpace, StageChoice
 from pipedream.planner import SearchSpace
 from tests.planner.planned import plan_or_words
@@ -54,7 +53,7 @@ def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: 
         rows = zip(firsts, choices, strict=True)
         lies = all(space.site_at(unused + first, row.replicas, row.mesh) is not None for first, row in rows)
         is_allowed = (len(choices) > 1 or single) and not (unused and all_ranks)
-        if is_allowed and lies and search_module.fits_rank_memory(space, choices):
+        if is_allowed and lies and mesh_search.fits_rank_memory(space, choices):
             least_s = min(least_s, space.plan_of(choices).slowest_stage_s)
     return least_s
 
@@ -78,9 +77,9 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert above >= best_s * (1 - 1e-9)
     if best_s < float("inf"):
         answer = programs[1].best()
-        assert search_module.fits_rank_memory(space, answer[1])
+        assert mesh_search.fits_rank_memory(space, answer[1])
         assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
-        search = MeshSearch.of(profile, cluster, meshes, choices=choices, all_ranks=all_ranks,
+        search = mesh_search.MeshSearch.of(profile, cluster, meshes, choices=choices, all_ranks=all_ranks,
                                update_delay=space.update_delay)  # fmt: skip
         plan = search._search(search.space, "any" if single else "pipeline")
         assert plan.slowest_stage_s == pytest.approx(best_s), "without the meshes that others beat"
@@ -90,18 +89,20 @@ def test_equals_exhaustive_search(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(4, 23, 60))
 def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the exact program: the best plan is between the bound and what is found, which fits whenever one does."""
-    monkeypatch.setattr(search_module, "_MAX_WORK", 0.0)
+    monkeypatch.setattr(mesh_search, "_MAX_WORK", 0.0)
     draw = random.Random(seed)
     profile, cluster, meshes = drawn(draw, limited=True, levels=1 + seed % 2)
     recompute, all_ranks = draw.choice(["never", "never", "auto", "always"]), draw.random() < 0.3
-    search = MeshSearch.of(profile, cluster, meshes, choices=Choices(recompute=recompute), all_ranks=all_ranks)
+    search = mesh_search.MeshSearch.of(
+        profile, cluster, meshes, choices=Choices(recompute=recompute), all_ranks=all_ranks
+    )
     best_s = exhaustive_s(search.space, single=True, all_ranks=all_ranks, recompute=recompute)
     try:
         plan = search._search(search.space, "any")
     except pd.errors.PlanError:
         assert best_s == float("inf")
         return
-    assert search_module.fits_rank_memory(search.space, search.space.choices_of(plan))
+    assert mesh_search.fits_rank_memory(search.space, search.space.choices_of(plan))
     assert plan.bound_s <= best_s * (1 + 1e-9)
     assert plan.slowest_stage_s >= best_s * (1 - 1e-9)
     assert plan.ranks == cluster.workers or not all_ranks
@@ -111,10 +112,10 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
 def test_searches_that_share_tables_find_what_each_finds_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     draw = random.Random(seed)
-    monkeypatch.setattr(search_module, "_MAX_WORK", draw.choice([0.0, 3e8]))
+    monkeypatch.setattr(mesh_search, "_MAX_WORK", draw.choice([0.0, 3e8]))
     profile, cluster, meshes = drawn(draw, 6, limited=seed % 3 > 0, levels=1 + seed % 2)
     choices, delay = Choices(recompute=draw.choice(["never", "auto"])), draw.choice([0, 1])
-    make = partial(MeshSearch.of, profile, cluster, meshes, choices=choices, update_delay=delay)
+    make = partial(mesh_search.MeshSearch.of, profile, cluster, meshes, choices=choices, update_delay=delay)
     shared = make()
     for shape, link_factor in product(("any", "pipeline", (1, 1)), (1.0, 4.0)):
         assert plan_or_words(shared, shape, link_factor) == plan_or_words(make(), shape, link_factor)
@@ -135,6 +136,6 @@ def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
         assert periods.within(float("inf")) is None
         return
     choices = periods.within(best[0] * (1 + 1e-9))
-    assert search_module.fits_rank_memory(space, choices)
+    assert mesh_search.fits_rank_memory(space, choices)
     assert space.plan_of(choices).slowest_stage_s == pytest.approx(best[0])
     assert best[0] == 0 or periods.within(best[0] * (1 - 1e-9)) is None

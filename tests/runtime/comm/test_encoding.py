@@ -8,13 +8,12 @@ from encoded import rounded
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.plan.codec import list_encodings
+from pipedream.core.plan import codec as codecs, placement
 from pipedream.core.plan.message_encoding import MessageEncoding
-from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm import channel, encoded as codec, message as wire
 from pipedream.runtime.comm.blocks import BLOCK
 
-CODED = list_encodings()
+CODED = codecs.list_encodings()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 STAGE_ORDERS = {
     "rows": lambda x: x,
@@ -91,7 +90,7 @@ def test_what_is_left_alone(tensor: torch.Tensor, encoding: str, expected: bool)
     assert codec.is_encoded(tensor, encoding) is expected
 
 
-def _send(tensors: Any, wants: Any, carries: Carries, messages: str) -> tuple[wire.Message, int]:
+def _send(tensors: Any, wants: Any, carries: placement.Carries, messages: str) -> tuple[wire.Message, int]:
     link, encodings = channel.LocalChannel(), MessageEncoding.parse(messages)
     sender = codec.with_encoding(link, encodings, carries)
     sender.send(wire.Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
@@ -102,7 +101,7 @@ def _send(tensors: Any, wants: Any, carries: Carries, messages: str) -> tuple[wi
 
 def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:
     x, mask, ids = torch.randn(10, 100), torch.rand(10, 100), torch.arange(300)
-    message, sent_bytes = _send((x, mask, ids), (True, False, False), Carries.ACTIVATION, "int8")
+    message, sent_bytes = _send((x, mask, ids), (True, False, False), placement.Carries.ACTIVATION, "int8")
     assert (message.microbatch, message.version, message.wants) == (4, 7, (True, False, False))
     assert message.structure == "[0,1,2]"
     for arrived, expected in zip(message.tensors, (rounded(x, "int8"), mask, ids), strict=True):
@@ -113,12 +112,14 @@ def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("wants", "carries", "messages", "encoding"),
     [
-        ((), Carries.GRADIENT, "full,int4", "int4"),
-        ((True,), Carries.ACTIVATION, "full,int4", "full"),
-        ((True,), Carries.INPUT, "int8", "full"),
+        ((), placement.Carries.GRADIENT, "full,int4", "int4"),
+        ((True,), placement.Carries.ACTIVATION, "full,int4", "full"),
+        ((True,), placement.Carries.INPUT, "int8", "full"),
     ],
 )
-def test_gradients_have_an_encoding_of_their_own(wants: Any, carries: Carries, messages: str, encoding: str) -> None:
+def test_gradients_have_an_encoding_of_their_own(
+    wants: Any, carries: placement.Carries, messages: str, encoding: str
+) -> None:
     sent = torch.randn(10, 100)
     (arrived,) = _send((sent,), wants, carries, messages)[0].tensors
     torch.testing.assert_close(arrived, rounded(sent, encoding))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.core.schedule.compensation import Compensation
-from pipedream.extensions.compensations.basis_rotation import BasisRotation
-from pipedream.extensions.compensations.gap_aware import GapAware
+from pipedream.extensions.compensations import basis_rotation, gap_aware
 from pipedream.extensions.compensations.velocity import Generalised, Nesterov, SpikeCompensation, VelocityPrediction
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 
@@ -70,7 +69,7 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     delay, beta, eps = 3, 0.9, 1e-8
     factory = {"sgd": SGD, "adam": ADAM, "adamw": partial(torch.optim.AdamW, lr=RATE)}[name]
     handle = nn.Parameter(start.clone())
-    optimizer = following(handle, partial(factory, weight_decay=decay), GapAware(beta), staleness=delay)
+    optimizer = following(handle, partial(factory, weight_decay=decay), gap_aware.GapAware(beta), staleness=delay)
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
     versions = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
@@ -117,7 +116,7 @@ FAMILY: dict[str, Factory] = {
 def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geometry: Any, start: Tensor) -> None:
     """Of a basis that stays: what torch's optimizer makes of U^T W V, with U^T G V, is turned back."""
     gradients = [torch.randn_like(start) for _ in range(12)]
-    step, optimizer = ours(start, FAMILY[name], BasisRotation(99, geometry=geometry))
+    step, optimizer = ours(start, FAMILY[name], basis_rotation.BasisRotation(99, geometry=geometry))
     weights = [step(gradient).clone() for gradient in gradients]
     sides = optimizer.compensator.state["w"]
     assert set(sides) == ({"left", "right"} if geometry == "two_sided" else {"right"})
@@ -132,7 +131,7 @@ def test_basis_rotation_is_the_optimizer_in_rotated_coordinates(name: str, geome
 
 def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(start: Tensor) -> None:
     handle = nn.Parameter(start.clone())
-    optimizer = following(handle, ADAM, BasisRotation(2))
+    optimizer = following(handle, ADAM, basis_rotation.BasisRotation(2))
     mean = torch.zeros_like(start)
     for _ in range(7):
         gradient = torch.randn_like(start)
@@ -146,7 +145,10 @@ def test_a_rotation_that_ends_leaves_moments_in_the_weights_own_coordinates(star
         return optimizer
 
     total = float(moments["exp_avg_sq"].sum())
-    for chosen in (BasisRotation(2, estimate="first_moment"), BasisRotation(3, geometry="one_sided")):
+    for chosen in (
+        basis_rotation.BasisRotation(2, estimate="first_moment"),
+        basis_rotation.BasisRotation(3, geometry="one_sided"),
+    ):
         optimizer = go_on(optimizer, chosen)
         gradient = torch.randn_like(start)
         step_by(handle, optimizer, gradient)
@@ -164,8 +166,8 @@ REFUSED = [
     (SpikeCompensation(), partial(SGD, dampening=0.5), r"SGD with dampening=0\.5"),
     (Generalised(0.5), partial(SGD, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
     (VelocityPrediction(), partial(SGD, maximize=True), "SGD with maximize=True"),
-    (BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
-    (BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
+    (basis_rotation.BasisRotation(), torch.optim.Adafactor, "rotates the moments of Adam, .*, found Adafactor"),
+    (basis_rotation.BasisRotation(), torch.optim.SGD, "rotates the moments of Adam, .*, found SGD, which keeps no"),
 ]
 
 

@@ -5,8 +5,7 @@ import zoo
 from cases import make_pipeline
 
 import pipedream as pd
-from pipedream.services.checkpoint.folders import SavedCheckpoint, list_checkpoints
-from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.checkpoint import folders, stores
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
@@ -15,19 +14,19 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
 
 
 def save(
-    folder: Folder, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
-) -> list[SavedCheckpoint]:
+    folder: stores.Folder, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
+) -> list[folders.SavedCheckpoint]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
-    return list_checkpoints(folder)
+    return folders.list_checkpoints(folder)
 
 
 def run(
-    folder: Folder,
+    folder: stores.Folder,
     counts: tuple[int, ...] = (1, 1),
     epochs: int = 4,
     keep: int | None = None,
-    resume: Folder | SavedCheckpoint | None = None,
+    resume: stores.Folder | folders.SavedCheckpoint | None = None,
 ) -> dict[str, torch.Tensor]:
     """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
     animal = zoo.make("mlp")
@@ -40,29 +39,29 @@ def run(
         return trained.state_dict()
 
 
-def load(folder: Folder | SavedCheckpoint) -> tuple[int, int]:
+def load(folder: stores.Folder | folders.SavedCheckpoint) -> tuple[int, int]:
     """Loads the newest checkpoint into a new pipeline; returns the position."""
     with pipeline(zoo.make("mlp")) as loaded:
         return loaded.load(str(folder))
 
 
-def names(folder: Folder | SavedCheckpoint) -> list[str]:
+def names(folder: stores.Folder | folders.SavedCheckpoint) -> list[str]:
     """Returns the names of all that is in a folder."""
-    return open_store(str(folder)).list_names()
+    return stores.open_store(str(folder)).list_names()
 
 
-def read(checkpoint: SavedCheckpoint, file: str) -> bytes:
+def read(checkpoint: folders.SavedCheckpoint, file: str) -> bytes:
     """Returns what is in a file of a checkpoint."""
     with checkpoint.open(file) as opened:
         return opened.read()
 
 
-def write(checkpoint: SavedCheckpoint, file: str, data: bytes) -> None:
+def write(checkpoint: folders.SavedCheckpoint, file: str, data: bytes) -> None:
     """Writes a file of a checkpoint that is there already."""
     with checkpoint.store.create(f"{checkpoint.name}/{file}") as opened:
         opened.write(data)
 
 
-def delete(checkpoint: SavedCheckpoint, file: str) -> None:
+def delete(checkpoint: folders.SavedCheckpoint, file: str) -> None:
     """Deletes a file of a checkpoint."""
     checkpoint.store.delete(f"{checkpoint.name}/{file}")

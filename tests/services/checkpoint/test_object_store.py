@@ -15,8 +15,7 @@ import zoo
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import pipedream as pd
-from pipedream.services.checkpoint import folders, pieces
-from pipedream.services.checkpoint.stores import open_store
+from pipedream.services.checkpoint import folders, pieces, stores
 from tests.services.checkpoint import saving
 
 
@@ -133,7 +132,7 @@ def test_a_store_that_cannot_be_reached_is_no_empty_folder(attempt: Callable[[st
 def test_urls_that_cannot_be_used_are_refused(folder: str | Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(pd.PipelineError, match=words):
-        open_store(folder)
+        stores.open_store(folder)
 
 
 def train(folder: str, epochs: int, resume: bool) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from training import plan_of
 
 import pipedream as pd
 from pipedream.services.checkpoint import folders, writer
-from pipedream.services.checkpoint.folders import SavedCheckpoint
 
 
 class Scale(nn.Module):
@@ -219,6 +218,6 @@ def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp
     numbers: list[int] = []
     with make_pipeline("mlp", callbacks=[Numbers()]) as trained:
         next(iter(trained.train(zoo.make("mlp").batches)))
-        manifest = folders.read_manifest(SavedCheckpoint.at(trained.save(tmp_path, extra={"numbers": numbers})))
+        manifest = folders.read_manifest(folders.SavedCheckpoint.at(trained.save(tmp_path, extra={"numbers": numbers})))
     assert manifest.extra["numbers"] == list(range(manifest.minibatches))
     assert manifest.minibatches > 1

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipedream.runtime import activity
-from pipedream.services.failure import processes
-from pipedream.services.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
+from pipedream.services.failure import processes, verdict as verdicts
 
 LOOK_S = 0.125
 PROCESS = processes.RankProcess("here", 1, 1)
@@ -20,7 +19,9 @@ class Bench:
     def __init__(self, stuck_after_s: float = 10.0) -> None:
         self.activity = activity.Activity()
         self.activity.doing = "stage 0, 0F7"
-        self.detector = FailureDetector(0, self.activity, stuck_after_s=stuck_after_s, store_owner="the launcher")
+        self.detector = verdicts.FailureDetector(
+            0, self.activity, stuck_after_s=stuck_after_s, store_owner="the launcher"
+        )
         self.now_s = 1000.0
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
@@ -36,12 +37,12 @@ class Bench:
         for rank in ranks:
             self.counts[rank] += 1
         counts = self.counts.items()
-        statuses = {r: RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in counts}
+        statuses = {r: verdicts.RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in counts}
         self.detector.receive(self.now_s, statuses)
 
     def run(
         self, seconds: float, *, beating: tuple[int, ...] = (1, 2), answers: bool = True
-    ) -> tuple[float, Verdict] | None:
+    ) -> tuple[float, verdicts.Verdict] | None:
         """Lets time pass; returns after how long there was a verdict, and which."""
         start_s = self.now_s
         for look in range(round(seconds / LOOK_S)):
@@ -53,7 +54,7 @@ class Bench:
                 return self.now_s - start_s, verdict
         return None
 
-    def blame(self, seconds: float, **how: Any) -> tuple[float, Verdict]:
+    def blame(self, seconds: float, **how: Any) -> tuple[float, verdicts.Verdict]:
         """Lets time pass until there is a verdict."""
         judgement = self.run(seconds, **how)
         assert judgement is not None
@@ -64,7 +65,7 @@ def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
     bench = Bench()
     assert bench.run(60.0) is None
     after_s, verdict = bench.blame(60.0, beating=(1,))
-    assert SILENT_S < after_s < SILENT_S + 1.5
+    assert verdicts.SILENT_S < after_s < verdicts.SILENT_S + 1.5
     assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
     assert (verdict.unresponsive, verdict.store_lost) == (True, False)
     bench.ended.add(2)  # in order
@@ -75,11 +76,11 @@ def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
 def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
     bench = Bench()
     bench.run(3.0)
-    assert bench.run(SILENT_S - 1.0, answers=False) is None
+    assert bench.run(verdicts.SILENT_S - 1.0, answers=False) is None
     assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its 6 s begin now"
     bench.status(1, 2)
     after_s, verdict = bench.blame(60.0, answers=False)
-    assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
+    assert verdicts.SILENT_S - 0.6 < after_s < verdicts.SILENT_S + 0.6
     assert (verdict.rank, verdict.store_lost) == (0, True)
     assert "the launcher serves" in verdict.cause
 
@@ -117,7 +118,7 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
         verdict = bench.detector.check(bench.now_s)
         if verdict is not None:
             since_s = bench.now_s - (answered_s if verdict.store_lost else heard[verdict.rank])
-            assert since_s >= SILENT_S - 1e-9
+            assert since_s >= verdicts.SILENT_S - 1e-9
             return
 
 
@@ -207,9 +208,9 @@ def test_ranks_that_make_the_same_calls_are_never_blamed(mine: int, others: int,
     assert bench.detector.check(0.0) is None
 
 
-def other_calls(calls: list[tuple[str, int]], sent: int = 8, session: int = 0) -> RankStatus:
+def other_calls(calls: list[tuple[str, int]], sent: int = 8, session: int = 0) -> verdicts.RankStatus:
     last = [list(call) for call in calls[-sent:]]  # as JSON has them
-    return RankStatus(1, "stage 1", PROCESS, session=session, calls=len(calls), last_calls=last)
+    return verdicts.RankStatus(1, "stage 1", PROCESS, session=session, calls=len(calls), last_calls=last)
 
 
 @pytest.mark.parametrize(

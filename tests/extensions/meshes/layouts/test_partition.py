@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
-from pipedream.extensions.meshes.layouts.search.cost import Halves, count_moved, halve_access, halve_tensor
-from pipedream.extensions.meshes.layouts.search.partition import METHODS, complete_partition
-from pipedream.extensions.meshes.layouts.search.search import Choice, Search, State, list_choices
+from pipedream.extensions.meshes.layouts.search import cost, partition, search
 from tests.extensions.meshes.layouts.steps import steps
 
 
@@ -45,7 +43,7 @@ def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight
     for ranks, least in ((2, first), (4, four)):
         assert pd.partition(ops, ranks).elements == least
         assert pd.partition(ops, ranks, "data", batch="b").elements == 2 * (ranks - 1) * weights
-        others = METHODS.keys() - {"joint", "recursive", "data"}
+        others = partition.METHODS.keys() - {"joint", "recursive", "data"}
         assert all(pd.partition(ops, ranks, method).elements >= least for method in others)
 
 
@@ -60,42 +58,42 @@ BOX = (range(8), range(6))
 @pytest.mark.parametrize(
     ("source", "target", "elements"),
     [
-        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, 0), 48),
-        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, None), 96),
-        (halve_tensor(BOX, None), halve_tensor(BOX, 1), 0),
-        (halve_tensor(BOX, None), halve_tensor(BOX, None), 0),
-        (halve_tensor(BOX, 0), halve_tensor(BOX, 0), 0),
-        (halve_tensor(BOX, 0), halve_tensor(BOX, 1), 24),
-        (halve_tensor(BOX[:1], 0), halve_tensor(BOX[:1], 0), 0),
-        (halve_tensor(BOX, 0), halve_tensor(BOX, None), 48),
-        (halve_tensor((range(4), range(6)), 0), halve_tensor(BOX, None), 48),
-        (halve_tensor((range(4), range(6)), None), halve_tensor(BOX, None), 24),
-        (halve_tensor((range(7), range(6)), 0), halve_tensor((range(7), range(6)), None), 8400),
+        (cost.Halves(BOX, BOX, BOX, is_pending=True), cost.halve_tensor(BOX, 0), 48),
+        (cost.Halves(BOX, BOX, BOX, is_pending=True), cost.halve_tensor(BOX, None), 96),
+        (cost.halve_tensor(BOX, None), cost.halve_tensor(BOX, 1), 0),
+        (cost.halve_tensor(BOX, None), cost.halve_tensor(BOX, None), 0),
+        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, 0), 0),
+        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, 1), 24),
+        (cost.halve_tensor(BOX[:1], 0), cost.halve_tensor(BOX[:1], 0), 0),
+        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, None), 48),
+        (cost.halve_tensor((range(4), range(6)), 0), cost.halve_tensor(BOX, None), 48),
+        (cost.halve_tensor((range(4), range(6)), None), cost.halve_tensor(BOX, None), 24),
+        (cost.halve_tensor((range(7), range(6)), 0), cost.halve_tensor((range(7), range(6)), None), 8400),
     ],
 )
-def test_published_costs(source: Halves, target: Halves, elements: int) -> None:
-    assert count_moved(source, target) == elements
+def test_published_costs(source: cost.Halves, target: cost.Halves, elements: int) -> None:
+    assert cost.count_moved(source, target) == elements
 
 
 def test_a_halo_is_fetched() -> None:
     ops = pd.Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
-    only = Choice({"x": 1, "k": None, "y": 1}, ("h",))
-    assert Search(ops).count_elements(State.uncut(ops), only) == 2 * 8  # a column from each side
+    only = search.Choice({"x": 1, "k": None, "y": 1}, ("h",))
+    assert search.Search(ops).count_elements(search.State.uncut(ops), only) == 2 * 8  # a column from each side
 
 
-def exhaustive(ops: pd.Operators, state: State) -> float:
+def exhaustive(ops: pd.Operators, state: search.State) -> float:
     """Returns the least cost of one cut, from all schemes of the tensors; each operator takes its cheapest index."""
 
     def of_step(number: int, schemes: dict[str, Any]) -> float:
         step, ranges = ops.steps[number], state.ranges[number]
         choices = []
-        for index in list_choices(ops, number, ranges):
+        for index in search.list_choices(ops, number, ranges):
             total = 0
             for access in step.accesses:
-                rest = halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
+                rest = cost.halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
                 is_result = access is step.line.result
-                use = halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
-                total += count_moved(use, rest) if is_result else count_moved(rest, use)
+                use = cost.halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
+                total += cost.count_moved(use, rest) if is_result else cost.count_moved(rest, use)
             choices.append(total)
         return min(choices)
 
@@ -112,12 +110,12 @@ def exhaustive(ops: pd.Operators, state: State) -> float:
 @given(data=st.data())
 def test_each_cut_equals_exhaustive_search(most: int, data: st.DataObject) -> None:
     ops = data.draw(steps.filter(lambda ops: len(ops.tensors) <= most))
-    state = State.uncut(ops)
+    state = search.State.uncut(ops)
     for _ in range(2):
-        least, choices = Search(ops).find_cheapest(state)
+        least, choices = search.Search(ops).find_cheapest(state)
         assert least == exhaustive(ops, state)
         (choice,) = next(choices)
-        assert Search(ops).count_elements(state, choice) == least
+        assert search.Search(ops).count_elements(state, choice) == least
         state = state.after(choice)
 
 
@@ -138,10 +136,10 @@ def test_a_partition_is_completed_around_given_schemes(ops: pd.Operators, data: 
     original = pd.partition(ops, 4)
     schemes = {name: tuple(cut.schemes[name] for cut in original.cuts) for name in ops.tensors}
     given_some = {name: schemes[name] for name in data.draw(st.sets(st.sampled_from(sorted(ops.tensors))))}
-    again = complete_partition(ops, 4, given_some)
+    again = partition.complete_partition(ops, 4, given_some)
     assert again.cuts[0].elements == original.cuts[0].elements, "the first cut is the cheapest with these schemes"
     assert all(again.cuts[at].schemes[name] == schemes[at] for name, schemes in given_some.items() for at in range(2))
-    whole = complete_partition(ops, 4, dict.fromkeys(ops.tensors, (None, None)))
+    whole = partition.complete_partition(ops, 4, dict.fromkeys(ops.tensors, (None, None)))
     assert all(scheme is None for cut in whole.cuts for scheme in cut.schemes.values())
     assert whole.cuts[0].elements >= original.cuts[0].elements
 
@@ -151,7 +149,7 @@ def test_a_partition_is_completed_around_given_schemes(ops: pd.Operators, data: 
 def test_no_method_is_better(ops: pd.Operators) -> None:
     """Than the recursion in a single cut, than all cuts at once in several."""
     best, joint = pd.partition(ops, 2), pd.partition(ops, 4, "joint")
-    for method in METHODS.keys() - {"data"}:
+    for method in partition.METHODS.keys() - {"data"}:
         assert best.elements <= pd.partition(ops, 2, method).elements
         result = pd.partition(ops, 4, method)
         assert result.elements >= joint.elements

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.extensions.meshes.layouts import Exchanges, GroupRanks, Partition, trace
-from pipedream.extensions.meshes.layouts.search.partition import Halving
-from pipedream.extensions.meshes.layouts.search.search import Search, State
+from pipedream.extensions.meshes.layouts.search import partition, search
 from tests.extensions.meshes.layouts.simulated_ranks import Loss, SimulatedRanks, check_step
 
 
@@ -148,7 +147,7 @@ def _convert_layout(operators: pd.Operators, layout: pd.Layout, mesh: pd.Mesh) -
             next((index for index, name in zip(step.sizes, other.sizes, strict=True) if name in cut_names), None)
             for step, other in zip(operators.steps, shared.steps, strict=True)
         )
-        cuts += [Halving(schemes, indices)] * (size.bit_length() - 1)
+        cuts += [partition.Halving(schemes, indices)] * (size.bit_length() - 1)
     return Partition("layout", mesh.size, tuple(cuts), 0)
 
 
@@ -232,9 +231,9 @@ def stacked(kind: Any, width: int) -> nn.Module:
 
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ops = pd.operators(stacked(nn.RNNCell, 64), torch.randn(64, 4, 64), loss=_sum_squares)
-    plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
+    plain, merged = search.Search(ops, most_cells=10**9), search.Search(ops, most_cells=100)
     assert len(merged.sizes) < len(plain.sizes) / 3
-    start = State.uncut(ops)
+    start = search.State.uncut(ops)
     fewest, choices = merged.find_cheapest(start)
     (choice,) = next(choices)
     assert plain.count_elements(start, choice) == fewest
