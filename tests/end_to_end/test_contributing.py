@@ -167,6 +167,7 @@ def test_a_store_keeps_checkpoints_where_it_is_imported(database: Path, capsys: 
     }
     exec(blocks("python", STORE)[1], names)
     assert saving.names("run.sqlite") == ["minibatch-00000010"]
+    assert Path("run.sqlite").is_file(), "and no folder"
     saving.run("other.sqlite", epochs=2)
     state = saving.run("other.sqlite", epochs=3, resume="other.sqlite")
     assert all(torch.equal(state[name], whole[name]) for name in whole)
