@@ -65,8 +65,9 @@ class ModelOptions(ChoiceOptions):
             (output, targets).
         batch_dim: dimension of the samples, along which a minibatch is split into microbatches. A number for all
             inputs, or a mapping from an input's name (its position, if positional) to its dimension, None for an input
-            that is not split; others have 0. Tensors that have another size there go to every microbatch. A mapping's
-            number of samples is the most frequent size, else it is that of the first input.
+            that is not split, or 'items' for a list with an item for each sample; others have 0. Tensors that have
+            another size there go to every microbatch. A mapping's number of samples is the most frequent size, else it
+            is that of the first input.
         weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update, ReduceLROnPlateau
             once per evaluation.
@@ -101,7 +102,7 @@ class ModelOptions(ChoiceOptions):
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     inputs: Callable[[Any], Any] | None = None
     targets: Callable[[Any], Any] | None = None
-    batch_dim: int | Mapping[str | int, int | None] = 0
+    batch_dim: int | Mapping[str | int, int | str | None] = 0
     weight: Callable[[Any], Any] | None = None
     scheduler: Callable[[Any], Any] | None = None
     monitor: str = "loss"
@@ -154,8 +155,12 @@ class ModelOptions(ChoiceOptions):
         if not isinstance(self.compile, (bool, str, Mapping)):
             yield f"compile is {self.compile!r}, neither True, a backend nor a mapping of torch.compile's arguments"
         dims = self.batch_dim.values() if isinstance(self.batch_dim, Mapping) else [self.batch_dim]
-        if not all(dim is None or type(dim) is int for dim in dims) or self.batch_dim is None:
-            yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
+        allowed = (None, "items") if isinstance(self.batch_dim, Mapping) else ()
+        if not all(type(dim) is int or dim in allowed for dim in dims):
+            yield (
+                f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers, None or "
+                "'items'"
+            )
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
         elif wrong := {self.monitor, *monitored(self.callbacks)} - {"loss", *self.metrics}:

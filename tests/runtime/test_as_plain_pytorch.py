@@ -340,7 +340,7 @@ BATCHES = {
     "batch second": Case(recurrent, r"say where the samples are \(batch_dim=", data=STEPS),
     "batch second, batch_dim=1": Case(recurrent, data=STEPS, options={"batch_dim": 1}),
     "batch second, m = 1": Case(recurrent, data=STEPS, m=1),
-    "list of tensors": Case(of_lists, "microbatches make", data=LISTED),
+    "list of tensors": Case(of_lists, data=LISTED),
     "list of tensors, m = 1": Case(of_lists, data=LISTED, m=1),
     "list of numbers": Case(of_lists, data=[((x, [float(i) for i in range(8)]), y) for x, y in pairs()]),
     "list of texts": Case(of_lists, data=[((x, ["x" * i for i in range(8)]), y) for x, y in pairs()]),

@@ -67,7 +67,7 @@ IDS, POSITIONS = torch.ones(4, 7), torch.ones(1, 7)
         ({"positions": POSITIONS, "ids": IDS, "mask": torch.ones(4, 7)}, 0, 4),
         ({"ids": IDS, "positions": POSITIONS}, 0, 4),
         (UserDict({"scale": torch.ones(()), "ids": IDS, "positions": POSITIONS}), 0, 4),
-        ({"positions": POSITIONS, "ids": [IDS, torch.ones(4, 7)]}, 0, 4),
+        ({"positions": POSITIONS, "ids": [IDS, torch.ones(4, 7)]}, {"ids": 0}, 4),
         ({"table": torch.ones(9), "ids": IDS}, {"table": None}, 4),
     ],
 )
@@ -242,12 +242,87 @@ def test_a_list_that_changes_its_meaning_is_refused(first: int, later: int, reas
 
 def test_lists_of_tensors_of_all_samples_are_not_split() -> None:
     x, state = torch.arange(2), torch.ones(3, 2, 4)
-    _, parts, _ = split({"x": x, "maps": [x, x + 2], "pair": [x, "mean"], "states": ((x, state), (x, state))}, None, 2)
+    batch = {"x": x, "maps": [x, x + 2], "pair": [x, "mean"], "states": ((x, state), (x, state))}
+    _, parts, _ = split(batch, None, 2, dict.fromkeys(("maps", "pair", "states"), 0))
     assert [part["maps"][1].tolist() for part in parts] == [[2], [3]]
     assert [part["pair"][1] for part in parts] == ["mean"] * 2
     assert [len(part["states"]) for part in parts] == [2, 2]
     _, parts, _ = split((state, [state, state + 1]), None, 2, batch_dim=1)
     assert [part[1][1].shape for part in parts] == [(3, 1, 4)] * 2
+
+
+def images(count: int, channels: int = 3) -> list[torch.Tensor]:
+    return [torch.full((channels, 4 + i, 5), i) for i in range(count)]
+
+
+SHOWN: list[tuple[Any, Any, int]] = [
+    (images(4), torch.arange(4), 4),
+    (images(4), boxes(2, 2, 2, 2), 4),
+    (images(4), tuple(boxes(1, 2, 3, 4)), 4),
+    ((images(4), torch.arange(4)), None, 4),
+    ({"pixels": images(4), "ids": torch.ones(4, 7)}, None, 4),
+    ([torch.ones(n, 2) for n in (5, 3, 7)], torch.arange(3), 3),
+    ([torch.ones(3, 2)] * 4, (boxes(1, 1, 1, 1), "text"), 4),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SHOWN)))
+def test_other_sizes_show_that_a_list_of_tensors_has_one_for_each_sample(case: int) -> None:
+    inputs, targets, count = SHOWN[case]
+    sizes, parts, target_parts = split(inputs, targets, 2)
+    assert sum(sizes) == count
+
+    def find_list(value: Any) -> list[torch.Tensor]:
+        return value["pixels"] if isinstance(value, dict) else value[0] if isinstance(value, tuple) else value
+
+    assert listed(image for part in parts for image in find_list(part)) == listed(find_list(inputs))
+    if isinstance(targets, (list, tuple)) and len(targets) == count:
+        assert [len(part) for part in target_parts] == sizes
+
+
+def test_other_sizes_show_that_a_list_of_tensors_holds_all_samples() -> None:
+    features = [torch.ones(8, 3), torch.ones(8, 5)]
+    for targets in (torch.arange(8), (features, torch.arange(8)), [features, torch.arange(8)]):
+        sizes, parts, _ = split(features, targets, 2)
+        assert (sizes, [len(part) for part in parts]) == ([4, 4], [2, 2])
+    x, y = torch.ones(2, 3), torch.arange(2)
+    assert [len(part) for part in split(x, [x, y], 2)[2]] == [2, 2], "the whole batch, as a DataLoader gives it"
+
+
+UNCLEAR: list[tuple[Any, Any, str | int]] = [
+    (images(4), None, 0),
+    (images(4), [[1], [2], [3, 4], [5]], 0),
+    (images(4), [torch.ones(n, 4) for n in (1, 2, 3, 3)], 0),
+    (images(4), tuple(torch.ones(3, 4) for _ in range(4)), 0),
+    (images(4), tuple([{"at": torch.ones(())}] * n for n in (1, 3, 1, 2)), 0),
+    (images(3), torch.arange(3), 0),
+    ({"pixels": images(4), "mean": torch.ones(3), "ids": torch.ones(4, 7)}, None, "pixels"),
+    ([torch.ones(n, 2) for n in (5, 3, 7)], None, 0),
+    (torch.ones(4, 2), [torch.ones(4, 4)] * 4, 0),
+]
+
+
+@pytest.mark.parametrize("case", range(len(UNCLEAR)))
+def test_a_list_of_tensors_of_unclear_meaning_is_asked_for_by_name(case: int) -> None:
+    inputs, targets, name = UNCLEAR[case]
+    with pytest.raises(pd.PipelineError, match=rf"give batch_dim={{{name!r}: 'items'}} if it has"):
+        split(inputs, targets, 2)
+    sizes, parts, target_parts = split(inputs, targets, 2, {name: "items"})
+    assert len(sizes) == 2
+    pixels = [part["pixels"] if isinstance(part, dict) else part for part in parts]
+    assert list(map(len, pixels)) == sizes
+    if isinstance(targets, list):
+        assert list(map(len, target_parts)) == sizes
+    if name == 0 and isinstance(inputs, list) and not isinstance(targets, tuple):
+        assert all(len(part) == len(inputs) for part in split(inputs, None, 2, {0: 0})[1])
+
+
+def test_a_list_that_is_said_to_have_an_item_for_each_sample_does() -> None:
+    batch = {"a": images(4), "b": ["text"] * 3}
+    with pytest.raises(pd.PipelineError, match=r"'b' has 3 items for 4 samples, but is said to have one for each"):
+        split(batch, None, 2, {"a": "items", "b": "items"})
+    _, parts, _ = split(batch, None, 2, {"a": "items", "b": None})
+    assert [len(part["b"]) for part in parts] == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # prototypes of torch

@@ -374,8 +374,7 @@ class DataSources:
         """Opens a loader for one epoch; the training's order stays as it is."""
         self._borrowed = [(generator, read_state(generator)) for generator in find_order_generators(loader).values()]
         self._evaluation.order = DataOrder()
-        # Without the batch dimension, as samples are counted only to resume a training.
-        return self._open(self._evaluation, _DataRequest(loader, adapt, EpochRange(), None))
+        return self._open(self._evaluation, _DataRequest(loader, adapt, EpochRange(), None, self._batch_dim))
 
     def close_evaluation(self) -> None:
         """Restores the loader's generators, which may be the training's."""
@@ -500,12 +499,13 @@ class _DataRequest:
 
     def count_samples(self, batch: Any, is_adapted: bool) -> int:
         """Returns the samples of a batch, without the user's functions, which may draw numbers."""
+        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
         if is_adapted:
             batch = batch[0]
         elif isinstance(self.adapt, BatchAdapter) and self.adapt.inputs is None:
             batch = self.adapt.input_of(batch)
         tensors = map_tensors(batch, lambda array: torch.empty(array.shape, device="meta"), np.ndarray)
-        return known_samples(tensors, self.batch_dim) or (len(batch) if isinstance(batch, list) else 1)
+        return known_samples(tensors, self.batch_dim, targets) or (len(batch) if isinstance(batch, list) else 1)
 
 
 class _OpenLoader:

@@ -6,12 +6,13 @@ The batch dimension of a tensor is `BatchDim`: one number for all, or a mapping 
 for positional inputs) to its dimension. Inputs that are not named have dimension 0, and those with None have none.
 
 An input may be a list or tuple with an item for each sample, such as a text, or a dict with the boxes of each picture.
-Then the list is split, not the tensors in it. The first minibatch decides which lists are.
+Then the list is split, not the tensors in it. The first minibatch decides which lists are. Where the sizes of other
+tensors do not show it, the user must: the dimension "items" is that of such a list.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from pipedream.runtime.data.reader import Minibatch
 AdaptBatch = Callable[[Any], tuple[Any, Any]]
 """Batch -> (inputs, targets): a `BatchAdapter`, or any function."""
 
-BatchDim = int | Mapping[str | int, int | None]
+BatchDim = int | Mapping[str | int, int | str | None]
 
 Leaf = tuple[Any, int | None, str | int]
 """A tensor, a packed sequence or a list with an item per sample; its batch dimension, and its input's name or place."""
@@ -69,6 +70,9 @@ SINGLE_ADVICE = (
 )
 
 DENSE = "give it dense: x.to_dense(), or of a nested tensor torch.nested.to_padded_tensor(x, 0.0) and a mask"
+
+ITEMS = "items"
+"""The batch dimension of a list with an item for each sample."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
 _PLAIN = (str, int, float)  # a list may have very many, which need no look inside
@@ -237,9 +241,9 @@ def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     return _find_leaves(inputs, batch_dim)[1]
 
 
-def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
+def known_samples(inputs: Any, batch_dim: BatchDim = 0, targets: Any = None) -> int | None:
     """Returns the number of samples; None if no tensor has the batch dimension."""
-    return _find_known_leaves(inputs, batch_dim)[1]
+    return _find_known_leaves(inputs, batch_dim, targets=targets)[1]
 
 
 def split_minibatch(
@@ -261,12 +265,13 @@ def split_minibatch(
     """
     # Where nothing is split, minibatches cannot contradict each other.
     input_lists, target_lists = ({}, {}) if lists is None or parts == 1 else lists
-    leaves, count = _find_leaves(inputs, batch_dim, input_lists)
-    target_leaves, _ = _find_known_leaves(targets, batch_dim, target_lists, count)
+    splits = parts != 1
+    leaves, count = _find_leaves(inputs, batch_dim, input_lists, targets, splits)
+    whole_ids = {id(leaf) for leaf, *_ in leaves}
+    target_leaves, _ = _find_known_leaves(targets, batch_dim, target_lists, count, splits=splits, whole_ids=whole_ids)
     if check is not None:
         check("inputs", leaves, count)
-        in_inputs = {id(leaf) for leaf, *_ in leaves}
-        check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in in_inputs], count)
+        check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in whole_ids], count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
     split = _Split(count, _list_sizes(count, parts) if isinstance(parts, int) else parts)
@@ -335,9 +340,11 @@ class _Split:
         return [part.data for part in parts]
 
 
-def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: Lists | None = None) -> tuple[list[Leaf], int]:
+def _find_leaves(
+    inputs: Any, batch_dim: BatchDim, lists: Lists | None = None, targets: Any = None, splits: bool = False
+) -> tuple[list[Leaf], int]:
     """Returns what is to be split, and the number of samples. Raises a WorkerError if there are none."""
-    leaves, count = _find_known_leaves(inputs, batch_dim, lists)
+    leaves, count = _find_known_leaves(inputs, batch_dim, lists, targets=targets, splits=splits)
     if not leaves:
         raise _make_error("the batch holds no tensor", "let the loader yield tensors")
     if count == 0:
@@ -346,56 +353,143 @@ def _find_leaves(inputs: Any, batch_dim: BatchDim, lists: Lists | None = None) -
 
 
 def _find_known_leaves(
-    value: Any, batch_dim: BatchDim, lists: Lists | None = None, count: int | None = None
+    value: Any,
+    batch_dim: BatchDim,
+    lists: Lists | None = None,
+    count: int | None = None,
+    *,
+    targets: Any = None,
+    splits: bool = False,
+    whole_ids: Container[int] = (),
 ) -> tuple[list[Leaf], int | None]:
     """Returns what is to be split, and the number of samples if it is known, or was given.
 
     Args:
         lists: those seen before; new ones are added.
+        targets: of which sizes may show how many samples a list of tensors has.
+        splits: a list that may have an item for each sample or not raises a WorkerError.
+        whole_ids: of tensors that hold all samples.
     """
     inputs: Mapping[Any, Any] = {0: value}
     if isinstance(value, Mapping):
         inputs = value
     elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
-        inputs = dict(enumerate(value))
-    dims = {name: batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0) for name in inputs}
+        inputs = inputs if _is_tuple_of_samples(value, count) else dict(enumerate(value))
     named_dims = {} if isinstance(batch_dim, int) else batch_dim
+    has_items = {name for name in inputs if named_dims.get(name, 0) == ITEMS}
+    dims = _choose_dims(inputs, batch_dim)
     before: Lists = {} if lists is None else lists
 
     def list_leaves(without: Iterable[int]) -> list[Leaf]:
         return [(leaf, dims[name], name) for name, item in inputs.items() for leaf in _list_tensors(item, without)]
 
     def find_lists(is_wanted: Callable[[Place, Sequence[Any]], bool]) -> list[tuple[Place, Sequence[Any]]]:
-        names = [name for name in inputs if named_dims.get(name, 0) == 0]
+        names = [name for name in inputs if dims[name] == 0 or not named_dims]
         return [pair for name in names for pair in _find_lists(inputs[name], (name,), is_wanted)]
 
     def holds_samples(place: Place, items: Sequence[Any]) -> bool:
         return place[0] not in named_dims and (_holds_dicts(items) or _holds_tensors(items) or _is_ragged(items))
 
+    is_given = count is not None
     if count is None:
-        of_tensors = find_lists(holds_samples)
-        certain = [items for place, items in of_tensors if before.get(place, 0) is None or _holds_dicts(items)]
-        # Tensors of one sample each say nothing about the number of samples: first count without them.
-        if certain or any(_is_ragged(items) for _, items in of_tensors):
-            count = _known_count(value, list_leaves({id(items) for _, items in of_tensors}))
-        if count is None:
-            count = len(certain[0]) if certain else _known_count(value, list_leaves(()))
+        named = [items for _, items in find_lists(lambda place, _: place[0] in has_items)]
+        lists_here = [] if named else find_lists(holds_samples)
+        count = len(named[0]) if named else _count_by_lists(value, lists_here, list_leaves, before, dims, targets)
 
     def is_split(place: Place, items: Sequence[Any]) -> bool:
         fits = len(items) == count
+        if place[0] in has_items and (fits or not is_given):
+            if not fits:
+                raise _make_miscounted_error(place, len(items), count)
+            return True
         if place[0] in named_dims:
             return fits and not _list_tensors(items)  # if there are tensors, the dimension is theirs
         if fits and before.get(place, 0) is None:
             return True
-        fits = fits and _is_of_samples(items, count, dims[place[0]])
-        first = before.setdefault(place, None if fits else len(items))
+        is_of_samples = fits and _is_of_samples(items, count, dims[place[0]])
+        is_whole = (isinstance(batch_dim, int) and batch_dim != 0) or any(
+            id(leaf) in whole_ids for leaf in _list_tensors(items)
+        )
+        if splits and fits and not is_of_samples and not is_whole and place not in before:
+            raise _make_ambiguous_error(place, items)
+        first = before.setdefault(place, None if is_of_samples else len(items))
         # It was split and does not fit now; or it was shared, had another length, and fits now.
-        if first is None if not fits else first not in (None, len(items)):
+        if first is None if not is_of_samples else first not in (None, len(items)):
             raise _make_unclear_error(place, len(items), count, first)
         return first is None  # else a shared list, which may have as many items as a smaller minibatch has samples
 
     split = {id(items): (place[0], items) for place, items in find_lists(is_split)}
     return [*list_leaves(split), *((items, 0, name) for name, items in split.values())], count
+
+
+def _choose_dims(inputs: Mapping[Any, Any], batch_dim: BatchDim) -> dict[Any, int | None]:
+    """Returns name -> dimension of the samples in an input's tensors."""
+    if isinstance(batch_dim, int):
+        return dict.fromkeys(inputs, batch_dim)
+    dims = {name: batch_dim.get(name, 0) for name in inputs}
+    return {name: 0 if isinstance(dim, str) else dim for name, dim in dims.items()}
+
+
+def _is_tuple_of_samples(value: tuple[Any, ...], count: int | None) -> bool:
+    """Returns whether targets are a tuple with an item for each sample, rather than of one for each kind of target."""
+    if type(value) is not tuple or len(value) != count or not value:
+        return False
+    sizes = {len(item) if isinstance(item, (list, tuple)) else _find_size(item, 0) for item in value if _has_size(item)}
+    return _holds_dicts(value) or count not in sizes
+
+
+def _has_size(item: Any) -> bool:
+    return isinstance(item, (list, tuple, *_LEAVES))
+
+
+def _count_by_lists(
+    value: Any,
+    lists: Sequence[tuple[Place, Sequence[Any]]],
+    list_leaves: Callable[[Iterable[int]], list[Leaf]],
+    before: Lists,
+    dims: Mapping[Any, int | None],
+    targets: Any,
+) -> int | None:
+    """Returns the number of samples of an input with these lists of tensors.
+
+    Tensors of one sample each say nothing about the number of samples, but others do. So a list's length counts if
+    another tensor has it as its size, and the size of its tensors if another one has it, too.
+    """
+    certain = [items for place, items in lists if before.get(place, 0) is None or _holds_dicts(items)]
+    certain_ids = set(map(id, certain))
+    unknown = [(place, items) for place, items in lists if place not in before and id(items) not in certain_ids]
+    outside = list_leaves({*certain_ids, *(id(items) for _, items in unknown)})
+    if certain or not unknown:
+        count = _known_count(value, outside)
+        return len(certain[0]) if count is None and certain else count
+    known_sizes = {_find_size(leaf, dim) for leaf, dim, _ in outside} | _list_target_sizes(targets, value)
+    candidates = {
+        size
+        for place, items in unknown
+        for size in (len(items), *(_find_size(leaf, dims[place[0]]) for leaf in _list_tensors(items)))
+        if size is not None and size in known_sizes
+    }
+    if not candidates and known_sizes - {None, 1}:
+        return _known_count(value, outside)  # all samples share the lists
+    if len(candidates) != 1:
+        raise _make_ambiguous_error(*unknown[0])
+    return candidates.pop()
+
+
+def _list_target_sizes(targets: Any, inputs: Any) -> set[int | None]:
+    """Returns the sizes of tensors that may hold all samples, and the lengths of what may have an item for each."""
+
+    def holds_samples(_: Place, items: Sequence[Any]) -> bool:
+        if type(items) is list and _holds_tensors(items):
+            return True
+        return _holds_dicts(items) or (_is_ragged(items) and type(items[0]) not in (list, tuple))
+
+    lists = [items for _, items in _find_lists(targets, (), holds_samples)]
+    sizes = {_find_size(leaf, 0) for leaf in _list_tensors(targets, map(id, lists))}
+    is_batch = not {id(leaf) for leaf in _list_tensors(inputs)}.isdisjoint(map(id, _list_tensors(targets)))
+    if type(targets) is tuple and not is_batch:
+        sizes.add(len(targets))
+    return sizes | {len(items) for items in lists if _holds_dicts(items)}
 
 
 def _find_lists(
@@ -440,12 +534,31 @@ def _is_of_samples(items: Sequence[Any], count: int | None, dim: int | None) -> 
 
 
 def _make_unclear_error(place: Place, items: int, count: int | None, first: int | None) -> WorkerError:
-    where = "".join([repr(place[0]), *(f"[{key!r}]" for key in place[1:])])
     earlier = "an item for each sample" if first is None else f"{first} items"
     return _make_error(
-        f"the list {where} has {items} items for {count} samples, and had {earlier} before: split it or not?",
-        f"give batch_dim={{{place[0]!r}: None}} if all samples share it, or 0 if it has an item for each sample",
+        f"the list {_describe_place(place)} has {items} items for {count} samples, and had {earlier} before: split it "
+        "or not?",
+        f"give batch_dim={{{place[0]!r}: None}} if all samples share it, or {ITEMS!r} if it has one for each sample",
     )
+
+
+def _make_miscounted_error(place: Place, items: int, count: int | None) -> WorkerError:
+    return _make_error(
+        f"the list {_describe_place(place)} has {items} items for {count} samples, but is said to have one for each",
+        f"let the loader give as many, or batch_dim={{{place[0]!r}: None}} if all samples share it",
+    )
+
+
+def _make_ambiguous_error(place: Place, items: Sequence[Any]) -> WorkerError:
+    return _make_error(
+        f"the list {_describe_place(place)} of {len(items)} items with tensors may have one for each sample, or not",
+        f"give batch_dim={{{place[0]!r}: {ITEMS!r}}} if it has; the samples' dimension in its tensors, such as 0, if "
+        "not; None if all samples share it",
+    )
+
+
+def _describe_place(place: Place) -> str:
+    return "".join([repr(place[0]), *(f"[{key!r}]" for key in place[1:])])
 
 
 def _make_error(problem: str, advice: str) -> WorkerError:
