@@ -1,17 +1,24 @@
 """The proof before the run: all methods pass it, programs broken on purpose do not."""
 
 import re
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
-from drawn import STRAIGHT, laid_out, schedules, straight
-from hypothesis import given, strategies as st
+from drawn import STRAIGHT, laid_out, runs, schedules, straight
+from hypothesis import given, settings, strategies as st
+from marks import long, slow
 from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
 from pipedream.core.plan import depth
+from pipedream.extensions.torch_csv.notation import from_torch_csv, write as to_torch_csv
+from pipedream.simulator import Costs, Stragglers, simulate
+from pipedream.verifier.unrolled import Unrolled, unroll
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 
@@ -247,3 +254,129 @@ def test_messages_without_a_channel_are_refused() -> None:
     renamed = replace(forwards.channels[0], carries="gradient")
     with pytest.raises(pd.PipelineError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
         pd.verify(replace(forwards, channels=(renamed, *forwards.channels[1:])))
+
+
+# -- sends that face each other ----------------------------------------------------------------------------------------
+# A large send over NCCL ends once the other host has read its header. If two ranks have such a send for each other, and
+# each is in an op that waits for its whole device (an allocation that frees memory, the first use of a kernel, the
+# user's own `torch.cuda.synchronize`), both wait for ever.
+
+
+Passes = list[tuple[int, int]]
+"""(position of the send at its rank, position at the other one that reads its header) of the messages of a link."""
+
+
+def _list_links(run: Unrolled) -> dict[tuple[int, int], Passes]:
+    """Returns the messages of each link, (sender, receiver), in the order of their sends."""
+    links: dict[tuple[int, int], Passes] = defaultdict(list)
+    for message, sent in sorted(run.sent.items(), key=lambda item: item[1]):
+        channel = run.program.channels[message[0]]
+        links[channel.sender, channel.receiver].append((sent, run.received[message]))
+    for passes in links.values():  # whoever reads a later header has read the earlier ones
+        for at in range(len(passes) - 2, -1, -1):
+            passes[at] = passes[at][0], min(passes[at][1], passes[at + 1][1])
+    return links
+
+
+def _count_facing(run: Unrolled) -> int:
+    """Counts pairs of moments of two ranks, each in an op, at which each has a send that the other has not read."""
+    links, count = _list_links(run), 0
+    for a, b in combinations(range(len(run.streams)), 2):
+        there, back = links.get((a, b), []), links.get((b, a), [])
+        moments = [
+            [at for at, instruction in enumerate(run.streams[rank]) if isinstance(instruction, pd.schedules.Op)]
+            for rank in (a, b)
+        ]
+        for i in moments[0]:
+            for j in moments[1]:
+                came = all(sent < i for sent, read in there if read < j)
+                came = came and all(sent < j for sent, read in back if read < i)
+                outstanding = any(sent < i and read > j for sent, read in there)
+                count += came and outstanding and any(sent < j and read > i for sent, read in back)
+    return count
+
+
+NEVER = ("1f1b", "gpipe", "zb_h1", "pipedream", "pipedream_2bw", "spectrain", "xpipe", "pipeoptim", "paci")
+
+
+def _count(name: str, workers: int) -> int:
+    splits = pd.schedules.build(name, pd.schedules.uniform(name, workers), None).microbatches > 1
+    program = program_of(name, pd.schedules.uniform(name, workers), 2 * workers if splits else None)
+    return _count_facing(unroll(program, 4 * max(4, program.microbatches)))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("name", NEVER)
+def test_methods_whose_sends_never_face_each_other(name: str, workers: int) -> None:
+    assert _count(name, workers) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("interleaved_1f1b", 2), ("zb_h2", 4), ("zbv", 2), ("dualpipev", 2), ("pipemare", 2), ("roundpipe", 2)],
+)
+def test_methods_whose_sends_do(name: str, workers: int) -> None:
+    assert _count(name, workers) > 0
+
+
+def test_docs_name_the_methods_that_may_wait_for_their_gpus() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8").split())
+    names = ", ".join(f"`{name}`" for name in NEVER[:-1])
+    assert f"Only with {names} or `{NEVER[-1]}` may the loop wait" in text
+
+
+# -- long runs ---------------------------------------------------------------------------------------------------------
+# Thousands of random programs: none stands still, leaves an op out or does it twice, or holds a version too many. With
+# one to three replicas at each of three stages every method is proved: no draw can miss one.
+
+
+@pytest.mark.parametrize("programs", [slow(50), long(10_000)])
+def test_random_programs_endure(programs: int) -> None:
+    """Some as they come back from a file in PyTorch's notation; with ranks that are slow, and ops that jitter."""
+
+    @settings(max_examples=programs)
+    @given(runs(st.one_of(straight(), laid_out(most=6))), st.data())
+    def endure(run: tuple[pd.Schedule, Costs, int], data: st.DataObject) -> None:
+        schedule, seconds, total = run
+        plan, placement, m = schedule.plan, schedule.placement, schedule.microbatches
+        stays = not any(map(placement.runs_backward_elsewhere, range(len(plan.stages))))
+        if schedule.flushes and stays and max(plan.replicas) == 1 and data.draw(st.booleans()):
+            text = to_torch_csv(schedule)
+            schedule = from_torch_csv(text, name=schedule.name, plan=plan)
+        slow_ranks = st.dictionaries(st.integers(0, placement.workers - 1), st.floats(1.0, 4.0), max_size=1)
+        stragglers = Stragglers(data.draw(st.sampled_from([0.0, 0.5])), data.draw(slow_ranks), data.draw(st.integers()))
+        program, total = pd.lower(schedule), -(-total // m) * m
+        proof, timeline = pd.verify(program), simulate(program, seconds, total, stragglers)
+        done, updates = Counter(span.kind for span in timeline.work()), schedule.updates.per_update
+        replicas = zip(updates, schedule.placement.ranks, strict=True)
+        assert done.pop("U") == sum(-(-total // count) * len(ranks) for count, ranks in replicas)
+        assert set(done.values()) == {total * len(plan.stages)}
+        assert all(map(int.__le__, timeline.peak_versions, proof.peak_versions))
+
+    endure()
+
+
+def test_a_depth_that_rests_on_a_lag() -> None:
+    """Found by one of ten thousand: ZB-H2 doubles a depth that is legal only because a stage lags."""
+    plan = replace(pd.Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), update_delay=(0, 0, 1, 0))
+    for name in ("1f1b", "zb_h1", "zb_h2"):
+        pd.verify(program_of(name, plan, 4))
+
+
+REPLICAS = tuple(product((1, 2, 3), repeat=3))
+
+
+@pytest.mark.parametrize(("depth", "workers"), [("noam", 4), long("noam", 9), slow("full", 6), long("full", 9)])
+@pytest.mark.parametrize("name", [name for name in STRAIGHT if "[" not in name])
+def test_all_replica_counts(name: str, depth: str, workers: int) -> None:
+    """With m = 7, which no number of replicas but one divides, where the method takes it."""
+    properties, proved = pd.schedules.properties_of(name), set()
+    expected = {replicas for replicas in REPLICAS if sum(replicas) <= workers}
+    for replicas in expected:
+        plan = pd.Plan.uniform(3, replicas=replicas).with_depth(depth)
+        for m in (7, None) if properties.splits_minibatch else (None,):
+            with suppress(pd.errors.ScheduleError):
+                pd.verify(program_of(name, plan, m))
+                proved.add(replicas)
+                break
+    assert proved == expected if properties.replicates_stages else proved
