@@ -20,7 +20,7 @@ from arms import Arm, Method
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.extensions.compensations.basis_rotation.rotation import RotatedStep
 from pipedream.testing import CompensationRule, Loop, MethodRules, Passes
 

@@ -24,8 +24,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout, meshes_of, ranks_of
-from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
@@ -86,8 +86,8 @@ class ModelOptions(ChoiceOptions):
         sample: the model's input for one minibatch, to profile it and find its layers; by default a recipe's first
             training batch.
         compensation: correction of stale gradients in place of the method's own: one or several of
-            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
-            applies to phases that do not flush and name none themselves.
+            `core.schedule.delay_compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none.
+            It applies to phases that do not flush and name none themselves.
         loggers: objects with ``log_metrics(metrics, step)``, as Lightning's and those of `pipedream.loggers`, or with
             ``log(done)``. Rank 0 alone calls them, and closes them when the pipeline closes.
         callbacks: `pipedream.callbacks.Callback` objects, such as early stopping.

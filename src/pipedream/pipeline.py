@@ -28,8 +28,8 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.plan.ranks import TensorLayout, choose_layout
-from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
@@ -217,7 +217,7 @@ class Pipeline:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
 
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
-        `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
+        `predicted=False` the weights they are predicted from, w of `core.schedule.delay_compensation` (SpecTrain, LWP).
         """
         self._begin_collective_call("state_dict()", ema)
         return collect_state_dict(self._local, ema, predicted)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import Compensation, compensations
+from pipedream.core.schedule.delay_compensation import Compensation, compensations
 from pipedream.extensions.compensations import basis_rotation, gap_aware, t1
 from pipedream.extensions.compensations.error_feedback import ErrorFeedback
 from pipedream.extensions.compensations.velocity import (

@@ -18,7 +18,7 @@ from pipedream.core.artifact import Artifact, decode_fields, encode
 from pipedream.core.box import Box
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.delay_compensation import Compensation
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")

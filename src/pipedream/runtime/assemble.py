@@ -31,10 +31,10 @@ from pipedream.runtime.stage.versions import Versions, choose_weights
 from pipedream.runtime.stage_parts import check_parts, make_parts
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.update.agreement import make_reducer
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
 from pipedream.runtime.update.reducer import Reducer
+from pipedream.runtime.update.replica import make_reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 from pipedream.runtime.update_barrier import UpdateBarrier

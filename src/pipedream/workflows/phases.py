@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import Compensation, compensations
+from pipedream.core.schedule.delay_compensation import Compensation, compensations
 from pipedream.core.schedule.method_text import OPTIONS, split_list
 from pipedream.core.schedule.schedule import Schedule
 

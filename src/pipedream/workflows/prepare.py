@@ -8,8 +8,8 @@ from pipedream import schedules
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy, couple_stages
+from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from torch import nn
 import pipedream as pd
 from pipedream.core.artifact import decode
 from pipedream.core.door import _run_bytes
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.workflows.phases import read_phases
 
 METHOD = """

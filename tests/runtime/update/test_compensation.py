@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pipedream as pd
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.extensions.compensations import basis_rotation, gap_aware
 from pipedream.extensions.compensations.velocity import Generalised, Nesterov, SpikeCompensation, VelocityPrediction
 from pipedream.runtime.update.optimizer import Optimizer, StageUpdates

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedream.extensions.reducers.powersgd import PowerSGD, greatest_rank
 from pipedream.extensions.reducers.powersgd.low_rank import LowRankSum
 from pipedream.runtime.comm.channel import LocalGroup, run_together
-from pipedream.runtime.update.agreement import Replica
+from pipedream.runtime.update.replica import Replica
 
 Shape = tuple[int, int]
 SHAPES = st.tuples(st.integers(5, 24), st.integers(5, 24)).filter(lambda shape: greatest_rank(shape) > 0)

@@ -27,7 +27,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.message_encoding import names_encoding
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.compensation import COMPENSATIONS
+from pipedream.core.schedule.delay_compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind

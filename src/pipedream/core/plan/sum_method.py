@@ -66,7 +66,7 @@ class SumMethod(Choice):
         """Raises a `PlanError` or a `ScheduleError` if a `Plan`, its `Program`s or the `Policy` do not allow it."""
 
     def make_reducer(self, replica: Any) -> Any:
-        """Returns the `Reducer` of a `runtime.update.agreement.Replica`; by default a sum of its gradients."""
+        """Returns the `Reducer` of a `runtime.update.replica.Replica`; by default a sum of its gradients."""
         return replica.reduce_gradients()
 
     def check_replicas(self, replicas: Sequence[int]) -> None:

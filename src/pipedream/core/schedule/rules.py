@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.compensation import Compensation, rate_factor
+from pipedream.core.schedule.delay_compensation import Compensation, rate_factor
 from pipedream.core.schedule.op import Kind, Op, data_requirements, find_last_kind
 from pipedream.core.schedule.weights import DoubleBuffer, WeightRule
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import check_compensations, compensations
+from pipedream.core.schedule.delay_compensation import check_compensations, compensations
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 

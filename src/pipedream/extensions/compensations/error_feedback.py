@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipedream.core.late import LateModule
-from pipedream.core.schedule.compensation import Compensation, expect_horizon
+from pipedream.core.schedule.delay_compensation import Compensation, expect_horizon
 
 if TYPE_CHECKING:
     import torch

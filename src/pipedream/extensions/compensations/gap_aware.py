@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.late import LateModule
-from pipedream.core.schedule.compensation import Compensation, expect
+from pipedream.core.schedule.delay_compensation import Compensation, expect
 from pipedream.core.schedule.weights import WeightRule
 
 if TYPE_CHECKING:

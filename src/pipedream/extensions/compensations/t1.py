@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipedream.core.schedule.compensation import Compensation, expect
+from pipedream.core.schedule.delay_compensation import Compensation, expect
 
 
 @dataclass(frozen=True)

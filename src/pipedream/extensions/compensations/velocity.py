@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.late import LateModule
-from pipedream.core.schedule.compensation import Compensation, expect, expect_horizon
+from pipedream.core.schedule.delay_compensation import Compensation, expect, expect_horizon
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ import numpy as np
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.weight_shapes import join_matrices
 from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.compensation import Compensation
+from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.planner.arrays import BoolArray, Bytes, Cut, ExactSums, IntArray, RunExtremes, Seconds
 from pipedream.planner.cuts import Lattice, bit_indices

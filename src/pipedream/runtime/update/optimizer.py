@@ -19,7 +19,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.division import Division
-from pipedream.runtime.update.compensation import Compensator, check_optimizer
+from pipedream.runtime.update.compensator import Compensator, check_optimizer
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.stepped import LossFactor, SteppedWeights

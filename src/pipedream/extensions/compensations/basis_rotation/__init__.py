@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_ty
 
 from pipedream.core.late import LateModule
 from pipedream.core.model.weight_shapes import Matrices
-from pipedream.core.schedule.compensation import Compensation, expect
+from pipedream.core.schedule.delay_compensation import Compensation, expect
 
 if TYPE_CHECKING:
     from pipedream.extensions.compensations.basis_rotation import rotation

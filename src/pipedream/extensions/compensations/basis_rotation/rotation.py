@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.errors import ScheduleError
-from pipedream.runtime.update.compensation import CompensatedStage
+from pipedream.runtime.update.compensator import CompensatedStage
 
 _FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 _FIRST = "exp_avg"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from pipedream.runtime.comm.channel import Waiting
-from pipedream.runtime.update.agreement import Replica
 from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.reducer import NamedTensors, Reducer, select_kind
+from pipedream.runtime.update.replica import Replica
 
 
 class WeightAverage(Reducer):

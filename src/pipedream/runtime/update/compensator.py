@@ -6,7 +6,7 @@ Within an update, after the gradients have been summed, normalised and clipped:
 2. changes of the learning rate (`Optimizer.rate_factor`) and other changes of the gradients;
 3. the optimizer's own step, followed by a further move of the weights.
 
-The stored weights are the compensated ones, y of `core.schedule.compensation`; `unpredicted` computes the others.
+The stored weights are the compensated ones, y of `core.schedule.delay_compensation`; `unpredicted` computes the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipedream.core.schedule.compensation import COMPENSATIONS, Compensation
+from pipedream.core.schedule.delay_compensation import COMPENSATIONS, Compensation
 from pipedream.runtime.division import Division
 from pipedream.runtime.update.stepped import SteppedWeights
 
@@ -102,7 +102,7 @@ class Compensator:
     """Compensates for the stale gradients of one stage.
 
     Args:
-        compensations: checked by `core.schedule.compensation.check_compensations`.
+        compensations: checked by `core.schedule.delay_compensation.check_compensations`.
         staleness: D.
         stepped: what the optimizer steps.
 
