@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from torch import Tensor, nn
-from training import loop
+from training import SGD, loop, train as train_model
 
 import pipedream as pd
 from pipedream.capture.slice import ModelSlice
@@ -58,10 +58,6 @@ class Net(nn.Module):
         return self.function(self, *inputs, **options)
 
 
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05)
-
-
 def make_plan(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
     profile = pd.profile(model, sample, warmup=0, runs=1)
     return pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
@@ -75,8 +71,7 @@ def train(
 ) -> list[float]:
     model = make()
     plan = make_plan(model, batches[0][0] if sample is None else sample, cuts)
-    with pd.Pipeline(model, plan, loss=loss, optimizer=sgd, **options) as pipeline:
-        return [done.loss for done in pipeline.train(batches)]
+    return train_model(model, plan, batches, loss=loss, **options).losses
 
 
 torch.manual_seed(1)
@@ -335,7 +330,7 @@ def test_a_plan_of_another_model() -> None:
     ):
         plan = make_plan(planned(), X, ["blocks.1.a"])
         with pytest.raises(pd.PipelineError, match=words):
-            pd.Pipeline(model(), plan, loss=F.mse_loss, optimizer=sgd)
+            pd.Pipeline(model(), plan, loss=F.mse_loss, optimizer=SGD)
 
 
 # -- slices of a model -------------------------------------------------------------------------------
@@ -368,10 +363,9 @@ def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
         return lambda output, batch: F.mse_loss(output, batch[1]) + model.state.square().mean()
 
     model, alone = Net(keeps), Net(keeps)
-    with pd.Pipeline(model, make_plan(model, X, CUTS), loss=penalised(model), optimizer=sgd) as pipeline:
-        losses = [done.loss for done in pipeline.train(BATCHES)]
+    losses = train_model(model, make_plan(model, X, CUTS), BATCHES, loss=penalised(model)).losses
     loss = penalised(alone)
-    expected = loop(alone, BATCHES, loss=lambda output, y: loss(output, (None, y)), optimizer=sgd, parts=2).losses
+    expected = loop(alone, BATCHES, loss=lambda output, y: loss(output, (None, y)), parts=2).losses
     assert losses == pytest.approx(expected)
 
 
@@ -442,7 +436,7 @@ class OwnCalls(Net):
 )
 def test_unusual_forwards_train_as_one_process(make: Make, cuts: Sequence[str] | None, options: dict[str, Any]) -> None:
     cuts = cuts or [layer.name for layer in pd.capture(make(), torch.randn(4, 4)).graph.layers[1:]][-2:]
-    expected = loop(make(), BATCHES, loss=F.mse_loss, optimizer=sgd, parts=2).losses
+    expected = loop(make(), BATCHES, loss=F.mse_loss, parts=2).losses
     assert train(make, BATCHES, cuts, **options) == pytest.approx(expected)
 
 
@@ -461,7 +455,7 @@ def test_a_model_predicts_without_labels(without: dict[str, Any], autocast: torc
     plan = pd.plan(profile, pd.Cluster.flat(2), cuts=("last",), schedule="1f1b")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
         expected = model(X)["x"].detach()
-    with pd.Pipeline(model, plan, loss=None, optimizer=sgd, autocast=autocast) as pipeline:
+    with pd.Pipeline(model, plan, loss=None, optimizer=SGD, autocast=autocast) as pipeline:
         (output,) = pipeline.predict([without])
         assert output["loss"] is None
         torch.testing.assert_close(output["x"], expected, rtol=0, atol=0)
@@ -486,7 +480,7 @@ def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
     def is_moved(cut: str) -> bool:
         model = make()
         plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=1, cuts=(cut,))
-        with pd.Pipeline(model, plan, loss=lambda out, batch: F.cross_entropy(out, y), optimizer=sgd) as pipeline:
+        with pd.Pipeline(model, plan, loss=lambda out, batch: F.cross_entropy(out, y), optimizer=SGD) as pipeline:
             before = model.extra.weight.detach().clone()
             list(pipeline.train([{"x": x, "more": True}]))
             return not torch.equal(pipeline.state_dict()["extra.weight"], before)

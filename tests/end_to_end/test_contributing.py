@@ -42,6 +42,16 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
+def move_to_a_copy(file: Path, place: str, section: str = SCHEDULE) -> Path:
+    """Moves the file to the folder of this pattern that the steps name, in a copy of the sources; returns the copy."""
+    folder = re.search(f"`({place})`", steps(section))
+    assert folder is not None
+    copy = file.parent / "copy" / "src"
+    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    file.rename(copy.parent / folder[1] / file.name)
+    return copy
+
+
 FILES = {
     "A new encoding of messages": "cut.py",
     "A new way for replicas to agree": "scaled.py",
@@ -112,14 +122,10 @@ def test_step_2_trains_as_one_process_does(file: Path) -> None:
 @pytest.mark.slow
 def test_steps_3_and_4_give_it_a_name_and_a_picture(file: Path) -> None:
     """In a copy of the package, with the file moved to the folder that step 3 names."""
-    folder = re.search(r"`(src/pipedream/schedules/synchronous/)`", steps())
-    assert folder is not None
-    copy = file.parent / "copy"
-    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    file.rename(copy / folder[1] / file.name)
+    copy = move_to_a_copy(file, "src/pipedream/schedules/synchronous/")
     program = f"""
 import importlib.util, sys
-sys.path.insert(0, {str(copy / "src")!r})
+sys.path.insert(0, {str(copy)!r})
 from pipedream import schedules
 from pipedream.apps import cli
 for command in {commands(blocks("sh")[1])!r}:
@@ -184,19 +190,10 @@ def test_a_store_keeps_checkpoints_where_it_is_imported(database: Path, capsys: 
 @pytest.mark.processes
 def test_a_store_is_found_in_its_folder(database: Path) -> None:
     """Step 3, in a copy of the package."""
-    folder = re.search(r"`(src/pipedream/\S+/stores/)`", steps(STORE))
-    assert folder is not None
-    copy = database.parent / "copy"
-    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    database.rename(copy / folder[1] / database.name)
+    environment = os.environ | {"PYTHONPATH": str(move_to_a_copy(database, r"src/pipedream/\S+/stores/", STORE))}
     (database.parent / "examples").symlink_to(ROOT / "examples")
     for command in commands(blocks("sh", STORE)[0]):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipedream", *command],
-            capture_output=True,
-            text=True,
-            cwd=database.parent,
-            env=os.environ | {"PYTHONPATH": str(copy / "src")},
-        )
+        program = [sys.executable, "-m", "pipedream", *command]
+        done = subprocess.run(program, capture_output=True, text=True, cwd=database.parent, env=environment)
         assert done.returncode == 0, done.stderr
     assert "resum" in done.stdout

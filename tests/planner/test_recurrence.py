@@ -18,7 +18,6 @@ from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.planner import SearchSpace, cycles
 from pipedream.planner.dynamic_program import pruning, recurrence
-from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import chains, random_chain, random_profile, random_tree, replicated_states, search_plan
@@ -160,7 +159,7 @@ def test_is_the_fastest_with_so_short_a_cycle(draw: random.Random, layers: int, 
         except pd.errors.PlanError:
             assert got is None or cycle_of(got) > most  # refused when its memory is counted
             continue
-        assert tie_break_key(got) == tie_break_key(best)
+        assert recurrence.tie_break_key(got) == recurrence.tie_break_key(best)
         fastest = PipelineSearch.of(space).best_pipeline(whole)
         assert got.bound_s == fastest.slowest_stage_s
         if cycle_of(fastest) <= most:

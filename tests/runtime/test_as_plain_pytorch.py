@@ -23,13 +23,12 @@ from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint
-from training import plan_of
+from training import SGD, plan_of
 
 import pipedream as pd
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 SLOWLY = partial(torch.optim.SGD, lr=0.001)
 

@@ -159,13 +159,6 @@ IN_PROCESSES = {
 }
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3])
-def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    cases.check_processes(workers, IN_PROCESSES[workers])
-
-
 SAVE_AT = (4, 12, 20, 27)
 """Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
 

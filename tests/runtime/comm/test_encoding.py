@@ -10,8 +10,7 @@ from hypothesis import example, given, strategies as st
 import pipedream as pd
 from pipedream.core.plan import codec as codecs, placement
 from pipedream.core.plan.message_encoding import MessageEncoding
-from pipedream.runtime.comm import channel, encoded as codec, message as wire
-from pipedream.runtime.comm.blocks import BLOCK
+from pipedream.runtime.comm import blocks, channel, encoded as codec, message as wire
 
 CODED = codecs.list_encodings()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -50,7 +49,7 @@ def test_arrives_as_documented(
     if encoding in ("int8", "int4") and rows:
         # Half a step of a block's scale: of each value, or of the block as a whole where it was rotated.
         wide = [x.contiguous().view(-1).double() for x in (tensor, arrived)]
-        for whole, got in zip(*(x.split(BLOCK) for x in wide), strict=True):
+        for whole, got in zip(*(x.split(blocks.BLOCK) for x in wide), strict=True):
             rounding = 2 * torch.finfo(dtype).eps * whole.abs().max()
             if encoding == "int8":
                 assert (got - whole).abs().max() <= whole.abs().max() / 254 * 1.001 + rounding
@@ -65,7 +64,7 @@ def test_hides_nothing_that_is_not_finite(encoding: str, number: float) -> None:
     tensor[3, 50] = number
     arrived = codec.decode(*codec.encode(tensor, encoding))
     assert not arrived[3, 50].isfinite()
-    assert arrived.isfinite().sum() >= 500 - BLOCK
+    assert arrived.isfinite().sum() >= 500 - blocks.BLOCK
 
 
 @pytest.mark.parametrize("encoding", ["int8", "int4"])

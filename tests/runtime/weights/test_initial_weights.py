@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from built import Built
 from marks import slow
 from torch import Tensor, nn
-from training import plan_of
+from training import SGD, plan_of
 from zoo import HF
 
 import pipedream as pd
@@ -26,7 +26,6 @@ from pipedream.runtime.weights import files, initial_values as initial, paramete
 from pipedream.testing import Training, assert_equal
 
 CPU = torch.device("cpu")
-SGD = partial(torch.optim.SGD, lr=0.1)
 OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
 
 
