@@ -17,7 +17,6 @@ from training import assert_equal, batches, piped, plain
 
 import pipedream as pd
 from pipedream.apps import cli
-from pipedream.core.errors import BAD_CALL
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from tests.services.checkpoint import saving
 
@@ -84,7 +83,7 @@ def test_what_a_file_adds_is_trained_with(section: str, tmp_path: Path, monkeypa
     train = [sys.executable, "-m", "pipedream", "train", str(ROOT / recipe), "--minibatches", "3"]
     assert subprocess.run([*train, *options, "--out", "run"]).returncode == 0
     resumed = subprocess.run([*train, "--resume", "run"], capture_output=True, text=True)
-    assert resumed.returncode == BAD_CALL, "a checkpoint alone runs no file"
+    assert resumed.returncode == pd.errors.BAD_CALL, "a checkpoint alone runs no file"
     assert f"'{FILES[section]}" in resumed.stderr
 
 

@@ -21,7 +21,6 @@ from torch import nn
 
 import pipedream as pd
 from pipedream import recipe as recipes
-from pipedream.apps import cli
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.services.checkpoint import folders
@@ -132,14 +131,14 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 @settings(max_examples=30, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(
-    name: str, data: st.DataObject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, data: st.DataObject, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     file, out, whole = tmp_path / "noun.json", tmp_path / "out.json", tmp_path / "whole.json"
     NOUNS["profile"].save(whole)
     text = data.draw(spoiled(NOUNS[name]))
     file.write_text(text, encoding="utf-8", errors="replace")
     out.write_text("mine")
-    status, err = cli.main(COMMANDS[name](str(file), str(out))), capsys.readouterr().err
+    status, _, err = run_command(*COMMANDS[name](str(file), str(out)))
     assert status in (0, 2)
     if status:
         assert err.startswith("pipedream: ")

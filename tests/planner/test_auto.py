@@ -12,7 +12,6 @@ from hypothesis import example, given, settings, strategies as st
 from marks import slow
 
 import pipedream as pd
-from pipedream.apps.cli.options import make_cluster
 from pipedream.workflows import methods
 from tests.planner.planned import compare, random_chain, search_plan
 
@@ -112,7 +111,7 @@ def test_memory_decides_between_methods() -> None:
 def test_searches_for_slower_links_are_made_within_the_memory_too() -> None:
     """Without them the answer is 1-1-1-1, which takes 1.4 times as long."""
     profile = pd.Profile.load(Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200" / "vgg16.json")
-    cluster = make_cluster(["2", "2"], ["10Gbit/s", "1Gbit/s"], 0.0, "1.9GB")
+    cluster = pd.Cluster((pd.Level(2, 1.25e9), pd.Level(2, 1.25e8)), memory_bytes=1.9e9)
     comparison = compare(profile, cluster, schedule="auto", microbatches=4, shape="pipeline")
     best = comparison.candidates[0]
     assert (best.config, best.shape) == ("1-1-2", "pipeline, as if links were 4 times slower")
