@@ -17,6 +17,7 @@ from training import assert_equal, batches, piped, plain
 
 import pipedream as pd
 from pipedream.apps import cli
+from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from tests.services.checkpoint import saving
 
@@ -183,6 +184,8 @@ def test_a_store_keeps_checkpoints_where_it_is_imported(database: Path, capsys: 
     assert saving.load("other.sqlite") == (2, 0)
     files = sorted(path.name for path in database.parent.iterdir() if path.name != "__pycache__")
     assert files == ["database.py", "folder", "other.sqlite", "run.sqlite"]
+    local = [str(open_store(f"{where}run.sqlite").choose_local_folder()) for where in ("", "/a/", "../")]
+    assert local == ["runs/run.sqlite", "runs/a/run.sqlite", "runs/run.sqlite"]
 
 
 @pytest.mark.slow

@@ -153,7 +153,9 @@ class CheckpointStore(ABC):
 
     def choose_local_folder(self) -> Path:
         """Returns the folder on disk in which a run's files are made, which are then copied."""
-        return Path("runs", self._address.replace("://", "/"))
+        # Inside of runs/ also for /x and ../x: the store's own file may have that place.
+        parts = Path(self._address.replace("://", "/")).parts
+        return Path("runs", *(part for part in parts if part not in ("/", "..")))
 
     def make_folder(self) -> None:
         """Makes the folder, in stores whose folders exist without files."""
