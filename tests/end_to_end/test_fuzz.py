@@ -30,7 +30,7 @@ PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
 GROUP = ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]})
 STAGE = SavedStage((GROUP,), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4)
 TENSORS = {
-    "model/0.weight": Stored("float32", (6, 16), (StoredPiece((0, 0), (6, 16), "__0_0.distcp", 0, 900),)),
+    "model/0.weight": Stored("float32", (6, 16), (StoredPiece((0, 0), (6, 16), "__0_0.distcp", 0, 900, 9),)),
     "model/0.bias": Stored(
         "float32",
         (6,),

@@ -37,7 +37,7 @@ class StoredPiece(NamedTuple):
         start: the part's first index in each dimension of the tensor.
         shape: the part's shape.
         offset, length: bytes in the file.
-        crc32: checksum of dtype, shape and values; None in a file of version 0.1.
+        crc32: checksum of dtype, shape and values.
     """
 
     start: tuple[int, ...]
@@ -45,7 +45,7 @@ class StoredPiece(NamedTuple):
     file: str
     offset: int
     length: int
-    crc32: int | None = None
+    crc32: int
 
     @property
     def box(self) -> Box:
@@ -248,11 +248,6 @@ class Checkpoint(PipelineRequest, Position, Artifact):
             for piece in stored.pieces:
                 if piece.offset + piece.length > self.files.get(piece.file, 0):
                     raise ValueError(f"tensor {name!r} lies outside of the file {piece.file!r}")
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether pieces have checksums; those of version 0.1 have none."""
-        return all(piece.crc32 is not None for stored in self.tensors.values() for piece in stored.pieces)
 
     def to_json(self) -> str:
         data = json.loads(super().to_json())

@@ -60,7 +60,7 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
 
 def test_a_second_run_is_refused_before_it_writes(refused: Callable[..., str], tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    recipe = Path(__file__).parents[2] / "training" / "files_of_0_1" / "recipe.py"
+    recipe = Path(__file__).parents[3] / "examples" / "digits.py"
     error = refused("train", recipe, "--workers", "1", "--checkpoint-every", "0", "--out", tmp_path)
     assert "another run writes into the folder" in error
     assert os.listdir(tmp_path) == [".lock"]

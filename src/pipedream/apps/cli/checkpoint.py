@@ -69,8 +69,8 @@ def _verify(checkpoints: Iterable[Any], as_json: bool) -> None:
             continue
         results[str(checkpoint)] = None
         if not as_json:
-            size, note = format_bytes(sum(manifest.files.values())), "" if manifest.has_checksums else ", no checksums"
-            print(f"{checkpoint}: intact, {len(manifest.tensors)} tensors, {size}{note}")
+            size = format_bytes(sum(manifest.files.values()))
+            print(f"{checkpoint}: intact, {len(manifest.tensors)} tensors, {size}")
     if as_json:
         print_json({"damage": results})
     if damage := [text for text in results.values() if text is not None]:

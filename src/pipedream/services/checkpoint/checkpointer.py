@@ -1,6 +1,5 @@
 """Saves and restores a session's state: that of all stages at a drain."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -132,9 +131,6 @@ class Checkpointer(SessionService):
         folders.warn_of_unfinished(checkpoint, store, self._workers_here.rank)
         with self._workers_here.activity.at("reading a checkpoint"):
             manifest, self._file_owners = folders.read_shared_manifest(checkpoint, self._workers_here.group)
-        if not manifest.has_checksums and self._workers_here.rank == 0:
-            text = f"the checkpoint {checkpoint} has no checksums, so damage may go unnoticed"
-            warnings.warn(text, stacklevel=3)  # the user's call
         return checkpoint, manifest
 
     def restore(self, checkpoint: SavedCheckpoint, manifest: Checkpoint) -> None:

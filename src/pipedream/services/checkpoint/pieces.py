@@ -163,7 +163,7 @@ def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece)
     actual = (_name_dtype(tensor), tuple(tensor.shape))
     if actual != (stored.dtype, piece.shape):
         raise ArtifactError(f"{description} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
-    if piece.crc32 is not None and compute_crc32(tensor) != piece.crc32:
+    if compute_crc32(tensor) != piece.crc32:
         raise ArtifactError(f"the values of {description} have another checksum than when they were saved")
     return tensor
 
