@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training import assert_equal, batches, piped, plain
+from training import assert_equal, batches, loop, piped
 
 import pipedream as pd
 from pipedream.apps import cli
@@ -116,7 +116,7 @@ def test_step_2_trains_as_one_process_does(file: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
     trained = piped(model, loss, batches(5, 12), cuts=(2,), schedule=str(file), microbatches=3)
-    assert_equal(trained, plain(model, loss, batches(5, 12)))
+    assert_equal(trained, loop(model, batches(5, 12), loss=F.mse_loss).state)
 
 
 @pytest.mark.slow

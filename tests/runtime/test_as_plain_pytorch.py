@@ -23,7 +23,7 @@ from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint
-from training import SGD, plan_of
+from training import SGD, loop, plan_of
 
 import pipedream as pd
 
@@ -123,22 +123,8 @@ def make(case: Case, sample: Any = None) -> tuple[nn.Module, pd.Plan | None]:
 
 
 def plain(case: Case, parts: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains in a loop, which cuts each batch into parts and adds up their gradients."""
-    model, _ = make(case)
-    optimizer, losses = case.optimizer(list(model.named_parameters())), []
-    for batch in copy.deepcopy(case.data):
-        optimizer.zero_grad()
-        total = 0.0
-        for part in [batch] if parts == 1 else zip(*(leaf.chunk(parts) for leaf in batch), strict=True):
-            share = 1.0 if parts == 1 else len(part[0]) / len(batch[0])
-            output = model(*part[0]) if isinstance(part[0], tuple) else model(part[0])
-            loss = case.loss(output, part) * share
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-        case.between(model)
-    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    how = {"loss": case.loss, "targets": tuple, "optimizer": case.optimizer, "after_step": case.between}
+    return loop(make(case)[0], copy.deepcopy(case.data), parts=parts, **how)
 
 
 def piped(case: Case) -> tuple[list[float], dict[str, Tensor]]:
@@ -199,21 +185,8 @@ def tempered() -> nn.Module:
     return Built(lambda self, output, batch: F.mse_loss(output * self.scale, batch[1]), scale=scale)
 
 
-class Wraps:
-    """An object that is called with what a loss gets, or whose method is, and holds a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, output: Tensor, batch: Any) -> Tensor:
-        return self.module(output, batch)
-
-
-TEMPERATURE, FIXED = nn.Parameter(torch.ones((), dtype=torch.float64)), tempered().requires_grad_(False)
+TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
 OWN_PARAMETERS: dict[str, Any] = {
-    "an object": Wraps(tempered()),
-    "a method": Wraps(tempered()).__call__,
-    "a closure of a closure": (lambda inner: lambda o, b: inner(o, b))(Wraps(tempered())),
     "a partial": partial(lambda scale, o, b: mse(o * scale["t"], b), {"t": TEMPERATURE}),
     "a global": lambda o, b: mse(o * TEMPERATURE, b) + 0.1 * TEMPERATURE**2,
     "its last line": lambda o, b: mse(o, b) * torch.exp(-TEMPERATURE) + TEMPERATURE,
@@ -248,7 +221,6 @@ LOSSES = {
         f"with a parameter in {where}": Case(net, r"of shape \[\], which no stage would train", loss=loss, m=1)
         for where, loss in OWN_PARAMETERS.items()
     },
-    "with frozen parameters in an object": Case(net, loss=Wraps(FIXED)),
     "with a leaf of its own": Case(net, loss=penalise_gradient),
     "writes the output": Case(net, loss=write_output),
     **{
@@ -301,11 +273,11 @@ LOSSES = {
 
 
 def read_lists(self: Any, x: Any, entries: Any = None) -> Tensor:
-    """Takes a list of tensors, or a tensor with a list of numbers or texts, one entry per sample."""
+    """Takes a list of tensors, or a tensor with a list of numbers, one per sample."""
     x = torch.stack([entry.mean(0) for entry in x]) if isinstance(x, list) else x
     x = torch.tanh(self.a(x))
     if entries is not None:
-        x = x * torch.tensor([len(e) if isinstance(e, str) else e for e in entries], dtype=x.dtype)[:, None]
+        x = x * torch.tensor(entries, dtype=x.dtype)[:, None]
     return self.c(torch.tanh(self.b(x)))
 
 
@@ -319,40 +291,39 @@ def by_lengths(output: Tensor, batch: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def boxes(seed: int, samples: int) -> list[dict[str, Tensor]]:
-    """As many boxes as samples, so that each tensor could be taken for the batch; or of each sample another number."""
-    counts = [samples if seed == 0 else 1 + (i + seed) % 3 for i in range(samples)]
-    return [{"boxes": rand(n, 4, seed=seed + i), "ids": torch.arange(n)} for i, n in enumerate(counts)]
-
-
 recurrent = lambda: Built(  # noqa: E731
     lambda self, x: self.b(self.lstm(self.a(x))[0]), a=linear(), lstm=nn.LSTM(4, 4), b=linear()
 ).double()
 of_lists = lambda: Built(read_lists, a=linear(), b=linear(), c=linear()).double()  # noqa: E731
 STEPS = [(rand(6, 8, 4, seed=i), rand(6, 8, 4, seed=9 + i)) for i in range(3)]
-LISTED = [([rand(2, 4, seed=10 * i + j) for j in range(8)], rand(8, 4, seed=50 + i)) for i in range(3)]
-WITH_BOXES = [(rand(n, 4, seed=i), boxes(i, n)) for i, n in enumerate((8, 8, 5))]
+LISTED = [
+    ([rand(2 + j, 4, seed=10 * i + j) for j in range(n)], rand(n, 4, seed=50 + i)) for i, n in enumerate((8, 3, 5))
+]
 LENGTHS = torch.tensor([1, 2, 3, 1, 2, 3, 1, 3])
 
 
 BATCHES = {
     "batch second": Case(recurrent, r"say where the samples are \(batch_dim=", data=STEPS),
     "batch second, batch_dim=1": Case(recurrent, data=STEPS, options={"batch_dim": 1}),
-    "batch second, m = 1": Case(recurrent, data=STEPS, m=1),
     "list of tensors": Case(of_lists, data=LISTED),
     "list of tensors, m = 1": Case(of_lists, data=LISTED, m=1),
+    "list of tensors, targets in a list of dicts": Case(
+        of_lists,
+        loss=lambda o, b: F.mse_loss(o, torch.stack([target["at"] for target in b[1]])),
+        data=[(x, [{"at": row} for row in y]) for x, y in LISTED],
+    ),
+    "list of tensors, targets in a list of lists": Case(
+        of_lists,
+        loss=lambda o, b: F.mse_loss(o, torch.tensor(b[1], dtype=o.dtype)),
+        data=[(x, y.tolist()) for x, y in LISTED],
+        options={"batch_dim": {0: "items"}},
+    ),
     "list of numbers": Case(of_lists, data=[((x, [float(i) for i in range(8)]), y) for x, y in pairs()]),
-    "list of texts": Case(of_lists, data=[((x, ["x" * i for i in range(8)]), y) for x, y in pairs()]),
     "without a sample": Case(net, "holds no sample", data=[*pairs(1), *pairs(1, 0)], m=1),
     "targets in a list": Case(
         net,
         loss=lambda o, b: torch.stack([(x - t).square().mean() for x, t in zip(o, b[1], strict=False)]).mean(),
         data=[(x, [*y]) for x, y in pairs()],
-    ),
-    "targets in a list of dicts": Case(
-        net,
-        loss=lambda o, b: torch.stack([(x - t["boxes"]).square().mean() for x, t in zip(o, b[1], strict=True)]).mean(),
-        data=WITH_BOXES,
     ),
     "targets in a flat tensor with lengths": Case(
         net,
@@ -459,7 +430,6 @@ WEIGHTS = {
         replicas=(2, 1),
         optimizer=by_attribute,
     ),
-    "clamped in the forward": Case(between_two(clamped), m=1, cut=2),
     "clamped in the forward, replicas": Case(between_two(clamped), "the forward writes into", replicas=(2, 1), cut=2),
     "bound anew in the forward": Case(between_two(bound), "to other memory", m=1, cut=2),
     "vector_to_parameters": Case(net, WRITTEN, between=from_vector),
@@ -515,25 +485,6 @@ def test_parameters_that_only_some_microbatches_use(replicas: tuple[int, int]) -
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-class Several(torch.optim.SGD):
-    """SGD, and SparseAdam for embeddings."""
-
-    def __init__(self, named: Any) -> None:
-        sparse = [p for name, p in named if name == "0.weight"]
-        super().__init__([p for name, p in named if name != "0.weight"] or [nn.Parameter(torch.zeros(()))], lr=0.1)
-        self.others = [torch.optim.SparseAdam(sparse, lr=0.1)] if sparse else []
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for optimizer in self.others:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        for optimizer in self.others:
-            optimizer.zero_grad(set_to_none)
-
-
 class Rebinding(torch.optim.SGD):
     """Writes its weights, or binds them anew."""
 
@@ -557,8 +508,7 @@ class Rebinding(torch.optim.SGD):
 
 sparse = lambda: sequence(nn.Embedding(5, 4, sparse=True), nn.Tanh(), linear())  # noqa: E731
 OPTIMIZERS = {
-    "SparseAdam": Case(sparse, data=words(), optimizer=Several, m=1),
-    "SparseAdam, m = 2": Case(sparse, data=words(), optimizer=Several),
+    "sparse gradients": Case(sparse, data=words()),
     **{
         f"binds its weights anew by {how}": Case(net, "other memory", m=1, optimizer=partial(Rebinding, how=how))
         for how in ("data", "set")
@@ -571,16 +521,11 @@ OPTIMIZERS = {
 
 
 def drop_layers(self: Any, x: Tensor) -> Tensor:
-    """LayerDrop: leaves layers out by a count, by a value, or by torch's or Python's generator."""
+    """LayerDrop: leaves layers out by a count or by Python's generator."""
     x = self.a(x)
     self.calls += 1
     for number, layer in enumerate(self.layers):
-        if self.how == "count":
-            skips = (self.calls + number) % 2 == 0
-        elif self.how == "value":
-            skips = bool(x.sum() > 0)
-        else:
-            skips = random.random() < 0.3
+        skips = (self.calls + number) % 2 == 0 if self.how == "count" else random.random() < 0.3
         x = x if skips else layer(x)
     return self.c(x)
 
@@ -610,11 +555,6 @@ def carried(self: Any, x: Tensor) -> Tensor:
     y = y if self.state is None else y * self.state
     self.state = y.detach().mean(0)
     return y
-
-
-def summing(self: Any, x: Tensor) -> Tensor:
-    self.total += x.detach().mean(0)
-    return self.linear(x) * self.total
 
 
 def summing_later(self: Any, x: Tensor) -> Tensor:
@@ -659,7 +599,6 @@ def called_in_checkpoint() -> nn.Module:
 
 FUNCTIONAL: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "grad": lambda layer, x: torch.func.grad(lambda y: layer(y).tanh().sum())(x),
-    "jacrev": lambda layer, x: torch.func.vmap(torch.func.jacrev(lambda y: layer(y).tanh()))(x).sum(1),
     "jvp": lambda layer, x: torch.func.jvp(lambda y: layer(y).tanh(), (x,), (torch.ones_like(x),))[1],
     "vmap": lambda layer, x: torch.func.vmap(layer)(x),
     "functional_call": lambda layer, x: torch.func.functional_call(layer, {"weight": layer.weight / 2}, (x,)),
@@ -685,7 +624,6 @@ FUNCTIONAL_CASES = {
 
 embedding = lambda: sequence(nn.Embedding(5, 4, max_norm=0.5), linear(), linear())  # noqa: E731
 spectral = lambda: sequence(parametrizations.spectral_norm(linear()), nn.Tanh(), linear())  # noqa: E731
-summed = between_two(summing, total=nn.Buffer(torch.zeros(4)))
 summed_later = between_two(summing_later, total=nn.Buffer(torch.zeros(4)), calls=0)
 HOOKED = {
     f"backward hooks of {'every module' if len(numbers) > 1 else f'module {numbers[0]}'}, {schedule}": Case(
@@ -717,8 +655,6 @@ FORWARDS = {
     ),
     "LayerDrop by count": Case(partial(drops, "count"), data=pairs(5), m=1),
     "LayerDrop by count, m = 2": Case(partial(drops, "count"), "left in 'calls', .* 2 microbatches", data=pairs(5)),
-    "LayerDrop by value": Case(partial(drops, "value"), data=pairs(5)),
-    "LayerDrop in a chain": Case(lambda: sequence(linear(), drops("count"), linear()), data=pairs(5), m=1),
     "LayerDrop by Python's generator": Case(
         partial(drops, "python"), "took another path than when the model was captured", data=pairs(8)
     ),
@@ -740,8 +676,6 @@ FORWARDS = {
         recompute="always",
     ),
     "state of the batch before": Case(between_two(carried, state=None), recompute="always", check=False, cut=2),
-    "buffer": Case(summed, m=1),
-    "buffer, replicas": Case(summed, IN_REPLICAS, replicas=(1, 2), check=False),
     "buffer that changes later, replicas": Case(summed_later, IN_REPLICAS, data=pairs(5), replicas=(1, 2)),
     "Embedding(max_norm)": Case(embedding, data=words()),
     "Embedding(max_norm), replicas": Case(embedding, r"writes .*the weight '0\.weight'", data=words(), replicas=(2, 1)),
@@ -755,7 +689,6 @@ FORWARDS = {
             .train()
         )
     ),
-    "BatchNorm": Case(lambda: sequence(linear(), nn.BatchNorm1d(4), linear())),
 }
 
 

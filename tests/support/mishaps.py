@@ -14,59 +14,36 @@ from torch import Tensor, nn
 import pipedream as pd
 
 
-class FailsForward(nn.Module):
-    """Raises at its sixth training forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.calls += 1
-            if self.calls == 6:
-                raise ZeroDivisionError("a layer that fails")
-        return x * 1.0
-
-
 class _Raises(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        ctx.count = count
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if ctx.count == 6:
-            raise ZeroDivisionError("a gradient that fails")
-        return gradients[0], None
+        raise ZeroDivisionError("a gradient that fails")
 
 
-class FailsBackward(FailsForward):
-    """Raises in the backward of its sixth training forward."""
+class Fails(nn.Module):
+    """Raises at its sixth training forward or in its backward, or gives nan there."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.calls += 1
-        return _Raises.apply(x, self.calls)
-
-
-class NotANumber(FailsForward):
-    """Gives nan at its sixth training forward."""
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.calls += 1
-        return x * (float("nan") if self.calls == 6 else 1.0)
-
-
-KINDS: dict[str, type[nn.Module]] = {"forward": FailsForward, "backward": FailsBackward, "nan": NotANumber}
+        self.calls += torch.is_grad_enabled()
+        if self.calls != 6:
+            return x * 1.0
+        if self.kind == "forward":
+            raise ZeroDivisionError("a layer that fails")
+        return _Raises.apply(x) if self.kind == "backward" else x * float("nan")
 
 
 def train(kind: str, stages: int, schedule: str = "pipedream", **rest: Any) -> list[float]:
     animal = zoo.make("mlp")
     if kind != "loop":
-        animal.model[3] = KINDS[kind]()
+        animal.model[3] = Fails(kind)
     losses = []
     plan = zoo.plan_of(zoo.make("mlp"), stages)
     with make_pipeline(animal, plan, schedule=schedule, **rest) as pipeline:

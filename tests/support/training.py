@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -52,25 +53,34 @@ def loop(
     optimizer: Callable[..., torch.optim.Optimizer] = SGD,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     parts: int = 1,
+    targets: Callable[[Any], Any] = itemgetter(1),
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     after_backward: Callable[[nn.Module], object] = id,
+    after_step: Callable[[nn.Module], object] = id,
 ) -> Trained:
-    """Trains the model itself for an epoch; the gradients of a minibatch's parts, equal in size, are added up."""
+    """Trains the model itself for an epoch; the gradients of a minibatch's parts are added up."""
     stepper, losses = optimizer(list(model.named_parameters())), []
     schedule = None if scheduler is None else scheduler(stepper)
-    for inputs, targets in data:
+    for batch in data:
         stepper.zero_grad()
         total = 0.0
-        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        for part in [batch] if parts == 1 else zip(*(leaf.chunk(parts) for leaf in batch), strict=True):
+            share = 1.0 if parts == 1 else len(part[0]) / len(batch[0])
             with forward_context():
-                share = loss(model(x.clone()), y) / parts  # which may write into it
-            share.backward()
-            total += float(share.detach())
+                output = (
+                    model(*part[0])
+                    if isinstance(part[0], tuple)
+                    else model(part[0].clone() if isinstance(part[0], Tensor) else part[0])
+                )  # it may be written
+                one = loss(output, targets(part)) * share
+            one.backward()
+            total += float(one.detach())
         after_backward(model)
         stepper.step()
         if schedule is not None:
             schedule.step()
         losses.append(total)
+        after_step(model)
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
@@ -82,17 +92,6 @@ def piped(
     plan = plan_of(model, data[0][0] if sample is None else sample, cuts, replicas, recompute)
     how = {"loss": loss, "schedule": "gpipe", "check": True} | options
     return train(copy.deepcopy(model), plan, data, **how).state
-
-
-def plain(model: nn.Module, loss: Callable[[Any, Any], Tensor], data: Sequence[Any]) -> dict[str, Tensor]:
-    """Trains a copy of the model in a loop, with such a loss."""
-    model = copy.deepcopy(model)
-    optimizer = SGD(model.parameters())
-    for batch in data:
-        optimizer.zero_grad()
-        loss(model(batch[0]), batch).backward()
-        optimizer.step()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
