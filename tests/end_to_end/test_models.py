@@ -31,8 +31,22 @@ DEFAULT = ("resnet", "tied_gpt", "attention_lstm")
 QUICK = ("attention_lstm",)
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "hf_bert", "hf_t5", "hf_swin", "checkpointed")
-LONG = {"hf_modernbert", "hf_gemma2", "hf_gpt_oss"}
-LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_albert", "hf_convnext", "hf_gpt_neox"}
+# fmt: off
+ALIKE = {
+    "hf_bert": ("hf_roberta", "hf_distilbert", "hf_bert_classes", "hf_modernbert"),
+    "hf_gpt_neox": ("hf_gpt_neo", "hf_gptj", "hf_opt", "hf_falcon", "hf_mpt"),
+    "hf_llama": ("hf_gemma", "hf_gemma3", "hf_phi", "hf_phi3", "hf_mistral", "hf_qwen2", "hf_olmo2", "hf_stablelm",
+                 "hf_cohere", "hf_granite", "hf_gemma2", "hf_qwen3"),
+    "hf_mixtral": ("hf_olmoe", "hf_qwen3_moe", "hf_gpt_oss"),
+    "hf_bart": ("hf_mbart", "hf_pegasus", "hf_marian"),
+    "hf_vit": ("hf_deit", "hf_beit"),
+    "resnet": ("hf_resnet",),
+    "hf_wav2vec2": ("hf_hubert",),
+}
+# fmt: on
+"""Models built as others are."""
+LONG = {*sum(ALIKE.values(), ()), "hf_dinov2"}
+LONG |= {"hf_mamba2", "hf_bloom", "hf_clip_text", "hf_clip_vision", "hf_albert", "hf_convnext", "hf_gpt_neox"}
 LONG |= {"hf_bart", "hf_xlnet", "hf_deberta_v2", "hf_wav2vec2"}
 """Continuous integration leaves these out."""
 
@@ -94,7 +108,7 @@ def test_the_docs_name_the_tested_models() -> None:
     listed = [name.strip() for row in table.splitlines()[2:] for name in row.split("|")[2].split(",")]
     plain = {re.sub(r"'s | encoder|\(.*\)|\.0|\W", "", name.replace("\u00b9", "")).lower(): name for name in listed}
     cases = [case for name, case in CASES.items() if name.startswith("hf_")]
-    tested = {re.sub("hf|_", "", case.name): case for case in cases}
+    tested = {re.sub("hf|_|classes", "", case.name.replace("vision", "image")): case for case in cases}
     assert plain.keys() == tested.keys()
     marked = {name for name, case in tested.items() if case.float32_inside}
     assert {name for name, word in plain.items() if "\u00b9" in word} == marked

@@ -874,7 +874,7 @@ def _case(name: str, batch: Callable[..., Any], settings: dict[str, Any], kind: 
     case = Case(f"hf_{name}", partial(_make, kind or name, batch, settings), batch, needs_hf=True)
     # Losses of language models are computed in float32, and T5's norms.
     single = batch is causal or name in ("modernbert", "t5")
-    fixed = batch is pictures
+    fixed = batch is pictures or name == "clip_vision"
     return replace(case, amount=TASKS.get(batch, ("", targets_of))[1], float32_inside=single, varies_length=not fixed)
 
 
@@ -891,6 +891,7 @@ BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ff
 T5 = SEQ2SEQ | {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 GPT2 = TEXT | {"n_positions": 64, "n_embd": 16, "n_layer": 3, "n_head": 2}
 EAGER = {"experts_implementation": "eager"}  # the default multiplies no matrices of float64
+EXPERTS = EAGER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA = TEXT | {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3, "time_step_rank": 2}
 GPT_OSS = LLAMA | EAGER | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
 GPT_OSS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -898,10 +899,16 @@ WAVES = SIZE | LABELS | {"conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_strid
 WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
 WAVES |= {"num_feat_extract_layers": 2, "layerdrop": 0.0, "mask_time_prob": 0.0, "vocab_size": WORDS}
 
+RESNET = LABELS | {"embedding_size": 8, "hidden_sizes": [8, 16, 16], "depths": [1, 2, 1], "layer_type": "basic"}
 WHISPER = {key: value for key, value in BART.items() if key not in PLACES} | {"num_mel_bins": MELS}
 WHISPER |= {"max_source_positions": FRAMES // 2, "max_target_positions": 64, "suppress_tokens": None}
 WHISPER |= {"begin_suppress_tokens": None}
+DISTILBERT = TEXT | LABELS | PLACES | {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}
 DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+GPT_NEO = TEXT | PLACES | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
+GPT_NEO |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+OPT = TEXT | PLACES | {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 24}
+OPT |= {"word_embed_proj_dim": 16}
 DEEPSEEK = LLAMA | EAGER | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
 DEEPSEEK |= {"topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 DEEPSEEK |= {"v_head_dim": 8, "first_k_dense_replace": 1, "num_key_value_heads": 2}
@@ -911,27 +918,57 @@ SWIN |= {"window_size": 2}
 MODELS = (  # name, batches, settings
     _case("gpt2", causal, GPT2),
     _case("llama", causal, LLAMA),
+    _case("qwen3", causal, LLAMA | {"head_dim": 8}),
     _case("bert", masked, BERT),
     _case("t5", translated, T5),
     _case("vit", pictures, PICTURE),
+    _case("resnet", large_pictures, RESNET),
     _case("mixtral", causal, LLAMA | EAGER | {"num_local_experts": 4}),
     _case("whisper", spoken, WHISPER),
     _case("mamba", causal, MAMBA),
+    _case("bert_classes", classified, BERT | LABELS, "bert"),
+    _case("roberta", masked, BERT),
+    _case("distilbert", classified, DISTILBERT),
     _case("albert", masked, BERT | {"embedding_size": 12}),
     _case("deberta_v2", masked, DEBERTA, "deberta-v2"),
     _case("modernbert", masked, BERT),
     _case("gpt_neox", causal, BERT),
+    _case("gpt_neo", causal, GPT_NEO),
+    _case("gptj", causal, GPT2 | {"rotary_dim": 4}),
+    _case("opt", causal, OPT),
     _case("bloom", causal, TEXT | {"hidden_size": 16, "n_layer": 3, "n_head": 2}),
+    _case("mpt", causal, TEXT | {"d_model": 16, "n_layers": 3, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64}),
+    _case("falcon", causal, BERT),
+    _case("gemma", causal, LLAMA | {"head_dim": 8}),
     _case("gemma2", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    _case("gemma3", causal, LLAMA | {"head_dim": 8, "sliding_window": 4}, "gemma3_text"),
+    _case("phi", causal, LLAMA),
+    _case("phi3", causal, LLAMA),
+    _case("mistral", causal, LLAMA | {"sliding_window": 4}),
+    _case("qwen2", causal, LLAMA),
+    _case("qwen3_moe", causal, LLAMA | EXPERTS | {"head_dim": 8}),
+    _case("olmo2", causal, LLAMA),
+    _case("olmoe", causal, LLAMA | EXPERTS),
+    _case("stablelm", causal, LLAMA),
+    _case("cohere", causal, LLAMA),
+    _case("granite", causal, LLAMA),
     _case("gpt_oss", causal, GPT_OSS),
     _case("deepseek_v3", causal, DEEPSEEK),
     _case("mamba2", causal, MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}),
     _case("bart", translated, BART),
+    _case("mbart", translated, BART),
+    _case("pegasus", translated, BART),
+    _case("marian", translated, BART),
     _case("xlnet", classified, TEXT | LABELS | {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}),
     _case("swin", pictures, SWIN),
     _case("convnext", large_pictures, LABELS | {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 2, 1]}),
+    _case("deit", pictures, PICTURE),
+    _case("beit", pictures, PICTURE),
+    _case("dinov2", pictures, PICTURE),
     _case("wav2vec2", waves, WAVES),
+    _case("hubert", waves, WAVES),
     replace(_case("clip_text", targeted(classified), BERT, "clip_text_model"), loss=pooled),
+    replace(_case("clip_vision", targeted(pictures), PICTURE, "clip_vision_model"), loss=pooled),
 )
 
 HF: dict[str, Case] = {case.name: case for case in MODELS}
