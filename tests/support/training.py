@@ -67,14 +67,11 @@ def loop(
         for part in [batch] if parts == 1 else zip(*(leaf.chunk(parts) for leaf in batch), strict=True):
             share = 1.0 if parts == 1 else len(part[0]) / len(batch[0])
             with forward_context():
-                output = (
-                    model(*part[0])
-                    if isinstance(part[0], tuple)
-                    else model(part[0].clone() if isinstance(part[0], Tensor) else part[0])
-                )  # it may be written
-                one = loss(output, targets(part)) * share
-            one.backward()
-            total += float(one.detach())
+                inputs = part[0].clone() if isinstance(part[0], Tensor) else part[0]  # the model may write into it
+                output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+                part_loss = loss(output, targets(part)) * share
+            part_loss.backward()
+            total += float(part_loss.detach())
         after_backward(model)
         stepper.step()
         if schedule is not None:
