@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream
-from pipedream.layouts import METHODS, Exchanges, Partition
+from pipedream.extensions.meshes.layouts import METHODS, Exchanges, Partition
 
 FLOAT_BYTES = 4
 
