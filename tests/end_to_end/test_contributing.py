@@ -84,7 +84,7 @@ def test_what_a_file_adds_is_trained_with(section: str, tmp_path: Path, monkeypa
     train = [sys.executable, "-m", "pipedream", "train", str(ROOT / recipe), "--minibatches", "3"]
     assert subprocess.run([*train, *options, "--out", "run"]).returncode == 0
     resumed = subprocess.run([*train, "--resume", "run"], capture_output=True, text=True)
-    assert resumed.returncode == pd.errors.BAD_CALL, "a checkpoint alone runs no file"
+    assert resumed.returncode, "a checkpoint alone runs no file"
     assert f"'{FILES[section]}" in resumed.stderr
 
 
