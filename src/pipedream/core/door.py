@@ -8,14 +8,13 @@ name a file, but it is run only because its user names it, too.
 import sys
 from functools import cache, cached_property
 from hashlib import sha256
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from pipedream.core.errors import PipelineError
+from pipedream.core.extensions import import_folder
 
 Entry = TypeVar("Entry")
 
@@ -37,10 +36,7 @@ class Door(Generic[Entry]):
     @cached_property
     def named(self) -> dict[str, Entry]:
         """The library's entries, by name; none if its folder was left out."""
-        if find_spec(self._folder) is None:
-            return {}
-        modules = iter_modules(import_module(self._folder).__path__, f"{self._folder}.")
-        entries: Any = [entry for module in modules for entry in getattr(import_module(module.name), self._table)]
+        entries: Any = [entry for module in import_folder(self._folder) for entry in getattr(module, self._table)]
         return {entry.name: entry for entry in entries}
 
     def open_file(self, path: str) -> None:

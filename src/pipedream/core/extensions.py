@@ -20,6 +20,7 @@ What may be offered, under the names of their modules:
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +31,17 @@ from types import ModuleType
 @cache
 def list_offers(name: str, package: str = "pipedream.extensions") -> tuple[ModuleType, ...]:
     """Returns the module of this name of each extension that has one, in the order of the folders' names."""
-    folders = iter_modules(import_module(package).__path__, f"{package}.")
-    names = [f"{folder.name}.{name}" for folder in folders if folder.ispkg]
+    names = [f"{folder}.{name}" for folder, is_package in _list_modules(package) if is_package]
     return tuple(import_module(module) for module in names if find_spec(module) is not None)
+
+
+def import_folder(package: str) -> list[ModuleType]:
+    """Returns the modules of a package, in the order of their names; none if the package was left out."""
+    return [import_module(name) for name, _ in _list_modules(package)]
+
+
+def _list_modules(package: str) -> Iterator[tuple[str, bool]]:
+    """Yields the name of each module of a package, and whether it is a package itself."""
+    if find_spec(package) is not None:
+        for module in iter_modules(import_module(package).__path__, f"{package}."):
+            yield module.name, module.ispkg

@@ -12,15 +12,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.door import run_file
 from pipedream.core.errors import PipelineError, ScheduleError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import import_folder, list_offers
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
@@ -222,14 +220,8 @@ def _collect_methods() -> dict[str, Method]:
     """Returns the methods of all files, those of older papers first."""
     methods: list[Method] = []
     for folder in _FOLDERS:
-        try:
-            package = import_module(folder)
-        except ModuleNotFoundError as error:
-            if error.name != folder:
-                raise
-            continue
-        for module in iter_modules(package.__path__, f"{folder}."):
-            methods += getattr(import_module(module.name), "METHODS", ())
+        for module in import_folder(folder):
+            methods += getattr(module, "METHODS", ())
     for offer in list_offers("methods"):
         methods += offer.METHODS
     return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}

@@ -1,11 +1,10 @@
 """Where checkpoints are kept: a store per file of this folder, which is scanned."""
 
 import os
-import pkgutil
 import re
-from importlib import import_module
 
 from pipedream.core.errors import ArtifactError
+from pipedream.core.extensions import import_folder
 from pipedream.services.checkpoint.stores.local_folder import LocalFolder
 from pipedream.services.checkpoint.stores.object_store import ObjectStore
 from pipedream.services.checkpoint.stores.store import CheckpointStore
@@ -34,8 +33,7 @@ def find_kind(folder: str | os.PathLike[str]) -> type[CheckpointStore]:
 
     Stores that were defined elsewhere count once their module is imported.
     """
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")
+    import_folder(__name__)
     general: list[type[CheckpointStore]] = [ObjectStore, LocalFolder]
     kinds = [*(kind for kind in CheckpointStore.kinds if kind not in general), *general]
     return next(kind for kind in kinds if kind.accepts(os.fspath(folder)))
