@@ -29,10 +29,10 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("kept", [slow(name, id=name or "none") for name in ("", *EXTENSIONS)])
-def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("extension", [slow(name, id=name or "none") for name in ("", *EXTENSIONS)])
+def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, extension: str) -> None:
     def leave_out(folder: str, names: list[str]) -> list[str]:
-        others = {*EXTENSIONS} - {kept} if Path(folder).name == "extensions" else set()
+        others = {*EXTENSIONS} - {extension} if Path(folder).name == "extensions" else set()
         return [name for name in names if name in others or name == "__pycache__"]
 
     shutil.copytree(PACKAGE, tmp_path / "pipedream", ignore=leave_out)

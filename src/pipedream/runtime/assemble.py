@@ -63,7 +63,7 @@ class StageMaterials:
     ema: dict[str, torch.Tensor]
     reducer: Reducer
     loss_scale: LossFactor
-    stored: SharedWeights | None
+    shared_weights: SharedWeights | None
     stepped: SteppedWeights | None
     parts: tuple[StagePart, ...]
 
@@ -130,11 +130,11 @@ def gather_materials_on_copies(
         layers = blueprint.stages[stage]
         trained = dict(find_trained(stage))
         module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
-        layout = _make_store_format(blueprint, programs, stage, module)
+        store_format = _make_store_format(blueprint, programs, stage, module)
         if store.is_shared and placement.ranks[stage] != (rank,):
             for name, handle in trained.items():
                 module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
-        on_copies[stage] = CopyMaterials(programs, module, layout, partial(store.open, stage, layout))
+        on_copies[stage] = CopyMaterials(programs, module, store_format, partial(store.open, stage, store_format))
     return on_copies
 
 
@@ -164,15 +164,15 @@ def _gather_stage_materials(
         replicated=replica_group is not None,
     )
     ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in parameters.items()}
-    stored = None
+    shared_weights = None
     if blueprint.placement.shares_weights:
-        stored = store.open(stage, _make_store_format(blueprint, programs, stage, module))
-        stored.adopt_averages(ema)
+        shared_weights = store.open(stage, _make_store_format(blueprint, programs, stage, module))
+        shared_weights.adopt_averages(ema)
     cpu_optimizer = None
-    if plan.choices.hosts_optimizers and stored is None:
+    if plan.choices.hosts_optimizers and shared_weights is None:
         _refuse_mesh(module.division)
-        layout = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
-        cpu_optimizer = store.host(stage, source.replica, parameters, layout)
+        store_format = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
+        cpu_optimizer = store.host(stage, source.replica, parameters, store_format)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
     return StageMaterials(
         programs=programs,
@@ -184,7 +184,7 @@ def _gather_stage_materials(
         ema=ema,
         reducer=make_reducer(plan.choices.sums, parameters, ema, replica_group, plan.replicas[stage], tied),
         loss_scale=settings.make_loss_scale(),
-        stored=stored,
+        shared_weights=shared_weights,
         stepped=cpu_optimizer,
         parts=source.parts,
     )
@@ -263,8 +263,8 @@ def _build_stage_state(
     single = rule.held_until is None or rule.kept_until(stage) is not None
     versions = (
         Versions(handles, watched=replica_group is not None, single=single)
-        if materials.stored is None
-        else _find_shared_weights(program).make_home(handles, materials.stored, single=single)
+        if materials.shared_weights is None
+        else _find_shared_weights(program).make_home(handles, materials.shared_weights, single=single)
     )
     optimizer = Optimizer(
         handles,

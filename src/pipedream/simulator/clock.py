@@ -179,9 +179,9 @@ class _Clock:
             JOIN: lambda rank, stage, update, now: rank.made_s[stage],
         }
         fetching = {item.what[0][0] for text in texts for item in text.instructions if item.code == FETCH}
-        self.left = ("F" in fetching) * "U" + bool(fetching & {"B", "U"}) * "B"  # ops whose results others fetch
-        self.noted = {"U", *self.left}
-        self.left_s = {Op(Kind.UPDATE, stage, 0): 0.0 for stage in range(placement.stages)}  # in shared memory
+        self.fetched_kinds = ("F" in fetching) * "U" + bool(fetching & {"B", "U"}) * "B"  # whose results others fetch
+        self.noted = {"U", *self.fetched_kinds}
+        self.fetched_s = {Op(Kind.UPDATE, stage, 0): 0.0 for stage in range(placement.stages)}  # in shared memory
         self.readers: dict[Op, list[_Rank]] = defaultdict(list)
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
@@ -294,21 +294,21 @@ class _Clock:
         start_s = max([now, *rank.made_s.values()])
         end_s = rank.made_s[stage] = start_s + seconds
         rank.sends.append(_new(Span, (rank.number, "step", stage, update, start_s, end_s)))
-        self._note_left(Op(Kind.UPDATE, stage, update), end_s)
+        self._note_fetched(Op(Kind.UPDATE, stage, update), end_s)
         return now
 
     def _note_done(self, letter: str, stage: int, index: int, now: float) -> None:
-        if letter in self.left:
-            self._note_left(Op(Kind(letter), stage, index), now)
+        if letter in self.fetched_kinds:
+            self._note_fetched(Op(Kind(letter), stage, index), now)
         if letter == "U":
             self._note_update(stage, index, now)
 
     def _note_update(self, stage: int, update: int, now: float) -> None:
         """Notes the end of an update, or the begin of one that a thread makes."""
 
-    def _note_left(self, op: Op, now: float) -> None:
-        if op not in self.left_s:  # else a thread makes it
-            self.left_s[op] = now
+    def _note_fetched(self, op: Op, now: float) -> None:
+        if op not in self.fetched_s:  # else a thread makes it
+            self.fetched_s[op] = now
             self.ready += self.readers.pop(op, [])
 
     def _await_shared(self, rank: _Rank, op: Any, index: int, now: float) -> float | None:
@@ -320,7 +320,7 @@ class _Clock:
             needs.append(Op(Kind.UPDATE, stage, 0))  # the weights at the start
         there_s = now
         for need in needs:
-            left_s = self.left_s.get(need)
+            left_s = self.fetched_s.get(need)
             if left_s is None:
                 self.readers[need].append(rank)
                 return None

@@ -276,14 +276,14 @@ def _find_joins(schedule: Schedule, rank: int, window: Sequence[Op]) -> dict[int
         if op.stage not in overlapping:
             continue
         if op.kind is Kind.UPDATE:
-            needed = [
+            joined_stages = [
                 stage for stage in list_joint_stages(schedule, rank, op.stage) if begun.get(stage, op.index) < op.index
             ]
         else:
             is_needed = op.stage in begun and schedule.find_awaited_version(op) >= begun[op.stage]
-            needed = [op.stage] if is_needed else []
-        if needed:
-            joins[position] = [Transfer(Move.JOIN_UPDATE, stage, begun.pop(stage)) for stage in needed]
+            joined_stages = [op.stage] if is_needed else []
+        if joined_stages:
+            joins[position] = [Transfer(Move.JOIN_UPDATE, stage, begun.pop(stage)) for stage in joined_stages]
         if op.kind is Kind.UPDATE:
             begun[op.stage] = op.index
     return joins

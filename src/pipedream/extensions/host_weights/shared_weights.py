@@ -10,9 +10,9 @@ from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
 from pipedream.runtime.stage.versions import Versions, WeightStore
 
 
-def make_home(handles: Mapping[str, nn.Parameter], stored: SharedWeights, *, single: bool) -> Versions:
+def make_home(handles: Mapping[str, nn.Parameter], shared_weights: SharedWeights, *, single: bool) -> Versions:
     """Returns the versions of a stage on the rank of its updates."""
-    return HostVersions(handles, stored, single=single)
+    return HostVersions(handles, shared_weights, single=single)
 
 
 def make_copies(store_format: StoreFormat, per_update: int, open_stored: Callable[[], SharedWeights]) -> WeightStore:

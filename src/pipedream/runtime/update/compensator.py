@@ -77,7 +77,7 @@ class CompensatedStage:
         return updates
 
     def note_updates(self, updates: Sequence[torch.Tensor]) -> None:
-        """Tells the listeners what the optimizer has subtracted from each handle."""
+        """Passes what the optimizer has subtracted from each handle to the listeners."""
         update_by_id = dict(zip(map(id, self.handles.values()), updates, strict=True)) if self.listeners else {}
         for group in self.optimizer.param_groups if update_by_id else ():
             if rate := float(group["lr"]):
@@ -85,7 +85,7 @@ class CompensatedStage:
                 self.note_steps(stepped, [update_by_id[id(handle)] / rate for handle in stepped], rate)
 
     def note_steps(self, handles: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], rate: float) -> None:
-        """Tells the listeners the optimizer's steps, divided by the learning rate."""
+        """Passes the optimizer's steps, divided by the learning rate, to the listeners."""
         for listen in self.listeners:
             listen(handles, steps, rate)
 
