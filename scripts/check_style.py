@@ -58,7 +58,7 @@ TORCH_PACKAGES = (
     "services",
     "sharding",
     "tensors",
-    "testing",
+    "apps.testing",
 )
 
 # Phrases of an older style of this project, which read as if translated -> how many are still left.

@@ -21,7 +21,7 @@ PROCESSES = "pytest.mark.processes"
 _NUMBERS = ("compensation", "couplings", "delayed", "examples", "models", "model_features", "replicas", "transparency")
 COMPUTING = (
     *("tests/services/checkpoint/", "tests/schedules/", "tests/extensions/meshes/sharding/", "tests/test_packaging.py"),
-    *("tests/training/test_restarts.py", "tests/training/test_resume.py"),
+    *("tests/apps/training/test_restarts.py", "tests/apps/training/test_resume.py"),
     *(f"tests/end_to_end/test_{name}.py" for name in _NUMBERS),
 )
 """Files whose processes are compared by their numbers, however long they take."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
+from pipedream.apps.training import run_folder
 from pipedream.services.checkpoint import writer
-from pipedream.training import run_folder
 
 RANK = int(os.environ.get("RANK", "0"))
 FOLDER = Path(os.environ.get("TRIAL_FOLDER", "."))

@@ -22,8 +22,8 @@ import recovery
 import torch
 
 import pipedream as pd
+from pipedream.apps.training.run_folder import CHECKPOINTS
 from pipedream.services.checkpoint.folders import list_checkpoints
-from pipedream.training.run_folder import CHECKPOINTS
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_row, format_table, make_parser, write_rows

@@ -20,7 +20,7 @@ if __name__ == "__main__" or "RANK" in os.environ:
 
     import pipedream as pd
     from pipedream import Pipeline, pipeline, run
-    from pipedream.training import job, train
+    from pipedream.apps.training import job, train
 
     ends_s = {STEPS[0]: time.time()}
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         testing as testing,
     )
     from pipedream.apps.emulate.emulate import emulate as emulate
+    from pipedream.apps.training.train import run as run
     from pipedream.core import errors as errors
     from pipedream.core.errors import PipelineError as PipelineError
     from pipedream.core.hardware.cluster import Cluster as Cluster, Level as Level
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
         add_auxiliary_loss as add_auxiliary_loss,
         auxiliary_loss_scale as auxiliary_loss_scale,
     )
-    from pipedream.training.train import run as run
     from pipedream.verifier import verify as verify
     from pipedream.workflows.phases import Phase as Phase
     from pipedream.workflows.plan import plan as plan
@@ -92,7 +92,7 @@ _HOMES = {
     "plan": "workflows.plan",
     "profile": "workflows.profile",
     "register_operator": "extensions.meshes.layouts",
-    "run": "training.train",
+    "run": "apps.training.train",
     "simulate": "workflows.simulate",
     "verify": "verifier",
 }

@@ -18,7 +18,7 @@ PROGRAM = """
 import sys
 import pipedream as pd
 from pipedream.core.extensions import list_offers
-from pipedream.testing.checks import small_trainings
+from pipedream.apps.testing.checks import small_trainings
 
 assert pd.__file__.startswith(sys.argv[1]), pd.__file__
 profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)
@@ -58,7 +58,7 @@ def test_a_missing_extension_is_named(call: str, words: str) -> None:
         "import pipedream.extensions\n"
         "pipedream.extensions.__path__ = []\n"
         "import pipedream as pd\n"
-        "from pipedream.testing.checks import small_trainings\n"
+        "from pipedream.apps.testing.checks import small_trainings\n"
         "profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)\n"
         f"try:\n    {call}\nexcept pd.PipelineError as error:\n    print(error)\n"
     )

@@ -4,8 +4,8 @@ import pytest
 from marks import slow
 
 import pipedream as pd
+from pipedream.apps.testing.checks import check_claims, small_schedules
 from pipedream.simulator import costs, simulate
-from pipedream.testing.checks import check_claims, small_schedules
 
 NAMES = (*pd.schedules.SCHEDULES, "paci[backward_rule=stash]")
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 from zoo import Case
 
 import pipedream as pd
+from pipedream.apps.testing.batches import call_model, split_batch
 from pipedream.capture.structure import walk
-from pipedream.testing.batches import call_model, split_batch
 
 LENGTHS = (6, 9, 6, 5)
 

@@ -10,8 +10,8 @@ from commands import Answer, Refused, Run
 
 import pipedream as pd
 from pipedream.apps.cli.options import make_cluster, read_cluster
+from pipedream.apps.training import train
 from pipedream.core.hardware import presets
-from pipedream.training import train
 
 DIGITS = str(Path(__file__).parents[3] / "examples" / "digits.py")
 

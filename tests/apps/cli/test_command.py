@@ -188,8 +188,10 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
     )
     saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=pd.schedules.uniform("1f1b", 2))
     checkpoint = SimpleNamespace(path="run", manifest=saved)
-    monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))  # imports find_resume_point
-    monkeypatch.setattr("pipedream.training.run_folder.find_resume_point", lambda *_: checkpoint)
+    monkeypatch.setattr(
+        "pipedream.apps.training.train.train_recipe", lambda make, **_: make(0)
+    )  # imports find_resume_point
+    monkeypatch.setattr("pipedream.apps.training.run_folder.find_resume_point", lambda *_: checkpoint)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     message = "--elastic may leave 1 worker, with which 'chimera' does not work"

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader
 import pipedream as pd
 from pipedream.apps.compare import compare, compare_options, compare_runs, variants
 from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
+from pipedream.apps.training import loop
 from pipedream.core.cold import count_warm_up
-from pipedream.training import loop
 
 CPU = torch.device("cpu")
 RECIPE = """

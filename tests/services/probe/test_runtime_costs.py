@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream as pd
+from pipedream.apps.training import job
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.runtime.comm import process_group
 from pipedream.services.probe.probe import measure_runtime
-from pipedream.training import job
 
 
 def drawn() -> tuple[float, float, float]:

@@ -37,9 +37,9 @@ def checkpoint(
       pipedream checkpoint verify runs/digits
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
+    from pipedream.apps.training.run_folder import CHECKPOINTS, find_checkpoints
     from pipedream.services.checkpoint.folders import gather_parts
     from pipedream.services.checkpoint.stores import open_store
-    from pipedream.training.run_folder import CHECKPOINTS, find_checkpoints
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")

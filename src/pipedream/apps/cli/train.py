@@ -23,7 +23,7 @@ from pipedream.schedules import build, refuse_code, uniform
 from pipedream.workflows.phases import read_phases
 
 if TYPE_CHECKING:
-    from pipedream.training.run_folder import ResumePoint
+    from pipedream.apps.training.run_folder import ResumePoint
 
 _MEASURED = "this machine's, or measured between several"
 
@@ -131,8 +131,8 @@ def train(
     if options.cluster is None:
         options = replace(options, memory_bytes=common.read_memory(links.memory))
     with pause_collection(freeze="torch" not in sys.modules):
+        from pipedream.apps.training.train import train_recipe
         from pipedream.recipe import Recipe, load_recipe
-        from pipedream.training.train import train_recipe
         from pipedream.workflows.prepare import read_run_phases
 
     def make(seed: int) -> Recipe:
@@ -163,7 +163,7 @@ def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFla
         more = ("--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}")
     start_workers(
         count,
-        "pipedream.training.train",
+        "pipedream.apps.training.train",
         more=more,
         max_restarts=restarts.max_restarts,
         fewest=restarts.min_workers if restarts.elastic else None,
@@ -173,7 +173,7 @@ def _start_processes(recipe: str, options: TrainingOptions, restarts: RestartFla
 def _find_checkpoint(options: TrainingOptions) -> ResumePoint | None:
     if options.resume is None:
         return None
-    from pipedream.training.run_folder import find_resume_point  # here, because it loads torch
+    from pipedream.apps.training.run_folder import find_resume_point  # here, because it loads torch
 
     return find_resume_point(options.resume, options.out)
 

@@ -20,6 +20,7 @@ from pipedream.apps.compare.compare_options import ComparisonOptions
 from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
+from pipedream.apps.training.run_folder import measure_steady
 from pipedream.core.artifact import encode, read_text, write_text
 from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
@@ -33,7 +34,6 @@ from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
 from pipedream.services.probe.probe import detect_cluster
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
-from pipedream.training.run_folder import measure_steady
 from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate

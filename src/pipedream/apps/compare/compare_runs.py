@@ -21,6 +21,10 @@ from rich.console import Console
 
 from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
 from pipedream.apps.compare.variants import Variant
+from pipedream.apps.training import run_folder
+from pipedream.apps.training.job import capture_recipe, profile_recipe
+from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.apps.training.train import train_recipe
 from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
@@ -31,10 +35,6 @@ from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import launch, set_threads
 from pipedream.services.failure.processes import write_error
 from pipedream.slow_links import Network
-from pipedream.training import run_folder
-from pipedream.training.job import capture_recipe, profile_recipe
-from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.train import train_recipe
 
 _SENT = "sent_bytes.json"  # of all workers, from their start to their end
 

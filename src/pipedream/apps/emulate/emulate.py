@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream import schedules
+from pipedream.apps.training import run_folder
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
@@ -21,7 +22,6 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import set_threads
-from pipedream.training import run_folder
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 

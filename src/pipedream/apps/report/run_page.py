@@ -8,12 +8,12 @@ from typing import Any
 from pipedream.apps.report.html import save_page
 from pipedream.apps.report.lanes import start_window
 from pipedream.apps.report.trace import save_trace
+from pipedream.apps.training.run_folder import RunFiles
 from pipedream.core.artifact import read_text
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.training.run_folder import RunFiles
 
 _SHOWN_MICROBATCHES = 40  # in the picture of a run's start
 

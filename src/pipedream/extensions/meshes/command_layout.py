@@ -120,10 +120,10 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
 
     The batch goes to the model's device, which may be 'meta'.
     """
+    from pipedream.apps.training.job import make_batch_loss, make_model_input
     from pipedream.extensions.meshes.layouts import describe_step
     from pipedream.recipe import blaming, load_recipe
     from pipedream.runtime.comm.values import to_device
-    from pipedream.training.job import make_batch_loss, make_model_input
 
     recipe = load_recipe(path, seed=seed)
     device = next((parameter.device for parameter in recipe.model.parameters()), None)

@@ -13,6 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pipedream.apps.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of
+from pipedream.apps.testing.losses import total_of
+from pipedream.apps.testing.passes import Passes, Rounding
+from pipedream.apps.testing.processes import run_in_processes
+from pipedream.apps.testing.reducers import Reducer
+from pipedream.apps.testing.results import Trained, assert_equal
+from pipedream.apps.testing.rules import CompensationRule, MethodRules, Reads
+from pipedream.apps.testing.serial import Loop
+from pipedream.apps.testing.tags import check_tags
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
@@ -23,15 +32,6 @@ from pipedream.pipeline import Pipeline
 from pipedream.planner import manual_plan
 from pipedream.schedules import stage_order_of
 from pipedream.services.checkpoint import folders
-from pipedream.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of
-from pipedream.testing.losses import total_of
-from pipedream.testing.passes import Passes, Rounding
-from pipedream.testing.processes import run_in_processes
-from pipedream.testing.reducers import Reducer
-from pipedream.testing.results import Trained, assert_equal
-from pipedream.testing.rules import CompensationRule, MethodRules, Reads
-from pipedream.testing.serial import Loop
-from pipedream.testing.tags import check_tags
 from pipedream.workflows.prepare import build_phase, read_run_phases
 
 Watch = Callable[[Pipeline], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.training.checkpoint_cost import FIRST, SHARE, CheckpointCost
+from pipedream.apps.training.checkpoint_cost import FIRST, SHARE, CheckpointCost
 
 
 @dataclass

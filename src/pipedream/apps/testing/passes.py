@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from pipedream.apps.testing.batches import Total, call_model, clone_batch, inputs_of
+from pipedream.apps.testing.rules import Values, copy_values
 from pipedream.core.seeds import layer_seed
-from pipedream.testing.batches import Total, call_model, clone_batch, inputs_of
-from pipedream.testing.rules import Values, copy_values
 
 Rounding = Callable[[Tensor, str], Tensor]
 

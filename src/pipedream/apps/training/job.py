@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipedream.apps.training.run_folder import ResumePoint, find_resume_point
 from pipedream.capture import Captured, capture
 from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
@@ -35,7 +36,6 @@ from pipedream.services.failure.launch import set_threads
 from pipedream.services.failure.restarts import Survivors, find_survivors
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.probe.probe import detect_cluster, measure_runtime
-from pipedream.training.run_folder import ResumePoint, find_resume_point
 from pipedream.workflows import prepare
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method

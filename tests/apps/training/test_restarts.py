@@ -17,10 +17,10 @@ from marks import long, slow
 
 import pipedream as pd
 from pipedream._version import hash_sources
+from pipedream.apps.training import checkpoint_cost, job, run_folder
 from pipedream.options import TrainingOptions
 from pipedream.runtime.comm import process_group
 from pipedream.services.failure import processes, restarts, without
-from pipedream.training import checkpoint_cost, job, run_folder
 
 pytestmark = pytest.mark.processes
 RECIPE = '''

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.training import loop
+from pipedream.apps.training import loop
 
 
 class Finishing:

@@ -19,11 +19,11 @@ from cases import FLUSHING, OPTIMIZERS, Case, Fresh, check, make_pipeline, phase
 from marks import slow, thinned
 
 import pipedream as pd
+from pipedream.apps.training.job import profile_recipe
 from pipedream.core.schedule.lowering import with_common_channels
 from pipedream.extensions.torch_csv.notation import write as to_torch_csv
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.testing import MethodRules, Reads, Trained
-from pipedream.training.job import profile_recipe
 from pipedream.workflows import phases as phase_files, prepare
 
 by = partial(delayed.turn, **OPTIMIZERS["sgd"].keywords)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.testing.batches import Total, count_samples
+from pipedream.apps.testing.batches import Total, count_samples
 
 
 def total_of(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.testing.training import Training
+from pipedream.apps.testing.training import Training
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 Batch = tuple[Tensor, Tensor]

@@ -3,7 +3,7 @@
 This is docs/exact_rules.md as a program. A pipeline does many things at once, but which weights each pass reads, and
 which microbatches each update contains, are numbers that are known before it runs. So a loop can make the passes in
 turn if it keeps the weights that each stage has had since the last drain. Of the library only the rule for seeds is
-used. `pipedream.testing.rules` has the letters.
+used. `pipedream.apps.testing.rules` has the letters.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from pipedream.testing.batches import split_batch
-from pipedream.testing.passes import Passes
-from pipedream.testing.reducers import Reducer
-from pipedream.testing.results import Trained
-from pipedream.testing.rules import MethodRules, Values, copy_values
-from pipedream.testing.stages import Copy, Factory, Stage, average_buffers
+from pipedream.apps.testing.batches import split_batch
+from pipedream.apps.testing.passes import Passes
+from pipedream.apps.testing.reducers import Reducer
+from pipedream.apps.testing.results import Trained
+from pipedream.apps.testing.rules import MethodRules, Values, copy_values
+from pipedream.apps.testing.stages import Copy, Factory, Stage, average_buffers
 
 
 @dataclass

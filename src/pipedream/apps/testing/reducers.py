@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipedream.testing.rules import Values
+from pipedream.apps.testing.rules import Values
 
 
 class Reducer:

@@ -11,6 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipedream import schedules
+from pipedream.apps.testing.models import make_batches, perceptron, tiny, with_statistics
+from pipedream.apps.testing.passes import Rounding
+from pipedream.apps.testing.reducers import Reducer
+from pipedream.apps.testing.results import Trained
+from pipedream.apps.testing.rules import CompensationRule, Reads
+from pipedream.apps.testing.training import Training
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
@@ -18,12 +24,6 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.metrics import in_flight, run_metrics, staleness
 from pipedream.simulator import costs, simulate
-from pipedream.testing.models import make_batches, perceptron, tiny, with_statistics
-from pipedream.testing.passes import Rounding
-from pipedream.testing.reducers import Reducer
-from pipedream.testing.results import Trained
-from pipedream.testing.rules import CompensationRule, Reads
-from pipedream.testing.training import Training
 from pipedream.verifier import verify
 
 SIZES = (

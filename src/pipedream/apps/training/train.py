@@ -7,6 +7,9 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+from pipedream.apps.training import run_folder
+from pipedream.apps.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
+from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
@@ -25,9 +28,6 @@ from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.simulator import Stragglers
-from pipedream.training import run_folder
-from pipedream.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
-from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.workflows.phases import phases_text
 from pipedream.workflows.simulate import simulate_program
 

@@ -4,9 +4,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pipedream.apps.testing.batches import split_batch
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions
-from pipedream.testing.batches import split_batch
 
 
 def check_tags(

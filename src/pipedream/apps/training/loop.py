@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from pipedream.apps.training.checkpoint_cost import CheckpointCost
 from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, format_time_left, is_live
@@ -22,7 +23,6 @@ from pipedream.runtime.comm.process_group import gather_texts, make_on_rank_0, w
 from pipedream.runtime.results.results import Done
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.restarts import Restarts
-from pipedream.training.checkpoint_cost import CheckpointCost
 
 _REFRESH_S = 0.5
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pipedream as pd
+from pipedream.apps.training.job import Job
 from pipedream.core.flags import flag_of
 from pipedream.options import MethodOptions, ModelOptions, PipelineOptions, TrainingOptions
-from pipedream.training.job import Job
 
 KINDS = [ModelOptions, MethodOptions, PipelineOptions, TrainingOptions, pd.Recipe]
 

@@ -18,9 +18,9 @@ from cases import Case, Fresh, answer, assert_near, check_resumed, make_pipeline
 from marks import slow, spread
 
 import pipedream as pd
+from pipedream.apps.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 from pipedream.services.checkpoint import folders, pieces, stores
 from pipedream.services.checkpoint.stores import local_folder, object_store
-from pipedream.training.run_folder import CHECKPOINTS, ResumePoint, find_resume_point
 
 
 def leg(replicas: tuple[int, ...], epochs: int = 6, *, optimizer: str = "adamw", **more: Any) -> Case:
