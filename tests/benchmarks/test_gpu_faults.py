@@ -111,7 +111,7 @@ def _double_laps(laps_s: Any) -> Any:
     return lambda self: [2.0 * lap_s for lap_s in laps_s(self)]
 
 
-STAGE, UPDATE = "runtime.stage", "runtime.update"
+STAGE, UPDATE, HOST = "runtime.stage", "runtime.update", "extensions.host_weights"
 FORWARD, BACKWARD = (f"{STAGE}.stage_module:StageModule.{name}" for name in ("forward", "backward"))
 COMPILE = f"{STAGE}.stage_module:_compile"
 FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
@@ -123,7 +123,7 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (results.equality, "pipedream_2bw_distance", f"{STAGE}.versions:Versions.read", _read_newest),
     (results.equality, "pipemare_distance", "extensions.delays.predictions:WeightPredictions.after_step", _do_nothing),
     (results.equality, "spectrain_distance", "extensions.delays.predictions:WeightPredictions._advance", _do_nothing),
-    (results.equality, "roundpipe[delay=1]_distance", f"{STAGE}.host_store:SharedWeights.copy", _read_newest_stored),
+    (results.equality, "roundpipe[delay=1]_distance", f"{HOST}.host_store:SharedWeights.copy", _read_newest_stored),
     (results.recurrent, "lstm_seconds_by_plain", FORWARD, _do_before(_sleep)),
     (results.precision, "bf16_loss_distance", f"{STAGE}.versions:Versions.cast", _do_nothing),
     (results.precision, "fp16_skipped_updates", f"{UPDATE}.loss_scale:LossScale.update", _call_finite),

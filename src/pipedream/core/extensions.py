@@ -15,8 +15,8 @@ What may be offered, under the names of their modules:
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
+| `residence` | to `make_residence` of weights and optimizers in the memory of the machine | `runtime.residence` |
 | `rules` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
-| `shared_weights` | to `make_home` and `make_copies` of weights in the memory of the machine | `runtime.assemble` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

@@ -6,28 +6,25 @@ one program.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.extensions import list_offers
+from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
-from pipedream.runtime.comm.channel import Group
 from pipedream.runtime.division import Division
 from pipedream.runtime.links import RankLinks, StageSource
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.residence import Residence
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.host_store import HostStore, SharedWeights, StoreFormat
-from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts
 from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import Versions, choose_weights
+from pipedream.runtime.stage.versions import WeightStore, choose_weights
 from pipedream.runtime.stage_parts import check_parts, make_parts
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
@@ -47,25 +44,19 @@ class StageMaterials:
 
     Attributes:
         programs: all that it will run.
-        handles: the weights that are trained.
         make_optimizer, make_scheduler: return the same one each time.
         ema: averages of the weights.
-        stepped: what the optimizer steps, if not the handles.
-        parts: that do not depend on the program; they come first.
     """
 
     programs: Sequence[Program]
+    source: StageSource
     module: StageModule
-    handles: dict[str, nn.Parameter]
-    replica_group: Group | None
     make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     ema: dict[str, torch.Tensor]
     reducer: Reducer
     loss_scale: LossFactor
-    shared_weights: SharedWeights | None
-    stepped: SteppedWeights | None
-    parts: tuple[StagePart, ...]
+    stepped: SteppedWeights
 
 
 @dataclass(frozen=True)
@@ -74,8 +65,7 @@ class CopyMaterials:
 
     programs: Sequence[Program]
     module: StageModule
-    store_format: StoreFormat
-    open_stored: Callable[[], SharedWeights]
+    make_copies: Callable[[Program], WeightStore]
 
 
 @dataclass(frozen=True)
@@ -89,6 +79,7 @@ class WorkerMaterials:
     links: RankLinks
     stages: dict[int, StageMaterials]
     on_copies: dict[int, CopyMaterials]
+    residence: Residence
     recorder: Recorder
 
 
@@ -97,17 +88,15 @@ def gather_materials(
     programs: Sequence[Program],
     links: RankLinks,
     on_copies: dict[int, CopyMaterials],
-    store: HostStore,
+    residence: Residence,
 ) -> WorkerMaterials:
     """Returns the materials of a worker.
 
     Args:
         programs: all that it will run, over the same channels.
     """
-    stages = {row.stage: _gather_stage_materials(blueprint, programs, row, store) for row in links.sources}
-    if blueprint.placement.shares_weights:
-        store.exchange()
-    return WorkerMaterials(links, stages, on_copies, Recorder(links.rank, blueprint.device))
+    stages = {source.stage: _gather_stage_materials(blueprint, programs, source, residence) for source in links.sources}
+    return WorkerMaterials(links, stages, on_copies, residence, Recorder(links.rank, blueprint.device))
 
 
 def gather_materials_on_copies(
@@ -115,7 +104,7 @@ def gather_materials_on_copies(
     programs: Sequence[Program],
     rank: int,
     find_trained: Callable[[int], dict[str, nn.Parameter]],
-    store: HostStore,
+    residence: Residence,
 ) -> dict[int, CopyMaterials]:
     """Returns the materials of the stages whose passes on a rank copy weights; to be called before layers that share a
     parameter are separated.
@@ -124,69 +113,54 @@ def gather_materials_on_copies(
         find_trained: returns the trained parameters of a stage.
     """
     on_copies = {}
-    settings, placement = blueprint.settings, blueprint.placement
-    passes = (placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
+    passes = (blueprint.placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
     for stage in sorted({stage for row in passes for stage, _ in row}):
-        layers = blueprint.stages[stage]
-        trained = dict(find_trained(stage))
-        module = StageModule(layers, trained, blueprint.device, settings.seed, settings.autocast, settings.compile)
-        store_format = _make_store_format(blueprint, programs, stage, module)
-        if store.is_shared and placement.ranks[stage] != (rank,):
-            for name, handle in trained.items():
-                module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
-        on_copies[stage] = CopyMaterials(programs, module, store_format, partial(store.open, stage, store_format))
+        module = _make_module(blueprint, blueprint.stages[stage], dict(find_trained(stage)))
+        on_copies[stage] = CopyMaterials(programs, module, residence.copy(rank, stage, module))
     return on_copies
 
 
-def _make_store_format(
-    blueprint: Blueprint, programs: Sequence[Program], stage: int, module: StageModule
-) -> StoreFormat:
-    settings = blueprint.settings
-    sets = max(program.weights.versions(stage) for program in programs)
-    rotations = blueprint.program.gradient_sets if blueprint.placement.rotates else 0
-    gradients = not rotations and blueprint.weights_device != blueprint.device
-    return StoreFormat(module, sets, ema=settings.ema is not None, gradients=gradients, rotations=rotations)
-
-
 def _gather_stage_materials(
-    blueprint: Blueprint, programs: Sequence[Program], source: StageSource, store: HostStore
+    blueprint: Blueprint, programs: Sequence[Program], source: StageSource, residence: Residence
 ) -> StageMaterials:
-    stage, replica_group, parameters = source.stage, source.replica_group, source.handles
+    stage, replica_group, handles = source.stage, source.replica_group, source.handles
     plan, settings = blueprint.program.plan, blueprint.settings
-    module = StageModule(
-        source.layers,
-        source.parameters,
+    is_replicated = replica_group is not None
+    module = _make_module(blueprint, source.layers, source.parameters, source.division, replicated=is_replicated)
+    ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in handles.items()}
+    stepped = residence.settle(stage, source.replica, module, handles, ema)
+    tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
+    return StageMaterials(
+        programs=programs,
+        source=source,
+        module=module,
+        make_optimizer=_call_once(settings.optimizer),
+        make_scheduler=None if settings.scheduler is None else _call_once(settings.scheduler),
+        ema=ema,
+        reducer=make_reducer(plan.choices.sums, handles, ema, replica_group, plan.replicas[stage], tied),
+        loss_scale=settings.make_loss_scale(),
+        stepped=stepped,
+    )
+
+
+def _make_module(
+    blueprint: Blueprint,
+    layers: Sequence[tuple[str, nn.Module]],
+    parameters: dict[str, nn.Parameter],
+    division: Division | None = None,
+    *,
+    replicated: bool = False,
+) -> StageModule:
+    settings = blueprint.settings
+    return StageModule(
+        layers,
+        parameters,
         blueprint.device,
         settings.seed,
         settings.autocast,
         settings.compile,
-        source.division,
-        replicated=replica_group is not None,
-    )
-    ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in parameters.items()}
-    shared_weights = None
-    if blueprint.placement.shares_weights:
-        shared_weights = store.open(stage, _make_store_format(blueprint, programs, stage, module))
-        shared_weights.adopt_averages(ema)
-    cpu_optimizer = None
-    if plan.choices.hosts_optimizers and shared_weights is None:
-        _refuse_mesh(module.division)
-        store_format = StoreFormat(module, 1, ema=False, gradients=blueprint.device.type == "cuda", trained_only=True)
-        cpu_optimizer = store.host(stage, source.replica, parameters, store_format)
-    tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
-    return StageMaterials(
-        programs=programs,
-        module=module,
-        handles=parameters,
-        replica_group=replica_group,
-        make_optimizer=_call_once(settings.optimizer),
-        make_scheduler=None if settings.scheduler is None else _call_once(settings.scheduler),
-        ema=ema,
-        reducer=make_reducer(plan.choices.sums, parameters, ema, replica_group, plan.replicas[stage], tied),
-        loss_scale=settings.make_loss_scale(),
-        shared_weights=shared_weights,
-        stepped=cpu_optimizer,
-        parts=source.parts,
+        division,
+        replicated=replicated,
     )
 
 
@@ -202,20 +176,13 @@ def _call_once(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return make_or_return
 
 
-def _refuse_mesh(division: Division) -> None:
-    if division.is_divided:
-        raise ScheduleError(
-            "optimizer_state='host' was asked for on a mesh, whose ranks divide weights and state themselves; keep the "
-            "optimizer on the device, or plan without a mesh"
-        )
-
-
 def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
     """Returns the worker of the blueprint's program."""
     program, placement, settings, links = blueprint.program, blueprint.placement, blueprint.settings, materials.links
     shared: dict[object, Any] = {}
     stage_states = {
-        stage: _build_stage_state(blueprint, stage, links.rank, shared, row) for stage, row in materials.stages.items()
+        stage: _build_stage_state(blueprint, links.rank, shared, row, materials.residence)
+        for stage, row in materials.stages.items()
     }
     on_copies = {
         stage: _build_passes_on_copies(blueprint, stage, links.rank, shared, row)
@@ -255,17 +222,13 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
 
 
 def _build_stage_state(
-    blueprint: Blueprint, stage: int, rank: int, shared: dict[object, Any], materials: StageMaterials
+    blueprint: Blueprint, rank: int, shared: dict[object, Any], materials: StageMaterials, residence: Residence
 ) -> StageState:
-    program, settings, module = blueprint.program, blueprint.settings, materials.module
-    rule, handles, replica_group = program.weights, materials.handles, materials.replica_group
+    program, settings, module, source = blueprint.program, blueprint.settings, materials.module, materials.source
+    rule, stage, handles, replica_group = program.weights, source.stage, source.handles, source.replica_group
     counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
     single = rule.held_until is None or rule.kept_until(stage) is not None
-    versions = (
-        Versions(handles, watched=replica_group is not None, single=single)
-        if materials.shared_weights is None
-        else _find_shared_weights(program).make_home(handles, materials.shared_weights, single=single)
-    )
+    versions = residence.make_versions(stage, handles, watched=replica_group is not None, single=single)
     optimizer = Optimizer(
         handles,
         materials.make_optimizer,
@@ -281,7 +244,7 @@ def _build_stage_state(
         stepped=materials.stepped,
     )
     facts = StageFacts(stage, rank, materials.programs, module, shared, versions, versions, optimizer, replica_group)
-    choice, parts = choose_weights(rule, versions), (*materials.parts, *make_parts(facts, program))
+    choice, parts = choose_weights(rule, versions), (*source.parts, *make_parts(facts, program))
     return StageState(module, versions, optimizer, parts, choice)
 
 
@@ -289,20 +252,9 @@ def _build_passes_on_copies(
     blueprint: Blueprint, stage: int, rank: int, shared: dict[object, Any], materials: CopyMaterials
 ) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
-    make_copies, per_update = _find_shared_weights(program).make_copies, program.updates.per_update[stage]
-    weights = make_copies(materials.store_format, per_update, materials.open_stored)
+    weights = materials.make_copies(program)
     parts = make_parts(PassFacts(stage, rank, materials.programs, module, shared, weights), program)
     return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
-
-
-def _find_shared_weights(program: Program) -> Any:
-    offers = list_offers("shared_weights")
-    if not offers:
-        raise PlanError(
-            f"{program.name!r} keeps weights in the memory of the machine, and no extension here does; add "
-            "'host_weights', or choose another method"
-        )
-    return offers[0]
 
 
 def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> None:

@@ -71,7 +71,7 @@ class Blueprint:
 
     @property
     def weights_device(self) -> torch.device:
-        """Where weights are updated: the device, or the memory of the machine (`host_store`)."""
+        """Where weights are updated: the device, or the memory of the machine (`residence`)."""
         return torch.device("cpu") if self.placement.shares_weights else self.device
 
     @property

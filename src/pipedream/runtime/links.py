@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Rece
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
+from pipedream.runtime.data.source import DataChannels
 from pipedream.runtime.division import Division
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.replicas import CopiedAttributes
@@ -64,6 +65,7 @@ class RankLinks:
         sources: of its stages.
         everyone: the group of all workers.
         tied: weights that stages here share with others, each with the group of its holders.
+        data: how data travels to ranks that do not read it.
     """
 
     rank: int
@@ -73,6 +75,7 @@ class RankLinks:
     everyone: Group
     tied: Sequence[tuple[TiedWeights, Group]]
     activity: Activity
+    data: DataChannels = field(default_factory=DataChannels)
 
 
 def connect(blueprint: Blueprint) -> Connections:
@@ -84,11 +87,11 @@ def connect(blueprint: Blueprint) -> Connections:
     return connect_groups(list(pairs), placement.ranks, holder_ranks, *devices, blueprint.meshes)
 
 
-def join_in_process(blueprint: Blueprint, parameters: Sequence[dict[str, nn.Parameter]]) -> Iterator[RankLinks]:
+def join_in_process(blueprint: Blueprint, parameters: Mapping[int, dict[str, nn.Parameter]]) -> Iterator[RankLinks]:
     """Yields the links of all workers, which are joined by queues in one process.
 
     Args:
-        parameters: that are trained, of each stage.
+        parameters: stage -> what it trains.
     """
     program, placement, tied = blueprint.program, blueprint.placement, blueprint.tied
     queues = {number: LocalChannel() for number in range(len(program.channels))}
@@ -153,7 +156,11 @@ def join_processes(
     ]
     ends = WorkerChannels(*transport.open_channels(), *transport.open_result_channels())
     everyone = connections.sum_over(connections.everyone)
-    return RankLinks(rank, connections.process, sources, ends, everyone, holders, activity)
+    data = DataChannels(rank, connections.leaders, *transport.open_data_channels())
+    if rank in placement.readers:
+        mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
+        data = replace(data, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
+    return RankLinks(rank, connections.process, sources, ends, everyone, holders, activity, data)
 
 
 def _copy_layers(

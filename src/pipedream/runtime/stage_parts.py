@@ -5,12 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.replicas import EqualReplicas
-
-_PARTS: tuple[type[StagePart], ...] = (CpuOptimizerWeights, EqualReplicas)
-"""Are called first, in this order; then those of extensions, in the order of their names."""
 
 _NEEDED: Mapping[str, Callable[[Program, int], object]] = {
     "delays": lambda program, stage: program.weights.predictions(stage) or program.weights.backward_rule == "graph",
@@ -23,7 +19,8 @@ _NEEDED: Mapping[str, Callable[[Program, int], object]] = {
 
 
 def _list_parts() -> Iterator[type[StagePart]]:
-    yield from _PARTS
+    """Yields the kinds of parts in the order of their calls: those of extensions in the order of their names."""
+    yield EqualReplicas
     for module in list_offers("parts"):
         yield from module.PARTS
 

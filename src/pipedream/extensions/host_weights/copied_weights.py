@@ -1,4 +1,4 @@
-"""Weights that the passes of a rank copy from the host store (`runtime.stage.host_store`), for each minibatch."""
+"""Weights that the passes of a rank copy from the host store (`host_store`), for each minibatch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.host_weights.home_versions import HostVersions
+from pipedream.extensions.host_weights.host_store import SharedWeights, StoreFormat
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.host_store import SharedWeights, StoreFormat
 from pipedream.runtime.stage.part import PassFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightSet, WeightStore

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from pipedream.extensions.host_weights.host_store import SharedWeights
 from pipedream.runtime.comm.channel import Waiting, wait_for
 from pipedream.runtime.comm.message import write
-from pipedream.runtime.stage.host_store import SharedWeights
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.gradients import Gradients
 

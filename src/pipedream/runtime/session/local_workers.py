@@ -23,7 +23,7 @@ from pipedream.runtime.comm.process_group import gather_json, gather_texts, wait
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
-from pipedream.runtime.stage.host_store import HostStore
+from pipedream.runtime.residence import Residence
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.weights import parameters
@@ -72,7 +72,6 @@ class LocalWorkers:
         worker_rank: of its worker; 0 if all workers are here.
         connections, group: None in a single process. The group has all ranks; after the end it is the user's.
         divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
-        store: weights that a method keeps in the memory of the machine.
     """
 
     model: nn.Module
@@ -88,7 +87,7 @@ class LocalWorkers:
     divisions: dict[int, Division] = field(default_factory=dict)
     materials: Sequence[WorkerMaterials] = ()
     workers: list[Worker] = field(default_factory=list)
-    store: HostStore = field(init=False)
+    residence: Residence = field(default_factory=Residence)
     data: DataSources = field(init=False)
 
     def build(self, materials: Sequence[WorkerMaterials]) -> None:

@@ -10,8 +10,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -22,7 +21,7 @@ from pipedream.core.plan.plan import check_activations
 from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
 from pipedream.runtime.activity import Activity
-from pipedream.runtime.assemble import WorkerMaterials, gather_materials, gather_materials_on_copies
+from pipedream.runtime.assemble import gather_materials, gather_materials_on_copies
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import (
@@ -36,15 +35,14 @@ from pipedream.runtime.comm.process_group import (
     read_machine,
 )
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
-from pipedream.runtime.comm.transport import Transport
-from pipedream.runtime.data.source import DataChannels, DataSources
+from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.links import connect, join_in_process, join_processes
+from pipedream.runtime.residence import find_residence
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
-from pipedream.runtime.stage.host_store import HostStore
 from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.weights import parameters
@@ -120,7 +118,7 @@ class Session:
         for service in self.services:
             service.close(failed=failed)
         if not (failed and workers_here.distributed):  # the GPU may wait for another rank
-            workers_here.store.close()
+            workers_here.residence.close()
         workers_here.guard.end()
 
 
@@ -136,21 +134,12 @@ def _build_local_workers(
 ) -> LocalWorkers:
     rank, processes = join_group(blueprint.device, check_software=False)
     workers_here = LocalWorkers(model, blueprint, programs, ModelNames.of(model, graph, blueprint, rank), rank)
-    if blueprint.device.type == "cpu":
-        ranks = range(blueprint.placement.workers) if processes == 1 else (workers_here.worker_rank,)
-        stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        share_bytes = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        peak_bytes = sum(blueprint.program.plan.stages[stage].peak_bytes for stage in stages)
-        keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
     if processes == 1:
-        _check_host_memory(workers_here, free_host_bytes, range(blueprint.placement.workers))
-        _build_all(workers_here, weights)
-        _check_activations(workers_here)
+        _build(workers_here, graph, None, weights, free_bytes, free_host_bytes)
         return workers_here
     workers_here.guard = make_guard(rank, processes, workers_here.activity)
     try:
-        _join_others(workers_here, graph, processes, weights, free_host_bytes)
-        _check_activations(workers_here)
+        _build(workers_here, graph, _connect(workers_here, processes), weights, free_bytes, free_host_bytes)
     except BaseException as error:
         first = workers_here.guard.first_cause(error, workers_here.activity.where)
         workers_here.leave(failed=True)
@@ -161,44 +150,86 @@ def _build_local_workers(
     return workers_here
 
 
-def _check_activations(workers_here: LocalWorkers) -> None:
-    for program in workers_here.programs:
-        check_activations(program.plan.choices, workers_here.blueprint.device.type, program.plan)
+def _build(
+    workers_here: LocalWorkers,
+    graph: LayerGraph,
+    connections: Connections | None,
+    weights: Weights,
+    free_bytes: Callable[[], int],
+    free_host_bytes: Callable[[], int],
+) -> None:
+    """Builds the workers of this process: all of them without `connections` to others, else one."""
+    blueprint, programs, model, names = (
+        workers_here.blueprint, workers_here.programs, workers_here.model, workers_here.names,
+    )  # fmt: skip
+    placement, settings = blueprint.placement, blueprint.settings
+    ranks = range(placement.workers) if connections is None else [connections.worker_number]
+    stages = [stage for rank in ranks for stage, _ in placement.stage_replicas(rank)]
+    workers_here.worker_rank = ranks[0]
+    if blueprint.device.type == "cpu":
+        share_bytes = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        peak_bytes = sum(blueprint.program.plan.stages[stage].peak_bytes for stage in stages)
+        keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
+    _check_host_memory(workers_here, free_host_bytes, stages)
+    names.local = {name for stage in stages for name in names.by_stage[stage]}
+    _fill_initial_values(workers_here, weights)
+    residence = workers_here.residence = find_residence(blueprint, programs, workers_here.group)
 
+    def find_trained(stage: int) -> dict[str, nn.Parameter]:
+        return parameters.select_trained(model, names.by_stage[stage])
 
-def _build_all(workers_here: LocalWorkers, weights: Weights) -> None:
-    blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
-    names.local = {name for stage_names in names.by_stage for name in stage_names}
-    _read_weights(workers_here, weights)
-    materialise(model, names.local, blueprint.weights_device, blueprint.settings.seed)
-    workers_here.store = HostStore(None, blueprint.device, blueprint.placement.workers)
-    trained = [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
-    programs, store = workers_here.programs, workers_here.store
-    workers_here.build(
-        [
-            gather_materials(
-                blueprint,
-                programs,
-                links,
-                gather_materials_on_copies(blueprint, programs, links.rank, trained.__getitem__, store),
-                store,
-            )
-            for links in join_in_process(blueprint, trained)
-        ]
-    )
-    settings = blueprint.settings
+    # First: once foreign parameters are dropped, layers of different stages no longer share them.
+    on_copies = [gather_materials_on_copies(blueprint, programs, rank, find_trained, residence) for rank in ranks]
+    if connections is not None:
+        parameters.drop_foreign(model, names.local | set(names.unused))
+    trained = {stage: find_trained(stage) for stage in stages}
+    if connections is None:
+        links = list(join_in_process(blueprint, trained))
+    else:
+        _divide_stages(workers_here, graph, connections, trained)
+        divisions, activity = workers_here.divisions, workers_here.activity
+        links = [join_processes(blueprint, programs, connections, trained, divisions, activity)]
+    materials = [
+        gather_materials(blueprint, programs, row, copies, residence)
+        for row, copies in zip(links, on_copies, strict=True)
+    ]
+    residence.exchange()
+    workers_here.build(materials)
+    if connections is not None:
+        optimizers = {
+            f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
+            for stage, stage_state in workers_here.stage_states
+        }
+        check_same_settings(optimizers, workers_here.group)
+    readers = [] if connections is not None and connections.leaders is None else ranks
     workers_here.data = DataSources(
-        workers_here.programs,
-        range(blueprint.placement.workers),
-        batch_dim=settings.batch_dim,
-        planned_samples=settings.planned_samples,
+        programs, readers, links[0].data, batch_dim=settings.batch_dim, planned_samples=settings.planned_samples
     )
+    for program in programs:
+        check_activations(program.plan.choices, blueprint.device.type, program.plan)
 
 
-def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int], ranks: Sequence[int]) -> None:
+def _divide_stages(
+    workers_here: LocalWorkers,
+    graph: LayerGraph,
+    connections: Connections,
+    trained: Mapping[int, dict[str, nn.Parameter]],
+) -> None:
+    """Divides the stages of this process over the ranks of its worker, if a worker has several."""
+    if not any(mesh.dimensions for mesh in workers_here.blueprint.meshes):
+        return
+    if not (offers := list_offers("division")):
+        raise PlanError(
+            "the plan has meshes, and no extension here divides tensors over several ranks; plan without meshes"
+        )
+    for stage, handles in trained.items():
+        workers_here.divisions[stage] = offers[0].divide_stage(workers_here, graph, connections, stage, handles)
+
+
+def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int], local_stages: Sequence[int]) -> None:
     """Raises a `PlanError` if this machine has too little memory for what a plan keeps there.
 
-    `ranks`: workers of this process.
+    `local_stages`: of this process.
     """
     blueprint, plan = workers_here.blueprint, workers_here.blueprint.program.plan
     stages, versions = plan.stages, None
@@ -206,42 +237,11 @@ def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int]
         rules = [program.weights for program in workers_here.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
     elif plan.choices.activations or plan.choices.hosts_optimizers:
-        local_stages = [stage for rank in ranks for stage, _ in blueprint.placement.stage_replicas(rank)]
-        stages = tuple(stages[stage] for stage in _list_stages_here(workers_here, local_stages))
+        rows = gather_json([read_machine(), list(local_stages)], workers_here.group)
+        stages = tuple(stages[s] for machine, stages_there in rows for s in stages_there if machine == read_machine())
     else:
         return
     plan.choices.check_machine(stages, free_bytes(), versions, blueprint.program.gradient_sets)
-
-
-def _list_stages_here(workers_here: LocalWorkers, stages: Sequence[int]) -> list[int]:
-    """Returns the given stages of all processes of this machine. Every rank calls it."""
-    rows = gather_json([read_machine(), list(stages)], workers_here.group)
-    return [stage for machine, stages_there in rows for stage in stages_there if machine == read_machine()]
-
-
-def _join_others(
-    workers_here: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights, free_host_bytes: Callable[[], int]
-) -> None:
-    blueprint = workers_here.blueprint
-    connections = _connect(workers_here, processes)
-    _check_host_memory(workers_here, free_host_bytes, [connections.worker_number])
-    workers_here.worker_rank = connections.worker_number
-    workers_here.build([_gather_materials(workers_here, graph, connections, weights)])
-    optimizers = {
-        f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
-        for stage, stage_state in workers_here.stage_states
-    }
-    check_same_settings(optimizers, workers_here.group)
-    transport = Transport(connections, workers_here.programs, blueprint.device)
-    channels = DataChannels(workers_here.worker_rank, connections.leaders, *transport.open_data_channels())
-    if workers_here.worker_rank in blueprint.placement.readers:
-        mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
-        channels = replace(channels, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
-    reads = [] if connections.leaders is None else [workers_here.worker_rank]
-    settings = blueprint.settings
-    workers_here.data = DataSources(
-        workers_here.programs, reads, channels, settings.batch_dim, settings.planned_samples
-    )
 
 
 def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
@@ -263,46 +263,13 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
     return connections
 
 
-def _gather_materials(
-    workers_here: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights
-) -> WorkerMaterials:
-    blueprint, model, by_stage = workers_here.blueprint, workers_here.model, workers_here.names.by_stage
-    local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(workers_here.worker_rank)]
-    workers_here.names.local = {name for stage in local_stages for name in by_stage[stage]}
-    _fill_initial_values(workers_here, connections, weights)
-    workers_here.store = HostStore(
-        connections.everyone if blueprint.placement.shares_weights else None, blueprint.device
-    )
-    # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    on_copies = gather_materials_on_copies(
-        blueprint,
-        workers_here.programs,
-        workers_here.worker_rank,
-        lambda stage: parameters.select_trained(model, by_stage[stage]),
-        workers_here.store,
-    )
-    parameters.drop_foreign(model, workers_here.names.local | set(workers_here.names.unused))
-    trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
-    if any(mesh.dimensions for mesh in blueprint.meshes):
-        if not (offers := list_offers("division")):
-            raise PlanError(
-                "the plan has meshes, and no extension here divides tensors over several ranks; plan without meshes"
-            )
-        for stage in trained:
-            workers_here.divisions[stage] = offers[0].divide_stage(
-                workers_here, graph, connections, stage, trained[stage]
-            )
-    divisions, activity = workers_here.divisions, workers_here.activity
-    links = join_processes(blueprint, workers_here.programs, connections, trained, divisions, activity)
-    return gather_materials(blueprint, workers_here.programs, links, on_copies, workers_here.store)
-
-
-def _fill_initial_values(workers_here: LocalWorkers, connections: Connections, weights: Weights) -> None:
+def _fill_initial_values(workers_here: LocalWorkers, weights: Weights) -> None:
     """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0."""
     blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
+    connections, group = workers_here.connections, workers_here.group
     on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
     # Rank 0's model decides: each owner draws what rank 0 has on the meta device, and receives the rest from it.
-    drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), connections.everyone)))
+    drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), group)))
     loaded: set[str] = set()
     failure: PipelineError | None = None
     try:
@@ -318,9 +285,11 @@ def _fill_initial_values(workers_here: LocalWorkers, connections: Connections, w
     except PipelineError as error:
         failure = error
     # All ranks stop if one has failed; otherwise they would wait for its values.
-    texts = gather_texts("" if failure is None else str(failure), connections.everyone)
+    texts = gather_texts("" if failure is None else str(failure), group)
     if any(texts):
         raise failure or CaptureError(next(filter(None, texts)))
+    if connections is None:
+        return
     placement, rank = blueprint.placement, workers_here.worker_rank
     with peers_may_end():
         if connections.leaders is None:  # the worker's first rank receives them, and shares them later

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training import plan_of
 
 import pipedream as pd
-from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights, check_movable
+from pipedream.extensions.host_weights.cpu_optimizer import CpuOptimizerWeights, check_movable
 from pipedream.testing import assert_equal
 from pipedream.workflows import check, methods, prepare
 

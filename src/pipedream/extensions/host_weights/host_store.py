@@ -17,26 +17,18 @@ Where ranks take turns at a stage's backwards, each leaves the summed gradients 
 in the store, for home and for the next rank. There is a place for each minibatch whose update may not have been made.
 """
 
-import os
-import platform
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm.channel import Pending
 from pipedream.runtime.comm.message import Message, MessageFormat, align
-from pipedream.runtime.comm.process_group import gather_json, machine_address, read_machine
-from pipedream.runtime.stage.cpu_optimizer import CpuOptimizerWeights
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.update.gradients import Gradients
 
@@ -235,11 +227,6 @@ class SharedWeights:
         )
         self._rotations, self.sets = further[: store_format.rotations], further[store_format.rotations :]
 
-    def adopt_averages(self, ema: dict[str, torch.Tensor]) -> None:
-        """Moves averaged weights into the store, and the dict's values with them."""
-        for name, slot in self.store_format.view_ema(self.ema).items():
-            ema[name] = slot.copy_(ema[name])
-
     def publish(self, version: int, number: int) -> None:
         """Lets all ranks read a version, which is in set `number`."""
         self._numbers[_FIRST_SET + version % (_HEADER_ITEMS - _FIRST_SET)] = number
@@ -322,112 +309,6 @@ class _PendingInStore(Pending[None]):
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
 
-class HostStore:
-    """The parts of the store that this process uses, by stage.
-
-    Args:
-        group: of all ranks; None in a single process.
-        device: of this process's workers.
-        workers: in this process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, workers: int = 1) -> None:
-        self._group = None if group is None else weakref.ref(group)  # which ends with the run
-        self._device = device
-        self._workers = workers
-        self._memory: dict[int | tuple[int, int], torch.Tensor] = {}
-        self._files: dict[int, tuple[int, int]] = {}  # stage -> descriptor, bytes; of the parts that were made here
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes share it."""
-        return self._group is not None
-
-    @cached_property
-    def _copies(self) -> DeviceCopies:
-        return DeviceCopies(self._device, self._workers)
-
-    def host(
-        self, stage: int, replica: int, handles: Mapping[str, nn.Parameter], store_format: StoreFormat
-    ) -> CpuOptimizerWeights:
-        """Returns copies of a stage replica's weights, in memory of this process."""
-        memory = self._memory[stage, replica] = self._make(stage, store_format.stored_bytes)
-        shared_weights = SharedWeights(store_format, memory, False, self._copies)
-        slots, _ = store_format.view_set(shared_weights.sets[0])
-        copy_gradients = partial(
-            shared_weights.copies.copy_to_store, slots=store_format.view_gradients(shared_weights.gradients)
-        )
-        return CpuOptimizerWeights(handles, slots, copy_gradients)
-
-    def open(self, stage: int, store_format: StoreFormat) -> SharedWeights:
-        """Opens a stage's part; makes it first if no process has."""
-        if stage not in self._memory:
-            self._memory[stage] = self._make(stage, store_format.stored_bytes)
-        return SharedWeights(store_format, self._memory[stage], self.is_shared, self._copies)
-
-    def close(self) -> None:
-        """Unpins the memory, which the user's model continues to use."""
-        if self._memory and self._device.type == "cuda":
-            self._copies.wait()
-            for memory in self._memory.values():
-                torch.cuda.check_error(int(_cudart().cudaHostUnregister(memory.data_ptr())))
-        self._memory.clear()
-
-    def exchange(self) -> None:
-        """Opens the parts that other processes have made; every rank calls it.
-
-        Raises:
-            PlanError: ranks are on several machines, or on processors that reorder writes.
-        """
-        group = None if self._group is None else self._group()
-        if group is None:
-            return
-        if (processor := platform.machine()) not in ("x86_64", "AMD64"):
-            # A version's number is written after its weights, and others read both without a lock.
-            raise PlanError(
-                f"weights in memory that processes share were asked for on {processor}, which may show a write before "
-                "an earlier one; run all workers in one process, or choose another method"
-            )
-        process_place = [read_machine(), os.getpid(), machine_address()]
-        parts = gather_json([process_place, list(self._files.items())], group)
-        if len(machines := {machine: address for (machine, _, address), _ in parts}) > 1:
-            raise PlanError(
-                "weights in the memory of one machine were asked for, but the ranks are on "
-                f"{len(machines)}: {', '.join(machines.values())}; start all of them on one, or choose another method"
-            )
-        for (_, process, _), files in parts:
-            for stage, (file, size) in files:
-                if stage not in self._memory:
-                    self._memory[stage] = self._pin(_map_file(f"/proc/{process}/fd/{file}", size))
-        dist.barrier(group)
-        for file, _ in self._files.values():
-            os.close(file)
-
-    def _pin(self, memory: torch.Tensor) -> torch.Tensor:
-        # Not by torch, which would take the next power of two.
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                status = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-            if status:
-                raise PlanError(
-                    f"{memory.nbytes} bytes of the machine's memory were to be pinned for the weights of a stage, but "
-                    f"CUDA answered {_cudart().cudaGetErrorString(status)}; raise the limit of locked memory "
-                    "(ulimit -l), or choose another method"
-                )
-        return memory
-
-    def _make(self, stage: int, size: int) -> torch.Tensor:
-        # As for messages in shared memory: in no file system.
-        file = os.memfd_create(f"pipedream-stage-{stage}")
-        os.ftruncate(file, size)
-        memory = self._pin(_map_file(f"/proc/self/fd/{file}", size))
-        if self._group is None:
-            os.close(file)
-        else:
-            self._files[stage] = file, size
-        return memory
-
-
 def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
@@ -438,11 +319,3 @@ def _make_format(tensors: list[torch.Tensor]) -> MessageFormat:
 
 def _view(message_format: MessageFormat, memory: torch.Tensor) -> list[torch.Tensor]:
     return [tensor for tensor in message_format.tensors_in(memory) if tensor is not None]
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _map_file(path: str, size: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from training import plan_of
 
 import pipedream as pd
+from pipedream.extensions.host_weights import host_store, residence
 from pipedream.extensions.host_weights.roundpipe import homes
-from pipedream.runtime.stage import host_store
 from pipedream.runtime.update.overlapped import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -189,16 +189,16 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, workers: in
         addresses.extend(id(place.copy_(tensor)) for tensor, place in pairs)
         return [None if tensor is None else place for tensor, place in zip(tensors, places, strict=True)], None
 
-    def make(store: host_store.HostStore, stage: int, size: int, make: Any = host_store.HostStore._make) -> Tensor:
+    def make(store: residence.HostStore, stage: int, size: int, make: Any = residence.HostStore._make) -> Tensor:
         memory: Tensor = make(store, stage, size)
         apart.stored.append((memory.data_ptr(), memory.data_ptr() + size))
         return memory
 
-    monkeypatch.setattr(host_store.HostStore, "_make", make)
+    monkeypatch.setattr(residence.HostStore, "_make", make)
     monkeypatch.setattr(host_store.DeviceCopies, "copy_to_device", bring)
     monkeypatch.setattr(host_store.DeviceCopies, "copy_to_store", copy_to_store)
     format_ = lambda *a, gradients, **named: host_store.StoreFormat(*a, gradients=True, **named)  # noqa: E731
-    monkeypatch.setattr("pipedream.runtime.assemble.StoreFormat", format_)
+    monkeypatch.setattr(residence, "StoreFormat", format_)
 
     def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
         def make_apart() -> None:
@@ -368,14 +368,14 @@ MACHINES = [[["one", 1, "10.0.0.1"], []], [["two", 2, "10.0.0.2"], []]]
     ("name", "result", "words"),
     [
         ("platform.machine", "aarch64", "on aarch64, which may show a write before an earlier one; run all"),
-        (f"{host_store.__name__}.gather_json", MACHINES, "but the ranks are on 2: 10.0.0.1, 10.0.0.2"),
+        (f"{residence.__name__}.gather_json", MACHINES, "but the ranks are on 2: 10.0.0.1, 10.0.0.2"),
     ],
 )
 def test_what_has_no_memory_in_common_is_refused(name: str, result: Any, words: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(name, lambda *_: result)
     group = Mock()  # of which the store holds no reference
     with pytest.raises(pd.PipelineError, match=words):
-        host_store.HostStore(group, CPU).exchange()
+        residence.HostStore(Mock(device=CPU), (), group).exchange()
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

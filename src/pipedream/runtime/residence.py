@@ -1,0 +1,69 @@
+"""Where the weights and the optimizers of a process's stages are."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipedream.core.errors import PlanError
+from pipedream.core.extensions import list_offers
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.blueprint import Blueprint
+from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.versions import Versions, WeightStore
+from pipedream.runtime.update.stepped import SteppedWeights
+
+
+class Residence:
+    """Weights and optimizers on the device of their stage; what has them elsewhere extends this class.
+
+    Life: `copy` the stages whose passes here copy weights; `settle` those that are updated here; `exchange`; for each
+    program `make_versions`; `close`.
+    """
+
+    def copy(self, rank: int, stage: int, module: StageModule) -> Callable[[Program], WeightStore]:
+        """Returns what makes the weights that a rank's passes copy for a program."""
+        raise NotImplementedError(f"passes copy no weights from {type(self).__name__}")
+
+    def settle(
+        self,
+        stage: int,
+        replica: int,
+        module: StageModule,
+        handles: Mapping[str, nn.Parameter],
+        averages: dict[str, torch.Tensor],
+    ) -> SteppedWeights:
+        """Takes a stage replica, with the averages of its weights over time; returns what its optimizer steps."""
+        return SteppedWeights(handles)
+
+    def exchange(self) -> None:
+        """Opens what other processes have; every rank calls it."""
+
+    def make_versions(
+        self, stage: int, handles: Mapping[str, nn.Parameter], *, watched: bool, single: bool
+    ) -> Versions:
+        """Returns the versions of a stage's weights for one program, see there."""
+        return Versions(handles, watched, single)
+
+    def close(self) -> None:
+        """Ends it; the user's model continues to use its memory."""
+
+
+def find_residence(blueprint: Blueprint, programs: Sequence[Program], group: dist.ProcessGroup | None) -> Residence:
+    """Returns the residence that a plan asks for.
+
+    Args:
+        programs: all that are trained.
+        group: of all ranks; None in a single process.
+    """
+    plan, offers = blueprint.program.plan, list_offers("residence")
+    if not (blueprint.placement.shares_weights or plan.choices.hosts_optimizers):
+        return Residence()
+    if not offers:
+        raise PlanError(
+            f"{blueprint.program.name!r} keeps weights or optimizers in the memory of the machine, and no extension "
+            "here does; add 'host_weights', or choose another method or optimizer_state='device'"
+        )
+    residence: Residence = offers[0].make_residence(blueprint, programs, group)
+    return residence
