@@ -5,7 +5,7 @@ report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
 checkpoints/    to resume from (`--resume`); named by `CHECKPOINTS`
-plan.json, profile.json, predicted.json, measured.json, start.json, losses.json
+plan.json, profile.json, predicted.json, measured.json, losses.json
 """
 
 import json
