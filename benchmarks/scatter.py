@@ -69,9 +69,9 @@ def scatter_svg(
 
     series = list(dict.fromkeys(pair.series for pair in pairs))
     parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
-    right, bottom, stroke, look = _LEFT + _SIDE, _TOP + _SIDE, COLOURS["faint"][0], ' stroke-width="0.8"'
-    parts.append(line("of-faint", _LEFT, _LEFT, _TOP, bottom, stroke, look))
-    parts.append(line("of-faint", _LEFT, right, bottom, bottom, stroke, look))
+    right, bottom, stroke, look = _LEFT + _SIDE, _TOP + _SIDE, COLOURS["faint"][0], {"stroke_width": "0.8"}
+    parts.append(line("of-faint", _LEFT, _LEFT, _TOP, bottom, stroke, **look))
+    parts.append(line("of-faint", _LEFT, right, bottom, bottom, stroke, **look))
     for tick in log_ticks(10**low, 10**high):
         x, y = at(tick, tick)
         parts.append(text(x, _TOP + _SIDE + 16, write(tick), colour="faint", anchor="middle"))
@@ -81,8 +81,7 @@ def scatter_svg(
     for share in (1.0, 1 + tolerance, 1 - tolerance) if tolerance else (1.0,):
         ends = max(low, low - log10(share)), min(high, high - log10(share))
         xs, ys = zip(*(at(10**power, 10**power * share) for power in ends), strict=True)
-        dashes = ' stroke-dasharray="5 4"' * (share != 1)
-        parts.append(line("of-faint", *xs, *ys, stroke, look + dashes))
+        parts.append(line("of-faint", *xs, *ys, stroke, **look, stroke_dasharray="5 4" if share != 1 else ""))
     for pair in pairs:
         colour = list(LINES)[series.index(pair.series) % len(LINES)]
         x, y = at(pair.predicted, pair.measured)

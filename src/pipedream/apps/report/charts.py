@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pipedream.apps.report.style import COLOURS, LINES, length, line_style, ticks, time_unit
-from pipedream.apps.report.svg import frame, line, polyline, rect, text, y_axis
+from pipedream.apps.report.style import COLOURS, LINES, line_style, ticks, time_unit
+from pipedream.apps.report.svg import frame, line, polyline, rect, shape, text, write_points, y_axis
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
 
@@ -71,7 +71,7 @@ def curve_svg(
         for mark in marks:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]
-                parts.append(line("drain", x, x, top, bottom, COLOURS["faint"][0], ' stroke-dasharray="3 4"'))
+                parts.append(line("drain", x, x, top, bottom, COLOURS["faint"][0], stroke_dasharray="3 4"))
         for mark, word in named:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]
@@ -129,8 +129,7 @@ def _draw_curves(
     for number, (name, points) in enumerate(curves.items()):
         colour, width, y = list(LINES)[number % len(LINES)], 2.0 if number < len(LINES) else 1.0, top + 18 * number
         parts.append(polyline(f"of-{colour}", (at(x, height) for x, height in points), LINES[colour][0], width))
-        look = f' stroke-width="{width}"'
-        parts.append(line(f"of-{colour}", right + 12, right + 32, y, y, LINES[colour][0], look))
+        parts.append(line(f"of-{colour}", right + 12, right + 32, y, y, LINES[colour][0], stroke_width=str(width)))
         parts.append(text(right + 38, y + 4, name))
     return parts
 
@@ -140,12 +139,12 @@ def _draw_means(
 ) -> list[str]:
     parts = []
     if count > len(means):
-        over = [",".join(map(length, at(x, most))) for x, _, _, most in means]
-        under = [",".join(map(length, at(x, least))) for x, least, _, _ in reversed(means)]
-        parts.append(f'<polygon class="band" points="{" ".join(over + under)}" fill="{COLOURS["F1"][0]}"/>')
+        over = [at(x, most) for x, _, _, most in means]
+        under = [at(x, least) for x, least, _, _ in reversed(means)]
+        parts.append(shape("polygon", "band", points=write_points(over + under), fill=COLOURS["F1"][0]))
     if len(means) == 1:
         x, y = at(means[0][0], means[0][2])
-        parts.append(f'<circle class="mark" cx="{length(x)}" cy="{length(y)}" r="3" fill="{COLOURS["mark"][0]}"/>')
+        parts.append(shape("circle", "mark", cx=x, cy=y, r=3, fill=COLOURS["mark"][0]))
     else:
         parts.append(polyline("curve", (at(x, mean) for x, _, mean, _ in means), COLOURS["mark"][0], 2))
     return parts

@@ -126,46 +126,42 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
+_OF_PLANS = {
+    "stage": "stage", "layers": "layers", "workers": "workers", "forward_s": "forward", "backward_s": "backward",
+    "update_s": "update", "output_bytes": "output", "parameter_bytes": "weights", "in_flight": "in flight",
+    "rate_factor": "rate factor", "peak_bytes": "peak",
+}  # fmt: skip
+_OF_PROFILES = {
+    "layer": "layer", "kind": "kind", "forward_s": "forward", "backward_s": "backward", "output_bytes": "output",
+    "activation_bytes": "kept", "parameter_bytes": "weights",
+}  # fmt: skip
+"""Column of a result's rows -> its head."""
+
+
 def plan_table(plan: Plan) -> str:
     """Returns the stages of a plan."""
-    last = len(plan.stages) - 1
-    rows = [
-        (
-            str(s),
-            _write_layers(stage.names or tuple(str(i) for i in range(stage.first, stage.last))),
-            str(stage.replicas),
-            format_seconds(stage.forward_s),
-            format_seconds(stage.backward_s),
-            format_seconds(stage.update_s),
-            format_bytes(stage.output_bytes) if s < last else NOTHING,
-            format_bytes(stage.parameter_bytes),
-            str(plan.in_flight[s]),
-            format_number(plan.rate_factors[s]),
-            format_bytes(stage.peak_bytes) if stage.peak_bytes else NOTHING,
-        )
-        for s, stage in enumerate(plan.stages)
-    ]
-    costs = ("forward", "backward", "update", "sends", "weights")
-    heads = ("stage", "layers", "workers", *costs, "in flight", "rate factor", "peak")
-    return table(f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}", heads, rows, words=2)
+    caption = f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}"
+    return table(caption, list(_OF_PLANS.values()), write_cells(plan.rows(), _OF_PLANS), words=2)
 
 
 def profile_table(profile: Profile) -> str:
     """Returns the layers of a profile."""
-    rows = [
-        (
-            escape(layer.name),
-            escape(layer.kind),
-            format_seconds(cost.forward_s),
-            format_seconds(cost.backward_s),
-            format_bytes(cost.output_bytes),
-            format_bytes(cost.activation_bytes),
-            format_bytes(cost.parameter_bytes),
-        )
-        for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)
-    ]
-    heads = ("layer", "kind", "forward", "backward", "output", "kept", "weights")
-    return table(f"Profile of {profile.model}: batch {profile.batch}, {profile.device}", heads, fold(rows), words=2)
+    caption = f"Profile of {profile.model}: batch {profile.batch}, {profile.device}"
+    return table(caption, list(_OF_PROFILES.values()), write_cells(profile.rows(), _OF_PROFILES), words=2)
+
+
+def write_cells(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> list[list[str]]:
+    """Returns the cells of some columns of a result's rows, with the units of their names; equal rows are joined."""
+    return fold([_write_cell(name, row[name]) for name in columns] for row in rows)
+
+
+def _write_cell(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if name.endswith("_s") and not name.endswith(("per_s", "samples_s")):
+            return format_seconds(value)
+        if name.endswith("_bytes"):
+            return format_bytes(value)
+    return amount(value)
 
 
 def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:

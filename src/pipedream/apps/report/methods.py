@@ -1,15 +1,18 @@
 """The picture of several methods on equal workers as points: bubble over memory."""
 
-from html import escape
-
-from pipedream.apps.report.style import COLOURS, LINES, length, line_style, ticks
-from pipedream.apps.report.svg import frame, line, text, y_axis
+from pipedream.apps.report.style import COLOURS, LINES, line_style, ticks
+from pipedream.apps.report.svg import frame, line, shape, text, write_points, y_axis
 from pipedream.core.method_comparison import MethodComparison
 from pipedream.core.units import format_number
 
 _LEFT, _TOP = 74, 70
 _WIDTH, _HEIGHT, _RIGHT = 560, 320, 130
-_SHAPES = ("circle", "square", "diamond", "triangle")
+_CORNERS: tuple[tuple[tuple[float, float], ...], ...] = (
+    (),  # a circle
+    ((-3, -3), (3, -3), (3, 3), (-3, 3)),
+    ((0, -4.2), (4.2, 0), (0, 4.2), (-4.2, 0)),
+    ((0, -4), (3.8, 3), (-3.8, 3)),
+)
 
 
 def methods_svg(comparison: MethodComparison) -> str:
@@ -49,19 +52,14 @@ def methods_svg(comparison: MethodComparison) -> str:
             height += 13
         labels.append((left, left + label_px, height))
         tooltip = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
-        parts.append(f"<g>{_draw_mark(x, y, number)}<title>{escape(tooltip)}</title></g>")
+        parts.append(_draw_mark(x, y, number, tooltip))
         parts.append(text(left, height, label))
     return frame("".join(parts), right + _RIGHT, max(bottom + 48, *(at + 12 for *_, at in labels)), heading, True)
 
 
-def _draw_mark(x: float, y: float, number: int) -> str:
-    colour, shape = list(LINES)[number % len(LINES)], _SHAPES[(1 + number) % len(_SHAPES)]
-    look = f'class="{colour}" fill="{LINES[colour][0]}"'
-    if shape == "circle":
-        return f'<circle {look} cx="{length(x)}" cy="{length(y)}" r="3.2"/>'
-    corners = {
-        "square": ((-3, -3), (3, -3), (3, 3), (-3, 3)),
-        "diamond": ((0, -4.2), (4.2, 0), (0, 4.2), (-4.2, 0)),
-        "triangle": ((0, -4), (3.8, 3), (-3.8, 3)),
-    }[shape]
-    return f'<polygon {look} points="{" ".join(f"{length(x + a)},{length(y + b)}" for a, b in corners)}"/>'
+def _draw_mark(x: float, y: float, number: int, tooltip: str) -> str:
+    colour, corners = list(LINES)[number % len(LINES)], _CORNERS[(1 + number) % len(_CORNERS)]
+    look = {"title": tooltip, "fill": LINES[colour][0]}
+    if not corners:
+        return shape("circle", colour, cx=x, cy=y, r=3.2, **look)
+    return shape("polygon", colour, points=write_points((x + a, y + b) for a, b in corners), **look)

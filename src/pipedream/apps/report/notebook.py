@@ -1,6 +1,5 @@
 """Shows results in a notebook: first line, picture and table."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import singledispatch
 from html import escape
@@ -8,7 +7,7 @@ from typing import Any
 
 from pipedream import schedules
 from pipedream.apps.report.charts import profile_svg
-from pipedream.apps.report.html_tables import amount, table
+from pipedream.apps.report.html_tables import table, write_cells
 from pipedream.apps.report.lanes import start_window
 from pipedream.apps.report.svg import timeline_svg
 from pipedream.core.errors import PipelineError
@@ -17,8 +16,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.tabular import Tabular, fold
-from pipedream.core.units import format_bytes, format_seconds
+from pipedream.core.tabular import Tabular
 from pipedream.planner import Comparison
 from pipedream.simulator import costs, simulate
 
@@ -84,26 +82,12 @@ def _(result: Comparison) -> str:
 
 picture.register(Profile, profile_svg)
 
-_WRITTEN: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    ("bytes_per_s", lambda value: f"{format_bytes(value)}/s"),
-    ("_s", format_seconds),
-    ("_bytes", format_bytes),
-)
-
 
 def _write_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    cells = fold([_write_cell(name, row[name]) for name in columns] for row in rows)
+    cells = write_cells(rows, columns)
     more = f"<p>{len(cells) - _MAX_ROWS} more rows: to_frame()</p>" if len(cells) > _MAX_ROWS else ""
     heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in columns]
     return table("", heads, cells[:_MAX_ROWS], show_caption=False) + more
-
-
-def _write_cell(name: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool) and not name.endswith(("per_s", "samples_s")):
-        write = next((write for suffix, write in _WRITTEN if name.endswith(suffix)), None)
-        if write is not None:
-            return write(value)
-    return amount(value)

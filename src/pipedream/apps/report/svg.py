@@ -102,20 +102,25 @@ def text(
     )
 
 
-def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, look: str = "", *, title: str = "") -> str:
-    """Returns a line of a class; `look` has further attributes."""
-    ends = f'x1="{length(x1)}" x2="{length(x2)}" y1="{length(y1)}" y2="{length(y2)}"'
-    closing = f"><title>{escape(title)}</title></line>" if title else "/>"
-    return f'<line class="{kind}" {ends} stroke="{stroke}"{look}{closing}'
+def shape(tag: str, kind: str, *, title: str = "", **attributes: str | float) -> str:
+    """Returns an element of a class, with a tooltip; numbers are pixels, and attributes of '' are left out."""
+    words = "".join(
+        f' {name.replace("_", "-")}="{value if isinstance(value, str) else length(value)}"'
+        for name, value in attributes.items()
+        if value != ""
+    )
+    closing = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
+    return f'<{tag} class="{kind}"{words}{closing}'
 
 
-def rect(
-    kind: str, x: float, y: float, width: float, height: float, *, rx: str = "", fill: str = "", title: str = ""
-) -> str:
+def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, **look: str) -> str:
+    """Returns a line of a class; `look` is what `shape` takes besides."""
+    return shape("line", kind, x1=x1, x2=x2, y1=y1, y2=y2, stroke=stroke, **look)
+
+
+def rect(kind: str, x: float, y: float, width: float, height: float, **look: str) -> str:
     """Returns a rectangle of a class; without a fill it has that of its group."""
-    shape = f'x="{length(x)}" y="{length(y)}" width="{length(width)}" height="{length(height)}"'
-    look = (f' rx="{rx}"' if rx else "") + (f' fill="{fill}"' if fill else "")
-    return f'<rect class="{kind}" {shape}{look}' + (f"><title>{escape(title)}</title></rect>" if title else "/>")
+    return shape("rect", kind, x=x, y=y, width=width, height=height, **look)
 
 
 def y_axis(
@@ -131,12 +136,13 @@ def y_axis(
 
 def polyline(kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, *, title: str = "") -> str:
     """Returns a line through points."""
-    path = " ".join(f"{length(x)},{length(y)}" for x, y in points)
-    closing = f"><title>{escape(title)}</title></polyline>" if title else "/>"
-    return (
-        f'<polyline class="{kind}" points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" '
-        f'stroke-linejoin="round"{closing}'
-    )
+    look = {"fill": "none", "stroke": stroke, "stroke_width": str(width), "stroke_linejoin": "round"}
+    return shape("polyline", kind, title=title, points=write_points(points), **look)
+
+
+def write_points(points: Iterable[tuple[float, float]]) -> str:
+    """Returns the corners of a line or a polygon, as an attribute."""
+    return " ".join(f"{length(x)},{length(y)}" for x, y in points)
 
 
 def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
@@ -244,8 +250,8 @@ def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Call
         rank_sends = list(group)
         for span, row in zip(rank_sends, assign_rows(rank_sends), strict=True):
             ends, height = (x(span.start_s), x(span.end_s)), y(rank) + 3 + 3 * min(row, 2)
-            look, title = ' stroke-width="2"', _describe_span(span, None)
-            parts.append(line("wave", *ends, height, height, COLOURS["send"][0], look, title=title))
+            title = _describe_span(span, None)
+            parts.append(line("wave", *ends, height, height, COLOURS["send"][0], title=title, stroke_width="2"))
     return parts
 
 
