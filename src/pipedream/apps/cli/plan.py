@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipedream.apps.cli.options import JSON, OUTPUT, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.apps.report.text import stage_memory_table
@@ -96,18 +96,19 @@ def plan(
     model_profile = read_profile(profile)
     kinds = _read_kinds(devices, model_profile)
     request = replace(request, cluster=_replace_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds))
-    answer = _compute_answer(model_profile, request)
-    plan, compared = answer.compared.plan, answer.compared
+    began = time.perf_counter()
+    compared = planning.plan_and_compare(model_profile, request)
+    planning_s = time.perf_counter() - began
     if output is not None:
-        plan.save(output)
+        compared.plan.save(output)
     if as_json:
-        print_json(answer.as_json())
+        print_json(_as_json(model_profile, request, compared, planning_s))
         return
     print(f"verdict: {compared.verdict}\n")
     print(compared if explain else compared.keep_best(), end="\n\n")
-    print(plan)
+    print(compared.plan)
     if memory_table:
-        print(f"\n{stage_memory_table(plan)}")
+        print(f"\n{stage_memory_table(compared.plan)}")
 
 
 def _check(file: Path, profile: Path | None, request: PlanRequest, named_options: set[str], *, as_json: bool) -> None:
@@ -138,53 +139,36 @@ def _check(file: Path, profile: Path | None, request: PlanRequest, named_options
     )
 
 
-class _Answer(NamedTuple):
-    """What was compared, with seconds per minibatch of one worker and of data parallelism without memory limits."""
-
-    compared: Comparison
-    one_worker_s: float
-    data_parallel_s: float
-    planning_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        compared, plan, chosen = self.compared, self.compared.plan, self.compared.candidates[0]
-        period_s = chosen.period_s or plan.slowest_stage_s
-        return {
-            "verdict": compared.verdict,
-            "config": plan.config,
-            "kind": chosen.kind,
-            "kinds": encode(compared.kinds()),
-            "ranks": plan.ranks,
-            "slowest_stage_s": plan.slowest_stage_s,
-            "simulated_s": chosen.period_s,
-            "samples_per_update": chosen.samples_per_update,
-            "speedup_over_one_worker": self.one_worker_s / period_s if period_s else None,
-            "speedup_over_data_parallel": self.data_parallel_s / period_s if period_s else None,
-            "planning_s": self.planning_s,
-            **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
-            "gap": plan.gap,
-            "order": list(plan.worker_order),
-            "candidates": encode(compared.candidates),
-            "references": encode(compared.references),
-            "stages": [
-                {
-                    "layers": list(stage.names),
-                    **encode_attributes(stage, "first", "last", "replicas", "mesh"),
-                    "devices": [plan.cluster.devices[worker] for worker in plan.workers_of(s)],
-                    **encode_attributes(stage, "recompute", "compute_s", "peak_bytes", "memory"),
-                }
-                for s, stage in enumerate(plan.stages)
-            ],
-        }
-
-
-def _compute_answer(profile: Profile, request: PlanRequest) -> _Answer:
-    began = time.perf_counter()
-    compared = planning.plan_and_compare(profile, request)
+def _as_json(profile: Profile, request: PlanRequest, compared: Comparison, planning_s: float) -> dict[str, Any]:
+    plan, chosen = compared.plan, compared.candidates[0]
+    period_s = chosen.period_s or plan.slowest_stage_s
+    one_worker_s = profile.forward_s + profile.backward_s + profile.update_s + profile.loss_s
     unlimited = PlanRequest(request.workers_and_links.without_memory_limits(), shape="data-parallel")
-    return _Answer(
-        compared,
-        profile.forward_s + profile.backward_s + profile.update_s + profile.loss_s,
-        planning.make_plan(profile, unlimited).slowest_stage_s,
-        time.perf_counter() - began,
-    )
+    data_parallel_s = planning.make_plan(profile, unlimited).slowest_stage_s
+    return {
+        "verdict": compared.verdict,
+        "config": plan.config,
+        "kind": chosen.kind,
+        "kinds": encode(compared.kinds()),
+        "ranks": plan.ranks,
+        "slowest_stage_s": plan.slowest_stage_s,
+        "simulated_s": chosen.period_s,
+        "samples_per_update": chosen.samples_per_update,
+        "speedup_over_one_worker": one_worker_s / period_s if period_s else None,
+        "speedup_over_data_parallel": data_parallel_s / period_s if period_s else None,
+        "planning_s": planning_s,
+        **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
+        "gap": plan.gap,
+        "order": list(plan.worker_order),
+        "candidates": encode(compared.candidates),
+        "references": encode(compared.references),
+        "stages": [
+            {
+                "layers": list(stage.names),
+                **encode_attributes(stage, "first", "last", "replicas", "mesh"),
+                "devices": [plan.cluster.devices[worker] for worker in plan.workers_of(s)],
+                **encode_attributes(stage, "recompute", "compute_s", "peak_bytes", "memory"),
+            }
+            for s, stage in enumerate(plan.stages)
+        ],
+    }
