@@ -62,46 +62,19 @@ def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(
     assert training.samples_per_s == rates
 
 
-class _Pipeline:
-    computed = 0
-
-    def status(self) -> dict[int, dict[str, float]]:
-        self.computed += 1
-        return {0: {"busy_share": 0.5, "peak_bytes": 1e6}}
-
-
-@pytest.mark.parametrize(
-    ("rank", "rank_0_shows", "computed"), [(0, True, 1), (1, True, 1), (1, False, 0), (0, False, 0)]
-)
-def test_status_is_made_if_shown(monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, computed: int) -> None:
-    def make_on_rank_0(make: Any, rank: int) -> str:
-        return str(make()) if rank == 0 else "shown" * rank_0_shows
-
-    monkeypatch.setattr(loop, "make_on_rank_0", make_on_rank_0)
-    console = Console(file=io.StringIO(), force_terminal=rank_0_shows, quiet=rank != 0)
-    pipeline: Any = _Pipeline()
-    shown = loop.Progress(console, 2, rank)
-    with shown.display:
-        shown.show(pd.Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
-    assert pipeline.computed == computed
-
-
 def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedream.core.progress.QUIET_S", 2.0)
     now_s = 0.0
     monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
-    monkeypatch.setattr(loop, "make_on_rank_0", lambda make, rank: make())
     log = io.StringIO()
-    pipeline: Any = _Pipeline()
-    shown = loop.Progress(Console(file=log, soft_wrap=True), 2, 0)
+    shown = loop.Progress(Console(file=log, soft_wrap=True))
     shown.remaining = 1000
     for number in range(100, 200):
         now_s += 1.5
-        shown.show(pd.Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1), pipeline)
+        shown.show(pd.Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1))
     lines = log.getvalue().splitlines()
     assert "minibatch    103      0.7 minibatches/s  loss 0.5000  about 1496 s left" in lines[0]
     assert len(lines) < 9
-    assert pipeline.computed == 0, "other ranks take no part"
 
 
 def test_what_is_left() -> None:

@@ -70,7 +70,6 @@ class PlainLoop:
     def __init__(
         self, task: Task, module: Any = None, named_parameters: list[tuple[str, nn.Parameter]] | None = None
     ) -> None:
-        self.plan = task  # a `TrainingLoop` asks it for the workers
         self.recipe, self.rank, self.workers, self.device, self.parts = task
         recipe = self.recipe
         if refused := [name for name in ("grad_scaler", "ema") if getattr(recipe, name) is not None]:
