@@ -7,7 +7,7 @@ from typing import Any
 from pipedream import metrics, schedules
 from pipedream.apps.cli import options as common
 from pipedream.apps.cli.printing import print_chunks, print_grid, print_length
-from pipedream.apps.report.methods import methods_svg
+from pipedream.apps.report.charts import methods_svg
 from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.trace import save_trace
 from pipedream.core.artifact import encode_attributes, write_text

@@ -1,10 +1,11 @@
-"""SVG charts: a curve, such as the loss over the minibatches of a run, and the columns of a profile."""
+"""SVG charts: a curve, such as the loss of a run, the columns of a profile, and methods as points."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipedream.apps.report.style import COLOURS, LINES, line_style, ticks, time_unit
 from pipedream.apps.report.svg import frame, line, polyline, rect, shape, text, write_points, y_axis
+from pipedream.core.method_comparison import MethodComparison
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
 
@@ -12,6 +13,7 @@ _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MAX_POINTS, _MAX_POINTS_OF_SEVERAL = 200, 50
 _NAMES = 250  # pixels beside several curves
 _HALF_LABEL = 24  # pixels
+_POINTS_LEFT, _POINTS_TOP, _POINTS_RIGHT, _POINTS_WIDTH, _POINTS_HEIGHT = 74, 70, 130, 560, 320
 _COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_WIDTH, _COLUMNS_HEIGHT = 64, 34, 34, 720, 150
 
 
@@ -68,21 +70,21 @@ def curve_svg(
             x = at(tick, low)[0]
             anchor = "end" if x > right - _HALF_LABEL else "middle"
             parts.append(text(x, bottom + 15, word, colour="faint", anchor=anchor))
-        for mark in marks:
-            if left_x <= mark <= right_x:
-                x = at(mark, low)[0]
-                parts.append(line("drain", x, x, top, bottom, COLOURS["faint"][0], stroke_dasharray="3 4"))
-        for mark, word in named:
-            if left_x <= mark <= right_x:
-                x = at(mark, low)[0]
-                side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
-                label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
-                parts += [line("phase", x, x, top, bottom, COLOURS["faint"][0]), label]
-        for mark, words in failures:
-            if left_x <= mark <= right_x:
-                x = at(mark, low)[0]
-                for ends in ((x, x, top, bottom), (x - 4, x + 4, top - 4, top + 4), (x - 4, x + 4, top + 4, top - 4)):
-                    parts.append(line("failure", *ends, COLOURS["send"][0], title=words))
+
+        def place(marks: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
+            return [(at(mark, low)[0], words) for mark, words in marks if left_x <= mark <= right_x]
+
+        faint = COLOURS["faint"][0]
+        parts += [
+            line("drain", x, x, top, bottom, faint, stroke_dasharray="3 4") for x, _ in place((m, "") for m in marks)
+        ]
+        for x, word in place(named):
+            side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
+            label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
+            parts += [line("phase", x, x, top, bottom, faint), label]
+        for x, words in place(failures):
+            for ends in ((x, x, top, bottom), (x - 4, x + 4, top - 4, top + 4), (x - 4, x + 4, top + 4, top - 4)):
+                parts.append(line("failure", *ends, COLOURS["send"][0], title=words))
         parts += (
             _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(shown), at, len(shown))
         )
@@ -176,3 +178,48 @@ def profile_svg(profile: Profile) -> str:
     words = f"{len(passes)} layers, from {passes[0][0]} to {passes[-1][0]}; forward blue, backward green"
     parts.append(text(_COLUMNS_LEFT, bottom + 20, words, colour="faint"))
     return frame("".join(parts), _COLUMNS_WIDTH, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)
+
+
+def methods_svg(comparison: MethodComparison) -> str:
+    """Returns the picture of methods as points: bubble over the activations of the fullest worker.
+
+    Labels name the weights of the fullest worker if they are not those of one stage.
+    """
+    points = sorted(
+        (method.activations, method.bubble, method.weights or 0.0, method.schedule, number)
+        for number, method in enumerate(comparison.methods)
+        if method.activations is not None and method.bubble is not None
+    )
+    most = max((activations for activations, *_ in points), default=1.0) * 1.15 or 1.0
+    highest = max((bubble for _, bubble, *_ in points), default=1.0) * 1.15 or 1.0
+    right, bottom = _POINTS_LEFT + _POINTS_WIDTH, _POINTS_TOP + _POINTS_HEIGHT
+    heading, stroke = f"Bubble over memory, {comparison.workers} workers with equal stages", COLOURS["line"][0]
+    parts = [f"<style>{line_style()}</style>", text(16, 24, heading, size=14, weight=600)]
+    parts.append(text(8, _POINTS_TOP - 12, "bubble", colour="faint"))
+
+    def up(bubble: float) -> float:
+        return bottom - bubble / highest * _POINTS_HEIGHT
+
+    parts += y_axis(ticks(0.0, highest, 6), up, _POINTS_LEFT, right, lambda mark: f"{100 * mark:.3g}%")
+    for mark in ticks(0.0, most, 8):
+        x = _POINTS_LEFT + mark / most * _POINTS_WIDTH
+        parts.append(line("tick", x, x, _POINTS_TOP, bottom + 4, stroke))
+        parts.append(text(x, bottom + 17, format_number(mark), colour="faint", anchor="middle"))
+    under = "activations of the fullest worker, in units of the first stage's under 1F1B"
+    parts.append(text(_POINTS_LEFT + _POINTS_WIDTH / 2, bottom + 36, under, colour="faint", anchor="middle"))
+    labels: list[tuple[float, float, float]] = []  # left, right, height
+    for activations, bubble, weights, name, number in points:
+        x, y = _POINTS_LEFT + activations / most * _POINTS_WIDTH, up(bubble)
+        label = name if weights == 1 else f"{name} (weights x{weights:.3g})"
+        label_px, height = 6.4 * len(label), y + 4
+        left = x + 8 if x + 8 + label_px < right + _POINTS_RIGHT else x - 8 - label_px
+        while any(left < end and begin < left + label_px and abs(at - height) < 13 for begin, end, at in labels):
+            height += 13
+        labels.append((left, left + label_px, height))
+        tooltip = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
+        colour = list(LINES)[number % len(LINES)]
+        parts.append(shape("circle", colour, title=tooltip, cx=x, cy=y, r=3.5, fill=LINES[colour][0]))
+        parts.append(text(left, height, label))
+    return frame(
+        "".join(parts), right + _POINTS_RIGHT, max(bottom + 48, *(at + 12 for *_, at in labels)), heading, True
+    )

@@ -92,8 +92,6 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     target = summary.get("target") or {}
     metrics = dict(summary.get("metrics") or {})
-    if "accuracy" in summary:
-        metrics.setdefault("accuracy", summary["accuracy"])
     for name, value in metrics.items():
         goal = target.get("value") if target.get("metric") == name else None
         note = "" if goal is None else f"target {_format_metric(name, goal)}"
