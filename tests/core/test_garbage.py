@@ -51,7 +51,7 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 pipedream.Plan
 assert paused and all(paused) and gc.isenabled()
-import pipedream.apps.sweep.points
+import pipedream.apps.sweep.sweep
 assert not paused.pop()
 """
 

@@ -9,7 +9,7 @@ import pytest
 from commands import Refused, Run
 
 import pipedream as pd
-from pipedream.apps.sweep import points, sweep
+from pipedream.apps.sweep import sweep
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.methods import score
 
@@ -20,7 +20,7 @@ LAYERS = tuple(
 CHAIN = pd.Profile.of_chain(LAYERS, batch=16)  # as many as the microbatches of 1F1B and GPipe on four stages
 
 
-def sweep_pipelines(*schedules: str, memory_bytes: int | None = None, **how: Any) -> points.Sweep:
+def sweep_pipelines(*schedules: str, memory_bytes: int | None = None, **how: Any) -> sweep.Sweep:
     """Sweeps pipelines over two workers and one fast network, if nothing else is asked for."""
     request = PlanRequest(
         pd.Cluster.flat(1, memory_bytes=memory_bytes), shape="pipeline", microbatches=how.pop("microbatches", None)
@@ -29,17 +29,17 @@ def sweep_pipelines(*schedules: str, memory_bytes: int | None = None, **how: Any
 
 
 @pytest.fixture(scope="module")
-def swept() -> points.Sweep:
+def swept() -> sweep.Sweep:
     return sweep_pipelines("pipedream", "gpipe", bandwidths=(300.0, 3e6))
 
 
 @pytest.mark.slow
-def test_rows_agree_with_plan_and_simulate(swept: points.Sweep) -> None:
+def test_rows_agree_with_plan_and_simulate(swept: sweep.Sweep) -> None:
     assert len(swept.points) == 2 * 3
     for point in swept.points:
         cluster = pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s)
         how = {"schedule": point.schedule, "shape": "pipeline"}
-        how |= {"schedule": "pipedream", "shape": "data-parallel"} if point.schedule == points.DATA_PARALLEL else {}
+        how |= {"schedule": "pipedream", "shape": "data-parallel"} if point.schedule == sweep.DATA_PARALLEL else {}
         plan = pd.plan(CHAIN, cluster, **how)
         assert (point.config, point.microbatches) == (plan.config, plan.microbatches)
         assert point.samples_per_s == pytest.approx(CHAIN.batch / score(plan).period_s)
@@ -48,7 +48,7 @@ def test_rows_agree_with_plan_and_simulate(swept: points.Sweep) -> None:
 
 def test_a_split_is_for_the_methods_that_split() -> None:
     split = sweep_pipelines("pipedream", "gpipe", "auto", microbatches=2, crossovers=False)
-    expected = {points.DATA_PARALLEL: 1, "pipedream": 1, "gpipe": 2, "auto": 2}
+    expected = {sweep.DATA_PARALLEL: 1, "pipedream": 1, "gpipe": 2, "auto": 2}
     assert {point.schedule: point.microbatches for point in split.points} == expected
     assert all(point.samples_per_s for point in split.points)
 
@@ -71,7 +71,7 @@ def test_a_crossover_by_hand() -> None:
     result = sweep.sweep(pd.Profile.of_chain(layers), request, schedules=("pipedream",), **chosen)
     rows = {point.schedule: point.samples_per_s for point in result.points}
     assert rows["pipedream"] == pytest.approx(1 / 5)
-    assert rows[points.DATA_PARALLEL] == pytest.approx(1 / 6)
+    assert rows[sweep.DATA_PARALLEL] == pytest.approx(1 / 6)
     (crossing,) = result.crossovers
     assert crossing.bandwidth_bytes_per_s == pytest.approx(4e5, rel=0.01)
     assert crossing.below
@@ -93,7 +93,7 @@ def test_the_command(tmp_path: Path, run_command: Run, refused: Refused) -> None
     options = ("--bandwidth", "300,3kB/s", "--schedule", "pipedream,naive", "--json", "--csv", csv)
     summary = json.loads(run_command("sweep", profile, "--workers", "1,2", *options)[1])
     assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in summary["rows"]] == [
-        *product((1, 2), (300.0, 3e3), (points.DATA_PARALLEL, "pipedream", "naive"))
+        *product((1, 2), (300.0, 3e3), (sweep.DATA_PARALLEL, "pipedream", "naive"))
     ]
     assert {row["schedule"] for row in summary["crossovers"]} == {"pipedream", "naive"}
     head, *lines = csv.read_text().splitlines()
