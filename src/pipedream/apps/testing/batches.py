@@ -1,10 +1,12 @@
-"""Batches as a pipeline takes them: the model's input, and the parts that are microbatches."""
+"""Batches as a pipeline takes them: the model's input, the microbatches, and what a loss averages over."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 Total = Callable[[Any, Any], tuple[Tensor, float]]
@@ -43,3 +45,35 @@ def split_batch(batch: Any, parts: int) -> list[tuple[Any, int]]:
 def clone_batch(batch: Any) -> Any:
     """Returns a copy: a model may write into what it is given."""
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
+
+
+def total_of(
+    loss: Any, targets: Callable[[Any], Any] | None = None, weight: Callable[[Any], Any] | None = None
+) -> Total:
+    """Returns the sum and weight of a pipeline's loss, as docs/models.md says: torch's own, a user's, or the model's.
+
+    Args:
+        targets, weight: as in a pipeline's options.
+    """
+    function, options = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    if isinstance(function, nn.Module):
+        is_torchs, options = type(function).__module__ == "torch.nn.modules.loss", {**vars(function)}
+        classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+    else:
+        is_torchs = getattr(function, "__module__", "") == "torch.nn.functional"
+        classes = function in (F.cross_entropy, F.nll_loss)
+
+    def total(output: Any, batch: Any) -> tuple[Tensor, float]:
+        chosen = targets(batch) if targets else batch[1] if is_torchs else batch
+        value = output.loss if loss is None else loss(output, chosen)
+        if isinstance(value, tuple):
+            return value[0], float(value[1])
+        if weight is not None:
+            amount = float(weight(batch))
+        elif is_torchs and classes:
+            amount = float((chosen != options.get("ignore_index", -100)).sum())
+        else:
+            amount = float(chosen.numel() if is_torchs else count_samples(batch))
+        return (value * amount if amount else output.sum() * 0.0), amount
+
+    return total

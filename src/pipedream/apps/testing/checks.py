@@ -1,4 +1,7 @@
-"""The checks that each method, encoding, sum and compensation of the library passes; docs/testing.md shows them."""
+"""The checks that each method, encoding, sum and compensation of the library passes; docs/testing.md shows them.
+
+They train tiny models: what a pipeline can get wrong, in a few layers that train in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from pipedream import schedules
-from pipedream.apps.testing.models import make_batches, perceptron, tiny, with_statistics
 from pipedream.apps.testing.passes import Rounding
-from pipedream.apps.testing.reducers import Reducer
 from pipedream.apps.testing.results import Trained
-from pipedream.apps.testing.rules import CompensationRule, Reads
+from pipedream.apps.testing.rules import CompensationRule, Reads, Reducer
 from pipedream.apps.testing.training import Training
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.choices import Choices
@@ -32,6 +37,7 @@ SIZES = (
 """Stages and microbatches: few of both, m below, at, and beyond p, and multiples of p and others."""
 REPLICAS = ((2, 1), (1, 2), (2, 2), (3, 1), (1, 2, 1), (3, 2, 1))
 _TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def check_schedule(name: str, *, reads: Reads | None = None) -> None:
@@ -194,6 +200,40 @@ def check_compensation(
         weights = training.make_schedules()[0].weights
         late = [weights.staleness(stage) for stage in range(3)]
         training.check(1e-9, compensation=rule(late), optimizer=of_paper)
+
+
+def perceptron(width: int = 16) -> nn.Module:
+    """Returns linear layers with dropout, and work in place."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = [nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, width), nn.ReLU(inplace=True)]
+        return nn.Sequential(*first, nn.Dropout(0.2), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def with_statistics() -> nn.Module:
+    """Returns layers with running statistics; a bias before a norm would have a gradient of rounding alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8, bias=False)]
+        return nn.Sequential(*first, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def make_batches(count: int = 5, samples: int = 12, last: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """Returns samples of three classes; the last batch is a short one."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [samples] * (count - 1) + [last]
+    return [
+        (torch.randn(n, 6, generator=generator).double(), torch.randint(3, (n,), generator=generator)) for n in sizes
+    ]
+
+
+def tiny(model: Callable[[], nn.Module] = perceptron, **options: Any) -> Training:
+    """Returns a training of two epochs of five minibatches, with an evaluation within an epoch."""
+    batches = make_batches(last=8 if model is with_statistics else 2)
+    odd = [batches[0], *((x[:3], y[:3]) for x, y in batches[1:])]
+    how: dict[str, Any] = {"model": model, "data": batches, "test": odd, "epochs": 2, "evaluate_at": (3,), "seed": 3}
+    how |= {"loss": F.cross_entropy, "optimizer": SGD}
+    return Training(**how | options)
 
 
 def _build(name: str, p: int, m: int, forward_s: float = 1.0, backward_s: float = 2.0) -> Schedule | None:

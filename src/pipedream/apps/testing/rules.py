@@ -4,11 +4,12 @@ Letters: s a stage, r a replica of it, n a minibatch, m microbatches of a miniba
 drain, v an update since the last drain.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Values = dict[str, Tensor]
@@ -64,6 +65,40 @@ class CompensationRule:
     def predict(self, s: int, optimizer: Any, w: Mapping[str, nn.Parameter]) -> Values:
         """Returns what forwards read from now on."""
         return copy_values(w)
+
+
+class Reducer:
+    """How the replicas of one stage agree: on the sum of their gradients, unless a paper says otherwise.
+
+    Each stage with replicas has its own.
+
+    Attributes:
+        averages: each replica updates by its own gradients, and weights are averaged now and then.
+    """
+
+    averages = False
+
+    def begin(self, weights: Values) -> None:
+        """Gets the weights before the first update."""
+
+    def sum_up(self, name: str, gradients: Sequence[Tensor], weight: float, unit: float) -> Tensor:
+        """Returns the mean gradient that all replicas apply.
+
+        Args:
+            weight: of all gradients together.
+            unit: in which they are sent (docs/couplings.md), which decides what is too small for 16 bits.
+        """
+        return sum(gradients[1:], gradients[0]) / weight
+
+    def average(self, copies: Sequence[Values]) -> bool:
+        """Ends an update of all replicas; returns whether it has averaged their weights, in place."""
+        return False
+
+    def common(self, copies: Sequence[Values]) -> Values:
+        """Returns the weights that are evaluated."""
+        if len(copies) == 1:
+            return {name: tensor.clone() for name, tensor in copies[0].items()}
+        return {name: torch.stack([weights[name] for weights in copies]).mean(0) for name in copies[0]}
 
 
 @dataclass(frozen=True)

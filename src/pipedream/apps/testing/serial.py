@@ -16,9 +16,8 @@ import torch
 
 from pipedream.apps.testing.batches import split_batch
 from pipedream.apps.testing.passes import Passes
-from pipedream.apps.testing.reducers import Reducer
 from pipedream.apps.testing.results import Trained
-from pipedream.apps.testing.rules import MethodRules, Values, copy_values
+from pipedream.apps.testing.rules import MethodRules, Reducer, Values, copy_values
 from pipedream.apps.testing.stages import Copy, Factory, Stage, average_buffers
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.apps.testing.reducers import Reducer
-from pipedream.apps.testing.rules import Values, copy_values
+from pipedream.apps.testing.rules import Reducer, Values, copy_values
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

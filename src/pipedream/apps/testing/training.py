@@ -13,13 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipedream.apps.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of
-from pipedream.apps.testing.losses import total_of
+from pipedream.apps.testing.batches import Total, call_model, clone_batch, count_samples, inputs_of, total_of
 from pipedream.apps.testing.passes import Passes, Rounding
 from pipedream.apps.testing.processes import run_in_processes
-from pipedream.apps.testing.reducers import Reducer
 from pipedream.apps.testing.results import Trained, assert_equal
-from pipedream.apps.testing.rules import CompensationRule, MethodRules, Reads
+from pipedream.apps.testing.rules import CompensationRule, MethodRules, Reads, Reducer
 from pipedream.apps.testing.serial import Loop
 from pipedream.apps.testing.tags import check_tags
 from pipedream.capture import capture
