@@ -149,7 +149,7 @@ def test_a_coarse_plan_is_near_the_best_of_its_replicas(draw: random.Random, lay
     all_workers = draw.random() < 0.5
     small = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedream.planner.pipeline_search._MAX_STATES", 16.0 * workers**2)  # four parts at most
+        patch.setattr("pipedream.planner.search._MAX_STATES", 16.0 * workers**2)  # four parts at most
         large = search_plan(profile, cluster, shape="pipeline", all_workers=all_workers)
     assert large.bound_s <= small.slowest_stage_s <= large.slowest_stage_s
     assert not all_workers or large.workers == workers

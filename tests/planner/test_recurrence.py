@@ -16,9 +16,8 @@ import pipedream as pd
 from pipedream.core.plan.choices import Choices
 from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.extensions.meshes.search import MeshSearch
-from pipedream.planner import SearchSpace, cycles
+from pipedream.planner import PlanSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program import pruning, recurrence
-from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.workers import WorkerLine, list_orders
 from tests.planner.planned import chains, random_chain, random_profile, random_tree, replicated_states, search_plan
 
@@ -153,14 +152,14 @@ def test_is_the_fastest_with_so_short_a_cycle(draw: random.Random, layers: int, 
     for most in (1, 2, 3, 5, 6):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cycles, "CYCLE_LIMITS", (most,))
-            got = PipelineSearch.of(space).best_pipeline(whole)
+            got = PlanSearch(space, whole).best_pipeline
         try:
             best = exhaustive(space, among)
         except pd.errors.PlanError:
             assert got is None or cycle_of(got) > most  # refused when its memory is counted
             continue
         assert recurrence.tie_break_key(got) == recurrence.tie_break_key(best)
-        fastest = PipelineSearch.of(space).best_pipeline(whole)
+        fastest = PlanSearch(space, whole).best_pipeline
         assert got.bound_s == fastest.slowest_stage_s
         if cycle_of(fastest) <= most:
             assert got == fastest

@@ -16,7 +16,7 @@ from marks import seeds
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
-from pipedream.planner import PlanSearch, SearchSpace, search
+from pipedream.planner import PlanSearch, SearchSpace, spare_memory
 from pipedream.planner.workers import list_orders
 from tests.planner.planned import plan_or_words, random_profile, random_tree, search_plan
 
@@ -53,12 +53,9 @@ def test_searches_that_share_tables_find_what_each_finds_alone(
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     how = {"choices": Choices(recompute=recompute), "all_workers": all_workers, "update_delay": 1}
     make = partial(PlanSearch.of, profile, cluster, **how)
-    shared, unnamed = make(), replace(make(), describes_alternatives=False)
+    shared = make()
     for shape, link_factor in product(("any", "pipeline", (1, 1), (cluster.workers,), "straight"), (1.0, 4.0)):
-        alone = plan_or_words(make(), shape, link_factor)
-        assert plan_or_words(shared, shape, link_factor) == alone
-        without = plan_or_words(unnamed, shape, link_factor)
-        assert without == (replace(alone, note=without.note) if isinstance(without, pd.Plan) else alone)
+        assert plan_or_words(shared, shape, link_factor) == plan_or_words(make(), shape, link_factor)
 
 
 @given(profiles, clusters, st.sampled_from([1.0, 4.0]))
@@ -70,39 +67,32 @@ def test_what_cannot_win_is_left_out(profile: pd.Profile, cluster: pd.Cluster, l
         plan = best()
     except pd.PipelineError:
         return
-    spare_memory = search._spare_memory
+    original = spare_memory._spare_memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_spare_memory", lambda *args, rival_s=0.0: spare_memory(*args))
+        patch.setattr(spare_memory, "_spare_memory", lambda *args, rival_s=0.0: original(*args))
         assert best() == plan
     assert best(limit_s=plan.slowest_stage_s) == plan
     limit_s = plan.slowest_stage_s * (1 - 1e-6)
     assert best(limit_s=limit_s).slowest_stage_s >= limit_s
 
 
-RIVALS = "; data parallelism on 4 workers is predicted at {} s per minibatch"
-ALONE = "; one worker is predicted at {} s per minibatch"
+ANY = "fastest predicted among one worker, data parallelism and pipelines of 2 to 4 stages"
 
 
 @pytest.mark.parametrize(
     ("layers", "workers", "rate", "shape", "config", "note"),
     [
-        (8, 4, 100.0, "any", "1-1-1-1", "pipelines of 2 to 4 stages" + RIVALS.format("36.0") + ALONE.format("24.0")),
-        (
-            7, 4, 1e9, "any", "4",
-            ALONE.format("21.0") + "; the pipeline 1-3 is predicted at 6.00 s per minibatch; a straight pipeline of 4 "
-            "stages is predicted at 6.00 s per minibatch",
-        ),
-        (8, 4, 1e9, "straight", "1-1-1-1", "optimal among straight pipelines of 4 stages" + RIVALS.format("6.00")),
-        (8, 4, 100.0, "data-parallel", "4", "data parallelism was asked for" + ALONE.format("24.0")),
-        (8, 1, 1e9, "pipeline", "1", ""),
+        (8, 4, 100.0, "any", "1-1-1-1", ANY),
+        (7, 4, 1e9, "any", "4", ANY),
+        (8, 4, 1e9, "pipeline", "1-1-1-1", "optimal among pipelines of 2 to 4 stages"),
+        (8, 4, 1e9, "straight", "1-1-1-1", "optimal among straight pipelines of 4 stages"),
+        (8, 4, 100.0, "data-parallel", "4", "data parallelism was asked for"),
+        (8, 1, 1e9, "pipeline", "1", "one worker"),
     ],
-)  # fmt: skip
+)
 def test_links_and_shapes_decide(layers: int, workers: int, rate: float, shape: str, config: str, note: str) -> None:
     best = search_plan(pd.Profile.of_chain((LAYER,) * layers), pd.Cluster.flat(workers, rate), shape=shape)
-    assert best.config == config
-    assert best.note.endswith(note)
-    prefix = "fastest predicted among one worker, data parallelism and pipelines of 2 to 4 stages; "
-    assert best.note.startswith(prefix) == (shape == "any")
+    assert (best.config, best.note) == (config, note)
 
 
 SIDE_BY_SIDE = pd.LayerGraph((pd.Layer("a", "Linear"), pd.Layer("b", "Linear")), ())
@@ -134,10 +124,7 @@ def test_refuses_shapes_and_lags(profile: pd.Profile, workers: int, options: dic
 def test_a_model_that_cannot_be_cut(shape: str) -> None:
     best = search_plan(TIED, pd.Cluster.flat(2), shape=shape)
     assert (best.config, len(best.stages)) == ("2", 1)
-    assert best.note == (
-        "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
-        f"minibatch; {TIED.ties_in_words()}"
-    )
+    assert best.note == f"the model cannot be cut; fastest of its plans of one stage; {TIED.ties_in_words()}"
 
 
 def test_says_the_least_need_when_nothing_fits() -> None:

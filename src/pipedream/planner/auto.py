@@ -83,7 +83,7 @@ class _Alternatives:
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(unlimited, cluster=self.cluster), "noam")
         except PlanError:
-            search = PlanSearch(space, self.options.all_workers, describes_alternatives=False)
+            search = PlanSearch(space, self.options.all_workers)
             planned = search.best(finalist.shape, link_factor=finalist.link_factor)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
@@ -106,14 +106,13 @@ class _Alternatives:
         key = id(profile), update_delay  # `_profiles` keeps it, so no other gets its id
         if key not in self._searches:
             again = ALWAYS if self.options.choices.recompute == ALWAYS else NEVER  # memory is not limited
-            search = PlanSearch.of(
+            self._searches[key] = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
                 choices=self.options.choices.choosing(recompute=again),
                 update_delay=update_delay,
                 all_workers=self.options.all_workers,
             )
-            self._searches[key] = replace(search, describes_alternatives=False)
         if (*key, finalist) not in self._plans:
             self._plans[*key, finalist] = self._searches[key].best(finalist.shape, link_factor=finalist.link_factor)
         return self._plans[*key, finalist]

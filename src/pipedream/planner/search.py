@@ -6,24 +6,32 @@ may need the depth ``full`` (`core.plan.depth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf
-from typing import Any, NamedTuple, TypeVar
+from math import inf, isqrt
+from typing import Any, NamedTuple
 
-from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.units import format_bytes, format_excess, format_seconds
-from pipedream.planner.dynamic_program.recurrence import refuse
-from pipedream.planner.pipeline_search import PipelineSearch
-from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_slower_links
-
-_Space = TypeVar("_Space", bound=SearchSpace)
+from pipedream.core.units import format_excess
+from pipedream.planner.cycles import shorten_cycle
+from pipedream.planner.dynamic_program.pruning import prune_places, thin_out
+from pipedream.planner.dynamic_program.recurrence import (
+    DynamicProgram,
+    Shortage,
+    State,
+    refuse,
+    states_of_counts,
+    straight_states,
+    tie_break_key,
+)
+from pipedream.planner.spare_memory import search_with_message_memory
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
+from pipedream.planner.workers import WorkerLine, list_orders
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """The shapes that have a name. Replica counts, such as 2-1, are shapes too."""
@@ -33,7 +41,29 @@ _VERY_FEW_WORKERS = 4  # up to here all replica counts are
 _SLOWER = (2.0, 4.0, 16.0)  # of random plans on up to 5 workers, these found the most that the other finalists lack
 
 _LARGE = 1e8  # (layers times workers) squared, above which a search may take seconds
-_SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages; each is a search
+
+_MAX_WORK = 5e8
+"""Comparisons of costs in all searches for one plan: about ten seconds."""
+
+_MAX_ORDERS = 5_000
+
+_MAX_CYCLES_WORK = 3e8
+"""Comparisons in searches for a plan that repeats itself sooner, if each had the states of the first one."""
+
+_MAX_STATES = 3e8
+"""Comparisons in one dynamic program, about ten seconds; above this, neighbouring layers are joined first."""
+
+_MAX_ANY_COUNT = 256
+"""Workers up to which a stage may have any number of replicas; with more, a power of two or three times one."""
+
+
+class _Family(NamedTuple):
+    """What one dynamic program searches on each line of workers, see `DynamicProgram`."""
+
+    space: SearchSpace
+    states: tuple[State, ...]
+    starts: tuple[State, ...] | None = None
+    allow_single_stage: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +79,10 @@ class PlanSearch:
 
     Attributes:
         all_workers: 'any' and 'pipeline' leave no worker idle.
-        describes_alternatives: notes say what other plans take, which takes longer.
     """
 
     space: SearchSpace
     all_workers: bool = False
-    describes_alternatives: bool = True
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster, *, all_workers: bool = False, **of_space: Any) -> PlanSearch:
@@ -86,56 +114,170 @@ class PlanSearch:
         if link_factor == 1:
             plan = self._find_fitting(shape, limit_s)
         else:  # on slower links neither the limit nor the bound means anything
-            plan = replace(self, space=with_slower_links(self.space, link_factor))._find_fitting(shape, inf)
+            plan = self._on(with_slower_links(self.space, link_factor))._find_fitting(shape, inf)
             plan = replace(plan, cluster=self.space.cluster, bound_s=0.0)
         return plan if plan.slowest_stage_s > limit_s else apply_depth(self.space, plan, in_flight)
 
+    def _on(self, space: SearchSpace) -> PlanSearch:
+        return self if space is self.space else replace(self, space=space)
+
     def _find_fitting(self, shape: str | tuple[int, ...], limit_s: float) -> Plan:
-        space, profile = self.space, self.space.profile
-        workers, longest = space.cluster.workers, len(space.positions) - 1
         narrower_searches: list[Callable[[SearchSpace], Plan]] = []
         if shape in ("any", "pipeline"):
             # Plans of these shapes may fit where one that keeps the same memory free at every stage does not.
-            sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-            narrower_searches = [partial(self._search, shape=(workers // stages,) * stages) for stages in sizes]
-            narrower_searches += [] if self.all_workers else [self._plan_straight]
-        plan = search_with_message_memory(space, partial(self._search, shape=shape), narrower_searches, limit_s)
+            sizes = (stages for stages in range(2, self._most_stages + 1) if self.workers % stages == 0)
+            narrower_searches = [partial(self._search, shape=(self.workers // stages,) * stages) for stages in sizes]
+            narrower_searches += [] if self.all_workers else [lambda space: self._on(space)._find_straight()]
+        plan = search_with_message_memory(self.space, partial(self._search, shape=shape), narrower_searches, limit_s)
         # What keeps layers in one stage matters only where there could be several.
-        if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
+        if self.workers > 1 and shape != "data-parallel" and (together := self.space.profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
         return plan
 
-    @cached_property
-    def _base_searches(self) -> PipelineSearch:
-        return self._make_new_searches(self.space)
+    def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
+        search = self._on(space)
+        if shape in ("any", "pipeline"):
+            return search._find_fastest(as_pipeline=shape == "pipeline")
+        if shape == "data-parallel":
+            return search._find_with_counts((search.workers,), "data-parallel plans", "data parallelism was asked for")
+        counts = (1,) * search.workers if shape == "straight" else parse_counts(shape)
+        sizes = f" of {len(counts)} stages" if max(counts) == 1 else f" {_join_counts(counts)}"
+        kind = "straight pipeline" if max(counts) == 1 else "plan"
+        _check_counts(space, counts, f"a {kind}{sizes}")
+        note = f"{'best found' if space.spare_bytes else 'optimal'} among {kind}s{sizes}{search._order_note}"
+        return search._find_with_counts(counts, f"{kind}s{sizes}", note)
 
-    def _make_searches(self, space: SearchSpace) -> PipelineSearch:
-        return self._base_searches if space is self.space else self._make_new_searches(space)
+    def _find_with_counts(self, counts: tuple[int, ...], kinds: str, note: str) -> Plan:
+        family = self._with_counts(counts)
+        plan = self._find_best(family) or refuse(self._find_shortage(family), kinds)
+        return _add_bound(replace(plan, note=note), self.space, self.space)
 
-    def _make_new_searches(self, space: SearchSpace) -> PipelineSearch:
-        return replace(PipelineSearch.of(space), describes_alternatives=self.describes_alternatives)
+    def _find_fastest(self, as_pipeline: bool) -> Plan:
+        """Returns the fastest plan; with `as_pipeline` of at least two stages, unless there can be only one."""
+        longest, on_all = self._most_stages, f" on {self.workers} workers" if self.all_workers else ""
+        kinds = f"pipelines of {'2' if longest == 2 else f'2 to {longest}'} stages{on_all}"
+        if not as_pipeline:
+            kinds = f"{'' if self.all_workers else 'one worker, '}data parallelism and {kinds}"
+        rows: list[tuple[Plan | None, _Family]] = []  # what is found, and where memory is missing if nothing is
+        if longest < 2 or not as_pipeline:  # a single stage sends nothing to another, so it comes first and wins ties
+            counts = (self.workers,) if self.all_workers else range(1, self.workers + 1)
+            rows.append((self._find_best(self._single_stages(*counts)), self._single_stages(self.workers)))
+        if longest > 1:
+            rows.append((self.best_pipeline, self._pipelines()))
+        plans = [plan for plan, _ in rows if plan is not None]
+        if not plans:
+            shortages = (self._find_shortage(family) for _, family in rows)
+            what = "plans of one stage" if longest < 2 else kinds if as_pipeline else f"plans ({kinds})"
+            refuse(min(shortages, key=lambda shortage: shortage.missing_bytes), what)
+        best = min(plans, key=lambda plan: plan.slowest_stage_s)
+        best = replace(best, bound_s=min(plan.bound_s for plan in plans))
+        if self.workers == 1:
+            note = "one worker"
+        elif longest < 2:
+            note = "the model cannot be cut; fastest of its plans of one stage"
+        elif as_pipeline:
+            is_found = best.bound_s < best.slowest_stage_s or self.coarse_space is not self.space
+            is_found |= self.space.spare_bytes > 0
+            note = f"{'best found' if is_found else 'optimal'} among {kinds}{self._order_note}"
+        else:
+            note = f"fastest predicted among {kinds}{self._order_note}"
+        return _add_bound(replace(best, note=note), self.space, self.coarse_space)
 
-    def _plan_straight(self, space: SearchSpace) -> Plan:
-        searches = self._make_searches(space)
-        plan = searches.best_straight
+    def _find_straight(self) -> Plan:
+        """Returns the fastest straight pipeline of at least two stages in `coarse_space`."""
+        longest = min(len(self.coarse_space.positions) - 1, self.workers)
+        plan = self._find_best(_Family(self.coarse_space, straight_states(longest))) if longest > 1 else None
         if plan is None:
             raise PlanError("no straight pipeline fits")
-        best = "best found" if space.spare_bytes else "optimal"
-        return _add_bound(replace(plan, note=f"{best} among straight pipelines"), space, searches.coarse_space)
+        note = f"{'best found' if self.space.spare_bytes else 'optimal'} among straight pipelines"
+        return _add_bound(replace(plan, note=note), self.space, self.coarse_space)
 
-    def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
-        searches = self._make_searches(space)
-        if shape in ("any", "pipeline"):
-            how = shape == "pipeline", self.all_workers
-            plan, pipeline = _find_fastest(searches, *how)
-            plan = replace(plan, note=_describe_fastest(searches, *how, plan, pipeline))
-        elif shape == "data-parallel":
-            plan = _plan_data_parallel(searches)
-        elif shape == "straight":
-            plan = _plan_with_counts(searches, (1,) * space.cluster.workers)
-        else:
-            plan = _plan_with_counts(searches, parse_counts(shape))
-        return _add_bound(plan, space, searches.coarse_space if shape in ("any", "pipeline") else space)
+    @property
+    def workers(self) -> int:
+        return self.space.cluster.workers
+
+    @property
+    def _most_stages(self) -> int:
+        return min(len(self.space.positions) - 1, self.workers)
+
+    @cached_property
+    def coarse_space(self) -> SearchSpace:
+        """The space in which pipelines of any shape are searched: with fewer places to cut if it is too large."""
+        if _estimate_work(self.space) <= _MAX_STATES:
+            return self.space
+        groups = max(isqrt(int(_MAX_STATES / _count_states(self.workers))) - 1, 2)
+        return replace(with_positions(self.space, thin_out(self.space, groups)), is_complete=False)
+
+    @cached_property
+    def _lines(self) -> tuple[list[WorkerLine], str]:
+        """Lines of workers, those that win ties first, and in words which these are."""
+        cluster, most = self.space.cluster, max(_MAX_WORK // _estimate_work(self.space), 1)
+        orders, kind = list_orders(cluster, int(min(most, _MAX_ORDERS)))
+        return [WorkerLine.of(cluster, order, self.space.terms) for order in orders], kind
+
+    @property
+    def _order_note(self) -> str:
+        kind = self._lines[1]
+        return "" if self.space.cluster.is_flat else f" on consecutive workers{f' {kind}' if kind else ''}"
+
+    @cached_property
+    def best_pipeline(self) -> Plan | None:
+        """The best pipeline of at least two stages in `coarse_space`.
+
+        Its cycle is one that can be proved, if possible (`planner.cycles`).
+        """
+        plan = self._find_best(self._pipelines())
+        if plan is None:
+            return None
+        tried = max(int(_MAX_CYCLES_WORK // _estimate_work(self.coarse_space)), 1)
+        plan = shorten_cycle(plan, self.workers, lambda cycle: self._find_best(self._pipelines(cycle)), tried)
+        if self.coarse_space is not self.space:
+            fine = self._find_best(self._with_counts(plan.replicas))  # the same replicas, cut between any two layers
+            plan = min((plan, fine or plan), key=tie_break_key)
+        return plan
+
+    def _pipelines(self, cycle: int = 0) -> _Family:
+        """Returns those of at least two stages; with a `cycle`, all counts divide it."""
+        counts = [count for count in _list_counts(self.workers) if not cycle % count]
+        states = tuple((w, count) for w in range(1, self.workers + 1) for count in counts if count <= w)
+        starts = tuple(state for state in states if state[0] == self.workers) if self.all_workers else None
+        return _Family(self.coarse_space, states, starts)
+
+    def _single_stages(self, *counts: int) -> _Family:
+        ends = with_positions(self.space, (0, self.space.positions[-1]))
+        return _Family(ends, tuple((count, count) for count in counts), None, True)
+
+    def _with_counts(self, counts: tuple[int, ...]) -> _Family:
+        if len(counts) == 1:
+            return self._single_stages(*counts)
+        return _Family(self.space, states_of_counts(counts), ((sum(counts), counts[0]),), True)
+
+    def _list_programs(self, family: _Family) -> list[DynamicProgram]:
+        return [DynamicProgram(*family, line) for line in self._lines[0]]
+
+    def _find_best(self, family: _Family) -> Plan | None:
+        plans = (prune_places(program).best() for program in self._list_programs(family))
+        best = min((plan for plan in plans if plan is not None), key=tie_break_key, default=None)  # the first wins
+        return None if best is None else replace(best, bound_s=best.slowest_stage_s)
+
+    def _find_shortage(self, family: _Family) -> Shortage:
+        shortages = (prune_places(program).shortage for program in self._list_programs(family))
+        return min(shortages, key=lambda shortage: shortage.missing_bytes)
+
+
+def _estimate_work(space: SearchSpace) -> float:
+    return _count_states(space.cluster.workers) * len(space.positions) ** 2
+
+
+def _count_states(workers: int) -> float:
+    return float(sum(workers + 1 - count for count in _list_counts(workers)))
+
+
+def _list_counts(workers: int) -> list[int]:
+    """Returns the numbers of replicas that a stage may have."""
+    if workers <= _MAX_ANY_COUNT:
+        return list(range(1, workers + 1))
+    return [count for count in range(1, workers + 1) if count & -count in (count, count // 3)]
 
 
 class SearchVariant(NamedTuple):
@@ -191,107 +333,6 @@ def _list_partitions(workers: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Plan]], need_bytes: int) -> str:
-    """Returns a plan that would fit with a little more memory, in words; '' if there is none."""
-
-    def enlarged(memory_bytes: int | None) -> int | None:
-        return None if memory_bytes is None else max(memory_bytes, need_bytes)
-
-    larger = replace(space, cluster=space.cluster.with_memory(enlarged))
-    rows: list[tuple[int, Plan]] = []
-    for search in searches:
-        with suppress(PlanError):
-            plan = larger.with_bytes(search(larger))
-            sites = zip(plan.stages, plan.costs.sites, strict=True)
-            rows.append((max(stage.peak_bytes for stage, site in sites if site.memory_bytes is not None), plan))
-    if not rows:
-        return ""
-    most, plan = min(rows, key=lambda row: row[0])
-    return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
-
-
-def search_with_message_memory(
-    space: _Space,
-    search: Callable[[_Space], Plan],
-    narrower_searches: Sequence[Callable[[_Space], Plan]],
-    limit_s: float = inf,
-) -> Plan:
-    """Returns the plan of a search, whose messages fit too: only a whole plan determines their memory.
-
-    If they do not fit, some memory is kept free for them on every stage, and the narrower searches are tried too. The
-    bound is still that of the first search.
-
-    Args:
-        limit_s: seconds per minibatch above which a plan need not fit.
-
-    Raises:
-        ShortageError: nothing fits; names a plan that would fit with a little more memory.
-    """
-    try:
-        least = search(space)
-        if not space.cluster.is_limited or least.bound_s > limit_s:
-            return least
-        least = space.with_bytes(least)
-        if least.first_stage_over_memory is None:
-            return least
-        plans = [*_spare_memory(space, search, least)]
-        for narrower in narrower_searches:
-            fitting_s = (plan.period_s for plan in plans if plan.first_stage_over_memory is None)
-            plans += _spare_memory(space, narrower, rival_s=min(fitting_s, default=inf))
-    except ShortageError as error:
-        more = _describe_sufficient(space, (search, *narrower_searches), error.need_bytes)
-        raise error.reworded(f"{error}{more}") from None
-    fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
-    if not fitting:  # the caller refuses it, naming what it needs
-        return min((least, *plans), key=_count_missing_bytes)
-    best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
-    return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
-
-
-def _spare_memory(
-    space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None, rival_s: float = inf
-) -> Iterator[Plan]:
-    """Yields plans with more and more memory kept free for messages until one fits, then less.
-
-    Args:
-        first: without any, if it is known.
-        rival_s: seconds per minibatch of a plan that fits; none is sought that cannot take less.
-    """
-
-    def search_sparing(spare_bytes: int) -> Plan | None:
-        try:
-            plan = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
-        except PlanError:
-            return None
-        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
-        return replace(plan, note=f"{plan.note}{free if spare_bytes else ''}")
-
-    too_little, enough, plan = 0, 0, first or search_sparing(0)
-    while plan is not None and plan.first_stage_over_memory is not None:
-        if plan.bound_s >= rival_s:
-            return
-        yield plan
-        # At least doubled, so that it ends: another plan may need more memory for its messages.
-        too_little, enough = enough, enough + max(enough, _count_missing_bytes(plan))
-        plan = search_sparing(enough)
-    if plan is not None:
-        yield plan
-    for _ in range(_SPARE_STEPS if enough else 0):  # with less kept free, a faster plan may fit
-        middle = (too_little + enough) // 2
-        plan = search_sparing(middle)
-        if plan is not None:
-            yield plan
-        if plan is not None and plan.first_stage_over_memory is not None:
-            too_little = middle
-        else:
-            enough = middle
-
-
-def _count_missing_bytes(plan: Plan) -> int:
-    limits = [site.memory_bytes for site in plan.costs.sites]
-    return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
-
-
 def parse_counts(shape: str | tuple[int, ...]) -> tuple[int, ...]:
     """Returns the replica counts of a shape, '2-1' or (2, 1). Raises PlanError."""
     try:
@@ -301,74 +342,6 @@ def parse_counts(shape: str | tuple[int, ...]) -> tuple[int, ...]:
     if not counts or min(counts) < 1:
         raise PlanError(f"unknown shape {shape!r}; give {', '.join(SHAPES)}, or the replicas of each stage, e.g. 2-1")
     return counts
-
-
-def _plan_data_parallel(searches: PipelineSearch) -> Plan:
-    workers = searches.workers
-    plan = searches.best_single_stage((workers,)) or refuse(
-        searches.shortage_of_counts((workers,)), "data-parallel plans"
-    )
-    return replace(plan, note=f"data parallelism was asked for{_describe_rivals(plan, searches, (1,))}")
-
-
-def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan:
-    is_straight = max(counts) == 1
-    kind, sizes = (
-        ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_join_counts(counts)}")
-    )
-    _check_counts(searches.space, counts, f"a {kind}{sizes}")
-    plan = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
-    kinds = f"{kind}s{sizes}{searches.order_note}"
-    best = "best found" if searches.space.spare_bytes else "optimal"
-    rivals = _describe_rivals(plan, searches, (searches.workers,), straight=not is_straight)
-    return replace(plan, note=f"{best} among {kinds}{rivals}")
-
-
-def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> tuple[Plan, Plan | None]:
-    """Returns the fastest plan, and the best pipeline, with which it was compared.
-
-    With `as_pipeline` it has at least two stages, unless the model cannot be cut or there is only one worker.
-    """
-    workers = searches.workers
-    single = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
-    if _count_most_stages(searches) < 2:
-        return single or refuse(searches.shortage_of_counts((workers,)), "plans of one stage"), None
-    pipeline, kinds = searches.best_pipeline(all_workers), _name_kinds(searches, as_pipeline, all_workers)
-    if as_pipeline:
-        return pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds), pipeline
-    # A single stage sends nothing to another, so it comes first and wins ties.
-    plans = [plan for plan in (single, pipeline) if plan is not None]
-    if not plans:
-        shortages = searches.shortage_of_counts((workers,)), searches.shortage_of_pipelines(all_workers)
-        refuse(min(shortages, key=lambda shortage: shortage.missing_bytes), f"plans ({kinds})")
-    fastest = min(plans, key=lambda plan: plan.slowest_stage_s)
-    return replace(fastest, bound_s=min(plan.bound_s for plan in plans)), pipeline
-
-
-def _describe_fastest(
-    searches: PipelineSearch, as_pipeline: bool, all_workers: bool, plan: Plan, pipeline: Plan | None
-) -> str:
-    """Returns the note of the plan that `_find_fastest` returns."""
-    workers, kinds = searches.workers, _name_kinds(searches, as_pipeline, all_workers) + searches.order_note
-    if workers == 1:
-        return "one worker"
-    if _count_most_stages(searches) < 2:
-        rivals = _describe_rivals(plan, searches, (workers, 1))
-        return f"the model cannot be cut; fastest of its plans of one stage{rivals}"
-    if as_pipeline:
-        best = "best found" if plan.bound_s < plan.slowest_stage_s else searches.optimality
-        return f"{best} among {kinds}{_describe_rivals(plan, searches, (workers,), straight=True)}"
-    return f"fastest predicted among {kinds}{_describe_rivals(plan, searches, (workers, 1), pipeline, straight=True)}"
-
-
-def _name_kinds(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> str:
-    longest, on_all = _count_most_stages(searches), f" on {searches.workers} workers" if all_workers else ""
-    pipelines = f"pipelines of {'2' if longest == 2 else f'2 to {longest}'} stages{on_all}"
-    return pipelines if as_pipeline else f"{'' if all_workers else 'one worker, '}data parallelism and {pipelines}"
-
-
-def _count_most_stages(searches: PipelineSearch) -> int:
-    return min(len(searches.space.positions) - 1, searches.workers)
 
 
 def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> None:
@@ -389,33 +362,6 @@ def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> Non
 
 def _join_counts(counts: tuple[int, ...]) -> str:
     return "-".join(map(str, counts))
-
-
-def _describe_rivals(
-    best: Plan, searches: PipelineSearch, ones: Iterable[int], pipeline: Plan | None = None, *, straight: bool = False
-) -> str:
-    if not searches.describes_alternatives:
-        return ""
-    pipelines = pipeline, searches.best_straight if straight else None
-    rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
-    rivals |= {plan.config: plan for plan in pipelines if plan is not None}
-    parts = [""]
-    for config, plan in rivals.items():
-        if config == best.config:
-            continue
-        counts = config.split("-")
-        what = f"data parallelism on {config} workers" if len(counts) == 1 else f"the pipeline {_short(config)}"
-        if set(counts) == {"1"}:
-            what = "one worker" if len(counts) == 1 else f"a straight pipeline of {len(counts)} stages"
-        if plan is None:
-            parts.append(f"{what} does not fit the memory")
-        else:
-            parts.append(f"{what} is predicted at {format_seconds(plan.slowest_stage_s)} per minibatch")
-    return "; ".join(parts)
-
-
-def _short(config: str) -> str:
-    return config if len(config) <= 60 else f"{config[:57]}..."
 
 
 def _add_bound(plan: Plan, space: SearchSpace, searched: SearchSpace) -> Plan:

@@ -243,7 +243,7 @@ class StageSearch:
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:
-            search = planner.PlanSearch.of(
+            self._searches[parts] = planner.PlanSearch.of(
                 self.profile,
                 self.request.workers_and_links,
                 occupancy=occupancy_of(self.request.schedule, parts),
@@ -252,7 +252,6 @@ class StageSearch:
                 choices=self._choices,
                 all_workers=self.request.all_workers,
             )
-            self._searches[parts] = replace(search, describes_alternatives=not self._is_simulated)
         return self._searches[parts]
 
 

@@ -26,7 +26,8 @@ from pipedream.extensions.meshes.space import MeshSpace, StageChoice
 from pipedream.planner.arrays import Tables
 from pipedream.planner.cycles import shorten_cycle
 from pipedream.planner.dynamic_program.recurrence import Shortage, refuse
-from pipedream.planner.search import parse_counts, search_with_message_memory
+from pipedream.planner.search import parse_counts
+from pipedream.planner.spare_memory import search_with_message_memory
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth, with_positions, with_slower_links
 
 _MAX_WORK = 3e8
