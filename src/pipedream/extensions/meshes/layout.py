@@ -350,6 +350,10 @@ class Crossing(NamedTuple):
         """Returns the crossing of the tensor's gradient."""
         return Crossing(self.shape, self.received, self.sent)
 
+    def whole(self) -> Crossing:
+        """Returns the crossing of a tensor that is not sharded at either stage."""
+        return Crossing(self.shape, (None,) * len(self.sent), (None,) * len(self.received))
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -386,11 +390,6 @@ class Boundary:
             )
             crossings.append(Crossing(tuple(shape), sent, received))
         return crossings
-
-    def whole(self, shape: Sequence[int]) -> Crossing:
-        """Returns the crossing of a tensor that is not sharded at either stage."""
-        sent, received = ((None,) * len(mesh.dimensions) for mesh in (self.sender, self.receiver))
-        return Crossing(tuple(shape), sent, received)
 
 
 def with_crossings(structure: str, crossings: Sequence[Crossing]) -> str:

@@ -82,9 +82,7 @@ class OneRank:
             for slot, parameter in module._parameters.items()
             if id(parameter) in name_of
         ]
-        from pipedream.extensions.meshes.layouts import partition_layer  # here, because only a mesh needs it
-
-        self._callers = {id(layer): partition_layer(layer, sharding) for layer in layers}
+        self._callers = {id(layer): sharding.choose_caller(layer) for layer in layers}
         self._names = {
             id(layer): [name_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in name_of]
             for layer in layers
@@ -125,7 +123,7 @@ class OneRank:
             ]
         arguments = tree_unflatten(inside, structure)
         leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
-        weights = self._sharding.wrap_weights(leaves)
+        weights = self._sharding.wrap_weights(leaves, [list(leaves)])
         replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
         try:
             for slots, slot, name in self._slots:

@@ -20,7 +20,6 @@ from pipedream.core.schedule.program import Program
 from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
-from pipedream.runtime.division import Division
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
@@ -43,8 +42,7 @@ class SampleMessage(StagePart):
 
     def compare(
         self,
-        sharding: StageSharding,
-        division: Division,
+        division: StageSharding,
         measured: Mapping[str, tuple[Collective, ...]],
         program: Program,
         needs_norms: bool,
@@ -52,7 +50,7 @@ class SampleMessage(StagePart):
         """Returns the collectives of the first microbatch and update, as measured and predicted.
 
         Args:
-            sharding, division: of the stage before it has run.
+            division: of the stage before it has run.
             program: that the first microbatch was trained with.
             needs_norms: of each update's gradients.
         """
@@ -62,7 +60,6 @@ class SampleMessage(StagePart):
         try:
             predicted = predict_collectives(
                 module,
-                sharding,
                 division,
                 self._facts.versions.peek().leaves,
                 self._message,
@@ -87,8 +84,7 @@ def drop_data(message: Message) -> Message:
 
 def predict_collectives(
     module: StageModule,
-    sharding: StageSharding,
-    division: Division,
+    division: StageSharding,
     leaves: Mapping[str, torch.Tensor],
     message: Message,
     *,
@@ -143,9 +139,9 @@ def predict_collectives(
                 outputs = fake_module.pack_output(output, message.samples)[1]
             return SavedForward(weights, nodes, outputs, message.wants, 0, auxiliary_scale=1.0)
 
-        with sharding.count_collectives("forward"):
+        with division.count_collectives("forward"):
             saved = forward()
-        with sharding.count_collectives("backward"):
+        with division.count_collectives("backward"):
             saved = forward() if recomputes else saved
             output_gradients = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
             if splits:
@@ -153,16 +149,16 @@ def predict_collectives(
             else:
                 gradients, _ = fake_module.backward(saved, output_gradients, [None] * len(handles))
         if splits:
-            with sharding.count_collectives("weights' backward"):
+            with division.count_collectives("weights' backward"):
                 gradients = fake_module.backward_weights(saved, [None] * len(handles))
         pairs = zip(gradients, handles.values(), strict=True)
         sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
-        sharding.sum_gradients(list(handles), sums)
-        if sharding.steps_whole_weights:
-            sharding.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
+        division.sum_gradients(list(handles), sums)
+        if division.steps_whole_weights:
+            division.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
         if needs_norms:
-            sharding.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
-    return sharding.collectives
+            division.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
+    return division.collectives
 
 
 def _allocate_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:

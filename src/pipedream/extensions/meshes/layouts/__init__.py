@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         DescribedStep as DescribedStep,
         Operators as Operators,
     )
-    from pipedream.extensions.meshes.layouts.layer import partition_layer as partition_layer
+    from pipedream.extensions.meshes.layouts.layer import PartitionedLayer as PartitionedLayer
     from pipedream.extensions.meshes.layouts.report import (
         compare_layouts as compare_layouts,
         compare_partitions as compare_partitions,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "description.operators": ("DescribedStep", "Operators"),
-    "layer": ("partition_layer",),
+    "layer": ("PartitionedLayer",),
     "step": ("GroupRanks", "PartitionedStep"),
     "report": ("compare_layouts", "compare_partitions", "format_layouts", "format_partitions"),
     "search.exchanges": ("Exchanges",),

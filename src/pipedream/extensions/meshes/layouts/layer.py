@@ -6,7 +6,7 @@ searched at the first call with each kind of input.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,22 +34,8 @@ from pipedream.extensions.meshes.sharding.functions import (
     wrap_part,
     wrap_whole,
 )
-from pipedream.extensions.meshes.sharding.stage import StageSharding
 
 _ADVICE = "make it one (nn.Sequential of its blocks), or use a layout by hand"
-
-
-def partition_layer(layer: Callable[..., Any], sharding: StageSharding) -> Callable[..., Any]:
-    """Returns what is called in place of a layer: itself, unless the stage's layout was found by a partition.
-
-    Raises:
-        PlanError: see `PartitionedLayer`.
-    """
-    if not sharding.runs_operators:
-        return layer
-    assert isinstance(layer, nn.Module)
-    assert sharding.group is not None
-    return PartitionedLayer(layer, sharding.device_mesh, sharding.group)
 
 
 class PartitionedLayer:

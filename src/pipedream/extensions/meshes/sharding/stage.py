@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from pipedream.extensions.meshes.sharding.functions import (
 from pipedream.extensions.meshes.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.extensions.meshes.sharding.parts import runs_early
 from pipedream.extensions.meshes.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
+from pipedream.runtime.comm.values import map_tensors
+from pipedream.runtime.division import Division
 from pipedream.tensors.elementwise import steps_each_element
 from pipedream.tensors.parts import like_part, local_part
 
@@ -150,7 +152,7 @@ def _wrap_weight(local: torch.Tensor, part: _Part, sample_memory: Callable[[], N
     return weight
 
 
-class StageSharding:
+class StageSharding(Division):
     """One stage whose tensors are sharded over the ranks of its worker.
 
     Args:
@@ -159,9 +161,9 @@ class StageSharding:
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
-        first_message: that the stage has received, without data.
-        sample_memory: called in a backward where much memory is taken: with each gradient of a weight.
     """
+
+    is_divided = True
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
         names = enumerate(device_mesh.mesh_dim_names or ())
@@ -170,18 +172,25 @@ class StageSharding:
         self.device_mesh = device_mesh
         if device_mesh.device_type == "cuda":  # DTensor has no tracker for CPUs
             _random._rng_tracker = _StageGenerator(device_mesh)
-        self.group = group
+        self._group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
+        self.ranks, self.is_first = self.mesh.size, not any(self._place)
         self._shard_dim = self._find_dimension(layout.shard_weights)
-        self.sample_memory: Callable[[], None] = lambda: None
-        self._gathered = GatheredWeights(lambda: self.sample_memory())
+        self._gathered = GatheredWeights()
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh, group)
         self.steps_whole_weights = False
 
+    def choose_caller(self, layer: torch.nn.Module) -> Callable[..., Any]:
+        if not self._layout.uses_cuts(self.mesh):
+            return layer
+        from pipedream.extensions.meshes.layouts import PartitionedLayer  # here, because only such a layout needs it
+
+        assert self._group is not None
+        return PartitionedLayer(layer, self.device_mesh, self._group)
+
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, *, rotates: bool) -> None:
-        """Decides whether the optimizer needs whole weights in its step; one that rotates them does."""
         is_sharded = any(part.part_shape != part.whole_shape for part in self._weights.values())
         self.steps_whole_weights = is_sharded and (rotates or not steps_each_element(optimizer))
 
@@ -190,11 +199,6 @@ class StageSharding:
         return names.index(name) if name in names else None
 
     # -- weights --------------------------------------------------------------------------------------
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of its worker."""
-        return not any(self._place)
 
     def share_initial(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies the values of the worker's first rank to the others."""
@@ -236,21 +240,23 @@ class StageSharding:
             handle.data = self.take_part([name], handle.data)
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Lets modules gather sharded weights."""
         for module in modules if self._shard_dim is not None else ():
             module._parameters = LazyParameters(module._parameters)
 
-    def wrap_weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Returns DTensors around a layer's parts, whose gradients go to the leaves.
+    def watch_memory(self, sample: Callable[[], None]) -> None:
+        self._gathered.sample_memory = sample
 
-        Of sharded weights it returns what gathers them, together with others of the layer.
-        """
-        sharded = self._list_sharded(leaves)
-        reading = dict(zip(sharded, self._gathered.plan_readings(sharded.values()), strict=True))
-        return {
-            name: reading.get(name) or _wrap_weight(leaf, self._weights[name], self._gathered.sample_memory)
-            for name, leaf in leaves.items()
-        }
+    def wrap_weights(
+        self, leaves: Mapping[str, torch.Tensor], names_by_layer: Iterable[Sequence[str]]
+    ) -> dict[str, Any]:
+        """Returns DTensors around parts; of sharded weights what gathers them, with others of their layer."""
+        weights: dict[str, Any] = {}
+        for names in names_by_layer:
+            sharded = self._list_sharded({name: leaves[name] for name in names})
+            weights |= zip(sharded, self._gathered.plan_readings(sharded.values()), strict=True)
+            for name in (name for name in names if name not in sharded):
+                weights[name] = _wrap_weight(leaves[name], self._weights[name], self._gathered.sample_memory)
+        return weights
 
     def gathered_bytes(self, leaves: Mapping[str, torch.Tensor]) -> int:
         """Returns the most bytes that the sharded weights of a layer need in a pass, with any number of samples."""
@@ -267,20 +273,13 @@ class StageSharding:
         }
 
     def is_counted(self, name: str) -> bool:
-        """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""
+        """Whether this rank is the first of those with an equal part."""
         part = self._weights[name]
         sharded = {self._shard_dim} if part.rows is not None else set()
         placed = enumerate(zip(part.spec.placements, self._place, strict=True))
         return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in sharded)
 
     def locate_saved(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
-        """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
-
-        None if another rank with the same part saves it.
-
-        Args:
-            names: names of the weight; what has others is whole on every rank.
-        """
         weight = self._find_weight(names)
         if weight is None or part.shape != weight.part_shape:
             return (tuple(map(range, part.shape)), part.shape) if self.is_first else None
@@ -288,16 +287,10 @@ class StageSharding:
         return (weight.box, weight.whole_shape) if self.is_counted(name) else None
 
     def find_box(self, names: Sequence[str], shape: Sequence[int]) -> Box:
-        """Returns which part this rank has of a weight, or of a state of its size; see `locate_saved`.
-
-        Args:
-            shape: shape of the whole.
-        """
         weight = self._find_weight(names)
         return tuple(map(range, shape)) if weight is None or weight.whole_shape != tuple(shape) else weight.box
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raises a `CaptureError` if a weight that is to be loaded has another shape than the model's."""
         for name, shape in shapes.items():
             weight = self._weights.get(name)
             if weight is not None and tuple(shape) != tuple(weight.whole_shape):
@@ -307,11 +300,6 @@ class StageSharding:
                 )
 
     def gather(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
-        """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
-
-        Args:
-            names: names of the weight; others are returned as they are.
-        """
         weight = self._find_weight(names)
         if weight is None or part.dim() == 0 or part.shape != weight.part_shape:
             return part
@@ -326,7 +314,6 @@ class StageSharding:
             ]
 
     def take_part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a weight, or of a state of its size; see `gather`."""
         box = self.find_box(names, whole.shape)
         return whole if tuple(map(len, box)) == whole.shape else whole[slice_of(box)].clone()
 
@@ -334,7 +321,6 @@ class StageSharding:
         return next((self._weights[name] for name in names if name in self._weights), None)
 
     def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
-        """Adds up, in place, the gradients that are still partial sums."""
         with self.count_collectives("sums"):
             for at in range(len(self.mesh.dimensions)):
                 group = self.device_mesh.get_group(at)
@@ -349,7 +335,6 @@ class StageSharding:
                     work.wait()
 
     def sum(self, number: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks of the worker."""
         with self.count_collectives("norm"):
             for at in range(len(self.mesh.dimensions)):
                 dist.all_reduce(number, group=self.device_mesh.get_group(at))
@@ -358,35 +343,27 @@ class StageSharding:
     # -- collectives ----------------------------------------------------------------------------------
 
     def count_collectives(self, what: str) -> AbstractContextManager[None]:
-        """Context of a part of a pass; of the first the collectives are counted (`FirstPasses.counting`)."""
         return self._first.counting(what)
 
     @property
     def collectives(self) -> dict[str, tuple[Collective, ...]]:
-        """Collectives of the first forward, backward and update; empty until all have run."""
         return self._first.collectives
 
-    def copy_fresh(self) -> StageSharding:
+    def copy_fresh(self) -> Self:
         """Returns the sharding of the same stage before it has run."""
         fresh = copy.copy(self)
         fresh._gathered = GatheredWeights()
-        fresh._first = FirstPasses(self.device_mesh, self.group)
+        fresh._first = FirstPasses(self.device_mesh, self._group)
         fresh._weights = {name: part.copy_fresh() for name, part in self._weights.items()}
         return fresh
-
-    @property
-    def runs_operators(self) -> bool:
-        """Whether layers run as operators, along the cuts of a partition (`layouts.partition_layer`)."""
-        return self._layout.uses_cuts(self.mesh)
 
     # -- activations ----------------------------------------------------------------------------------
 
     @contextmanager
     def enter_pass(self, what: str) -> Iterator[None]:
-        """Context of a pass: plain tensors count as whole, and some operators have rules of their own.
+        """Context in which plain tensors count as whole, and some operators have rules of their own.
 
-        Args:
-            what: "forward", "backward" or "weights' backward"; the first of each is checked for hidden gathers.
+        The first pass of each kind is checked for hidden gathers.
         """
         from torch.distributed.tensor.experimental import implicit_replication  # it imports much that is not needed
 
@@ -401,10 +378,16 @@ class StageSharding:
                 self._gathered.drop()
         self._checked.add(kind)
 
+    def prepare_input(self, value: Any, samples: int) -> Any:
+        return map_tensors(value, lambda tensor: self.shard_input(tensor, samples))
+
     def shard_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        """Returns the model's input, which every rank has whole, as a DTensor."""
+        """Returns a tensor of the model's input, which every rank has whole, as a DTensor."""
         placements = list_placements(self.place_batch(tensor, samples))
         return redistribute(wrap_whole(tensor, self.device_mesh), placements)  # a slice
+
+    def gather_output(self, output: Any) -> Any:
+        return map_tensors(output, self.leave)
 
     def place_batch(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
         """Returns how a tensor without names is sharded where it enters or leaves the stage."""
@@ -416,11 +399,6 @@ class StageSharding:
         meta = TensorMeta(shape, dense_strides(shape, order), tensor.dtype)
         spec = DTensorSpec(self.device_mesh, tuple(list_placements(crossing.received)), meta)
         return _wrap(put_in_order(tensor, order), _Part(spec, waits_for_update=False))
-
-    @staticmethod
-    def is_sharded(tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the layers may be sharded; another one is whole on every rank."""
-        return isinstance(tensor, DTensor)
 
     def leave(self, tensor: torch.Tensor, placements: Sequence[int | None] | None = None) -> torch.Tensor:
         """Returns this rank's part of an output; by default all of it."""
