@@ -13,7 +13,7 @@ from pipedream.extensions.meshes.layout import Piece
 from pipedream.extensions.meshes.layouts.description.text import Access, Operator
 from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges, Result
 from pipedream.extensions.meshes.layouts.search.partition import Partition
-from pipedream.extensions.meshes.layouts.tracing.calls import COMBINE, Part, fill_tensors
+from pipedream.extensions.meshes.layouts.tracing.calls import COMBINE
 from pipedream.extensions.meshes.layouts.tracing.trace import DescribedCall, TracedStep
 from pipedream.extensions.meshes.sharding.functions import exchange
 
@@ -173,14 +173,8 @@ class PartitionedStep:
     ) -> torch.Tensor:
         needed = call.step.line.operands
         by_name = {operand.tensor: operands[call.tensors[operand.tensor], operand.indices] for operand in needed}
-        part = Part(
-            call=call.call,
-            values=fill_tensors(call.call.values, by_name),
-            shape=tuple(map(len, box)),
-            step=call.step,
-            ranges=self.exchanges.ranges[number][rank],
-        )
-        return call.description.run(part)
+        ranges = self.exchanges.ranges[number][rank]
+        return call.description.compute(call.call, call.step, by_name, tuple(map(len, box)), ranges)
 
 
 def _assemble(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:

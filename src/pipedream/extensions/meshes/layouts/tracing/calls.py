@@ -54,17 +54,6 @@ def yield_operands(arguments: Mapping[str, Any], kind: type[_Operand]) -> Iterat
             yield from ((f"{name}{at}", element) for at, element in enumerate(value) if isinstance(element, kind))
 
 
-def fill_tensors(values: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns arguments with parts in place of tensors; those that a description lacks stay without data."""
-    arguments: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, list | tuple):
-            arguments[name] = [parts.get(f"{name}{at}", element) for at, element in enumerate(value)]
-        else:
-            arguments[name] = parts.get(name, value)
-    return arguments
-
-
 @dataclass(frozen=True)
 class Part:
     """The part of a call that one rank computes.
@@ -106,24 +95,13 @@ def _run_operator(part: Part) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Description:
-    """An operator's text, and how a part of it is computed.
-
-    Attributes:
-        spell: returns the text of a call, with the names of the schema, and `out` for the result.
-        run: computes a part.
-    """
-
-    spell: Callable[[OperatorCall], str]
-    run: Callable[[Part], torch.Tensor] = _run_operator
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The description of some operators.
+    """The text of some operators, and how a part of one is computed.
 
     Attributes:
         operators: torch's, each with all of its overloads.
-        text: the text of any call, or a function that returns the text of one.
+        text: the text of any call, with the names of the schema, and `out` for the result; or a function that returns
+            the text of one.
+        run: computes a part.
         items: the results that it describes; None is the only one of an operator.
     """
 
@@ -132,12 +110,30 @@ class Rule:
     run: Callable[[Part], torch.Tensor] = _run_operator
     items: Iterable[int | None] = (None,)
 
-    def descriptions(self) -> dict[tuple[Any, int | None], Description]:
-        """Returns overload and result -> description."""
-        text = self.text
-        description = Description((lambda call: text) if isinstance(text, str) else text, self.run)
-        overloads = [overload for operator in self.operators for overload in list_overloads(operator)]
-        return {(overload, item): description for item in self.items for overload in overloads}
+    def spell(self, call: OperatorCall) -> str:
+        """Returns the text of a call."""
+        return self.text if isinstance(self.text, str) else self.text(call)
+
+    def compute(
+        self,
+        call: OperatorCall,
+        step: Operator,
+        parts: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        ranges: Mapping[str, range],
+    ) -> torch.Tensor:
+        """Returns the part of a call that one rank computes, see `Part`.
+
+        Args:
+            parts: of the tensors among the arguments; those that the text lacks stay without data.
+        """
+        values: dict[str, Any] = {}
+        for name, value in call.values.items():
+            if isinstance(value, list | tuple):
+                values[name] = [parts.get(f"{name}{at}", element) for at, element in enumerate(value)]
+            else:
+                values[name] = parts.get(name, value)
+        return self.run(Part(call, values, shape, step, ranges))
 
 
 def list_overloads(operator: Any) -> list[Any]:

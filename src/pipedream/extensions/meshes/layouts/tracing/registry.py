@@ -1,6 +1,6 @@
 """The registry of described operators: torch's, here those of convolutions, and those that users add."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from pipedream.extensions.meshes.layouts.tracing.calls import (
     Description,
     OperatorCall,
     Part,
-    Rule,
-    fill_tensors,
     list_overloads,
 )
-from pipedream.extensions.meshes.layouts.tracing.rules import CONSTANT, DRAWN, POINTWISE, RULES
+from pipedream.extensions.meshes.layouts.tracing.rules import CONSTANT, DESCRIPTIONS, DRAWN, POINTWISE
 
 A = torch.ops.aten
 
@@ -123,42 +121,29 @@ def _sum_bias_gradient(part: Part) -> torch.Tensor:
 
 
 CONVOLUTIONS = (
-    Rule((A.convolution,), _spell_convolution, _convolve),
-    Rule((A.convolution_backward,), _spell_gradient, _compute_gradient, items=(0, 1)),
-    Rule((A.convolution_backward,), _spell_bias_gradient, _sum_bias_gradient, items=(2,)),
+    Description((A.convolution,), _spell_convolution, _convolve),
+    Description((A.convolution_backward,), _spell_gradient, _compute_gradient, items=(0, 1)),
+    Description((A.convolution_backward,), _spell_bias_gradient, _sum_bias_gradient, items=(2,)),
 )
 
 
 class OperatorRegistry:
     """Operators and their descriptions."""
 
-    def __init__(self, rules: Iterable[Rule] = (*RULES, *CONVOLUTIONS)) -> None:
+    def __init__(self) -> None:
         self._descriptions: dict[tuple[Any, int | None], Description] = {}
         self._added: set[Any] = set()
-        for rule in rules:
-            self._descriptions |= rule.descriptions()
+        for description in (*DESCRIPTIONS, *CONVOLUTIONS):
+            self._register(description)
 
-    def add(self, operator: Any, spec: str) -> None:
-        """Adds an operator of a user; see `register_operator`."""
-        operator = getattr(operator, "_opoverload", operator)
-        if not isinstance(operator, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            raise PlanError(
-                f"{operator!r} was described, but is not a torch operator; give one such as torch.ops.mine.scan, or "
-                "what torch.library.custom_op returns"
-            )
-        if [line.result.tensor for line in read_lines(spec)] != ["out"]:
-            raise PlanError(
-                f"{operator} was described as {spec!r}; give one line, whose result is out, such as "
-                "'out[i, j] = f(x[i, j])'"
-            )
-        for overload in list_overloads(operator):
-            if len(overload._schema.returns) != 1:
-                raise PlanError(
-                    f"{overload} was described, but has {len(overload._schema.returns)} results, and only operators "
-                    "with one can be described; write it as several operators"
-                )
-        self._descriptions |= Rule((operator,), spec).descriptions()
-        self._added.update(list_overloads(operator))
+    def _register(self, description: Description) -> list[Any]:
+        overloads = [overload for operator in description.operators for overload in list_overloads(operator)]
+        self._descriptions |= {(overload, item): description for item in description.items for overload in overloads}
+        return overloads
+
+    def add(self, description: Description) -> None:
+        """Adds operators of a user."""
+        self._added.update(self._register(description))
 
     def is_added(self, function: Any) -> bool:
         """Whether a user has added an operator; the library's own are checked by its tests."""
@@ -196,7 +181,24 @@ def register_operator(operator: Any, spec: str) -> None:
     Raises:
         PlanError: the text cannot be read, or `operator` is not an operator with one result.
     """
-    REGISTRY.add(operator, spec)
+    operator = getattr(operator, "_opoverload", operator)
+    if not isinstance(operator, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        raise PlanError(
+            f"{operator!r} was described, but is not a torch operator; give one such as torch.ops.mine.scan, or "
+            "what torch.library.custom_op returns"
+        )
+    if [line.result.tensor for line in read_lines(spec)] != ["out"]:
+        raise PlanError(
+            f"{operator} was described as {spec!r}; give one line, whose result is out, such as "
+            "'out[i, j] = f(x[i, j])'"
+        )
+    for overload in list_overloads(operator):
+        if len(overload._schema.returns) != 1:
+            raise PlanError(
+                f"{overload} was described, but has {len(overload._schema.returns)} results, and only operators "
+                "with one can be described; write it as several operators"
+            )
+    REGISTRY.add(Description((operator,), spec))
 
 
 def find_contradiction(call: OperatorCall, description: Description) -> str:
@@ -250,7 +252,7 @@ def _run_part(
         box = find_box(operand, ranges, tuple(tensors[operand.tensor].shape))
         parts[operand.tensor] = tensors[operand.tensor][slice_of(box)]
     shape = tuple(map(len, find_box(step.line.result, ranges, tuple(call.out.shape))))
-    return description.run(Part(call, fill_tensors(call.values, parts), shape, step, ranges))
+    return description.compute(call, step, parts, shape, ranges)
 
 
 def compare_operands(call: OperatorCall, text: str) -> str:

@@ -13,8 +13,9 @@ from pipedream.extensions.meshes.layouts.description.text import (
     name_dimensions,
     spell_copy,
     spell_function,
+    spell_sum,
 )
-from pipedream.extensions.meshes.layouts.tracing.calls import Description, OperatorCall, Part, Rule, list_overloads
+from pipedream.extensions.meshes.layouts.tracing.calls import Description, OperatorCall, Part, list_overloads
 
 A = torch.ops.aten
 
@@ -42,7 +43,7 @@ def _spell_pointwise(call: OperatorCall) -> str:
     return spell_function(out, {name: broadcast(out, tensor.shape) for name, tensor in call.tensors().items()})
 
 
-POINTWISE = Description(_spell_pointwise)
+POINTWISE = Description((), _spell_pointwise)
 """The description of all operators that torch tags as pointwise."""
 
 
@@ -82,7 +83,7 @@ def _spell_reshaped(call: OperatorCall) -> str:
             continue
         parts = max(large, key=len)
         split = [next(letters) for _ in parts]
-        merged = " + ".join(f"{prod(parts[at + 1 :])}*{name}" for at, name in enumerate(split))
+        merged = spell_sum(*((prod(parts[at + 1 :]), name) for at, name in enumerate(split)))
         for side, sizes, large_sizes in zip(sides, group, large, strict=True):
             names = iter(split if len(large_sizes) == len(parts) else [merged])
             side += [next(names) if size > 1 else "0" for size in sizes]
@@ -274,35 +275,35 @@ def _spell_index_put(call: OperatorCall) -> str:
     return spell_function(picked.source, {"self": picked.source, **indices, "values": values})
 
 
-RULES = (
-    Rule((A.zeros_like, A.ones_like, A.full_like, A.empty_like), _spell_pointwise),
-    Rule((A.copy_, A.copy), _spell_copy_in_place, lambda part: part.values["src"].expand(part.shape).clone()),
-    Rule((A.mm,), "out[i, j] += self[i, k] * mat2[k, j]"),
-    Rule((A.bmm,), "out[b, i, j] += self[b, i, k] * mat2[b, k, j]"),
-    Rule((A.mv,), "out[i] += self[i, k] * vec[k]"),
-    Rule((A.dot,), "out[] += self[k] * tensor[k]"),
-    Rule((A.permute, A.transpose), _spell_permuted),
-    Rule(
+DESCRIPTIONS = (
+    Description((A.zeros_like, A.ones_like, A.full_like, A.empty_like), _spell_pointwise),
+    Description((A.copy_, A.copy), _spell_copy_in_place, lambda part: part.values["src"].expand(part.shape).clone()),
+    Description((A.mm,), "out[i, j] += self[i, k] * mat2[k, j]"),
+    Description((A.bmm,), "out[b, i, j] += self[b, i, k] * mat2[b, k, j]"),
+    Description((A.mv,), "out[i] += self[i, k] * vec[k]"),
+    Description((A.dot,), "out[] += self[k] * tensor[k]"),
+    Description((A.permute, A.transpose), _spell_permuted),
+    Description(
         (A.view, A.reshape, A._unsafe_view, A.unsqueeze, A.squeeze, A.view_copy, A._reshape_copy),
         _spell_reshaped,
         lambda part: part.source.reshape(part.shape),
     ),
-    Rule((A.clone, A.alias, A.detach, A._to_copy, A.lift_fresh_copy), _spell_expanded),
-    Rule((A.expand,), _spell_expanded, lambda part: part.source.expand(part.shape)),
-    Rule(
+    Description((A.clone, A.alias, A.detach, A._to_copy, A.lift_fresh_copy), _spell_expanded),
+    Description((A.expand,), _spell_expanded, lambda part: part.source.expand(part.shape)),
+    Description(
         (A.select, A.select_copy), _spell_selected, lambda part: part.source.select(part.call.values["dim"], 0)
     ),
-    Rule((A.slice,), _spell_sliced, _slice),
-    Rule(
+    Description((A.slice,), _spell_sliced, _slice),
+    Description(
         (A.split, A.unsafe_split, A.split_with_sizes, A.unsafe_split_with_sizes),
         _spell_split,
         lambda part: part.source,
         items=range(64),
     ),
-    Rule((A.tril, A.triu), _spell_expanded, _take_triangle),
-    Rule((A.diagonal, A.diagonal_copy, A.diagonal_scatter), _spell_diagonal),
-    Rule((A.cat,), _spell_joined),
-    Rule(
+    Description((A.tril, A.triu), _spell_expanded, _take_triangle),
+    Description((A.diagonal, A.diagonal_copy, A.diagonal_scatter), _spell_diagonal),
+    Description((A.cat,), _spell_joined),
+    Description(
         (
             A._softmax, A._safe_softmax, A._log_softmax, A._softmax_backward_data, A._log_softmax_backward_data,
             A.cumsum, A.cumprod, A.logcumsumexp, A.gather, A.scatter, A.scatter_add, A.select_scatter,
@@ -310,18 +311,20 @@ RULES = (
         ),
         _spell_along_dims,
     ),
-    Rule((A.sort, A.topk), _spell_along_dims, items=(0, 1)),
-    Rule((A.argmax, A.argmin, A.any, A.all, A.prod), _spell_without_dims),
-    Rule((A.max, A.min), _spell_without_dims, items=(0, 1)),
-    Rule((A.sum,), partial(_spell_reduced, sign="+=")),
-    Rule((A.amax,), partial(_spell_reduced, sign="max=")),
-    Rule((A.amin,), partial(_spell_reduced, sign="min=")),
-    Rule((A.embedding,), _spell_embedding),
-    Rule((A.embedding_dense_backward,), _spell_embedding_back),
-    Rule((A.index, A._unsafe_index), _spell_index),
-    Rule((A.index_put, A._unsafe_index_put), _spell_index_put),
-    Rule((A.max_pool2d_with_indices, A.max_pool3d_with_indices, A.adaptive_max_pool2d), _spell_pooled, items=(0, 1)),
-    Rule(
+    Description((A.sort, A.topk), _spell_along_dims, items=(0, 1)),
+    Description((A.argmax, A.argmin, A.any, A.all, A.prod), _spell_without_dims),
+    Description((A.max, A.min), _spell_without_dims, items=(0, 1)),
+    Description((A.sum,), partial(_spell_reduced, sign="+=")),
+    Description((A.amax,), partial(_spell_reduced, sign="max=")),
+    Description((A.amin,), partial(_spell_reduced, sign="min=")),
+    Description((A.embedding,), _spell_embedding),
+    Description((A.embedding_dense_backward,), _spell_embedding_back),
+    Description((A.index, A._unsafe_index), _spell_index),
+    Description((A.index_put, A._unsafe_index_put), _spell_index_put),
+    Description(
+        (A.max_pool2d_with_indices, A.max_pool3d_with_indices, A.adaptive_max_pool2d), _spell_pooled, items=(0, 1)
+    ),
+    Description(
         (
             A.max_pool2d_with_indices_backward, A.avg_pool2d, A.avg_pool2d_backward, A._adaptive_avg_pool2d,
             A._adaptive_avg_pool2d_backward, A.avg_pool3d, A.avg_pool3d_backward, A._adaptive_avg_pool3d,
@@ -332,7 +335,7 @@ RULES = (
         ),
         _spell_pooled,
     ),
-    Rule(
+    Description(
         (
             A.upsample_nearest1d_backward, A.upsample_nearest2d_backward, A.upsample_bilinear2d_backward,
             A.upsample_bicubic2d_backward, A.upsample_linear1d_backward,
@@ -340,6 +343,6 @@ RULES = (
         _spell_pooled,
         lambda part: part.call.function(**{**part.values, "input_size": part.shape}),
     ),
-    Rule((A.constant_pad_nd,), _spell_padded),
+    Description((A.constant_pad_nd,), _spell_padded),
 )  # fmt: skip
-"""The operators that this library describes; those that torch tags as pointwise need no rule."""
+"""The operators that this library describes; those that torch tags as pointwise need none."""
