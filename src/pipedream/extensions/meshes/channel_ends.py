@@ -6,7 +6,7 @@ structure of the message. Between equal meshes rank c sends to rank c, and none 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -21,39 +21,32 @@ from pipedream.runtime.comm.message import Message
 _End = TypeVar("_End", bound=Sender | Receiver)
 
 
-@dataclass(frozen=True)
-class MeshPair:
-    """The meshes of two workers that exchange messages."""
-
-    sender: Mesh
-    receiver: Mesh
-
-    def source_of(self, receiver: int) -> int:
-        """Returns the sending rank from which a receiving rank gets every message."""
-        return receiver % self.sender.size
-
-
 @lru_cache(maxsize=1024)
-def _list_pieces(pair: MeshPair, crossing: Crossing) -> tuple[Piece, ...]:
-    return tuple(pieces(crossing.shape, pair.sender, crossing.sent, pair.receiver, crossing.received))
-
-
-def _locate_part(mesh: Mesh, rank: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
-    return box_of(shape, placements, list(mesh.dimensions.values()), mesh.coordinates()[rank])
+def _list_pieces(sender: Mesh, receiver: Mesh, crossing: Crossing) -> tuple[Piece, ...]:
+    return tuple(pieces(crossing.shape, sender, crossing.sent, receiver, crossing.received))
 
 
 class _MeshEnd(Generic[_End]):
     """One rank's end.
 
     Args:
+        sender, receiver: the meshes of two workers that exchange messages.
         rank_in_worker: this rank's number in its mesh.
         peers: ends for the ranks of the other worker.
     """
 
-    def __init__(self, pair: MeshPair, rank_in_worker: int, peers: Mapping[int, _End]) -> None:
-        self._pair = pair
+    def __init__(self, sender: Mesh, receiver: Mesh, rank_in_worker: int, peers: Mapping[int, _End]) -> None:
+        self._sender, self._receiver = sender, receiver
         self._rank_in_worker = rank_in_worker
         self._peers = peers
+
+    def _find_source(self, receiver: int) -> int:
+        """Returns the sending rank from which a receiving rank gets every message."""
+        return receiver % self._sender.size
+
+    def _locate_part(self, mesh: Mesh, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
+        sizes, coordinates = list(mesh.dimensions.values()), mesh.coordinates()
+        return box_of(shape, placements, sizes, coordinates[self._rank_in_worker])
 
     def drain(self) -> None:
         for peer in self._peers.values():
@@ -66,7 +59,7 @@ class MeshSender(_MeshEnd[Sender], Sender):
     def send(self, message: Message) -> None:
         crossings, _ = read_crossings(message.structure)
         for receiver, peer in self._peers.items():
-            is_source = self._pair.source_of(receiver) == self._rank_in_worker
+            is_source = self._find_source(receiver) == self._rank_in_worker
             if not crossings and is_source:
                 peer.send(message)
                 continue
@@ -79,10 +72,8 @@ class MeshSender(_MeshEnd[Sender], Sender):
                 peer.send(replace(message, tensors=tuple(tensors)))
 
     def _find_box(self, crossing: Crossing, receiver: int) -> Box | None:
-        ends = self._rank_in_worker, receiver
-        return next(
-            (piece.box for piece in _list_pieces(self._pair, crossing) if (piece.sender, piece.receiver) == ends), None
-        )
+        rows = _list_pieces(self._sender, self._receiver, crossing)
+        return next((piece.box for piece in rows if piece[:2] == (self._rank_in_worker, receiver)), None)
 
     def _select_part(
         self, tensor: torch.Tensor | None, crossing: Crossing, box: Box | None, is_source: bool
@@ -91,7 +82,7 @@ class MeshSender(_MeshEnd[Sender], Sender):
             return None
         if box is None:
             return tensor.new_empty(0) if is_source else None  # carries the dtype to a rank whose part is empty
-        stored_box = _locate_part(self._pair.sender, self._rank_in_worker, crossing.shape, crossing.sent)
+        stored_box = self._locate_part(self._sender, crossing.shape, crossing.sent)
         return tensor if box == stored_box else tensor[slice_within(box, stored_box)]
 
     def begin_drain(self) -> None:
@@ -107,11 +98,15 @@ class MeshReceiver(_MeshEnd[Receiver], PeerReceiver):
     """One rank's receiving end."""
 
     def result(self) -> Message:
-        source = self._pair.source_of(self._rank_in_worker)
+        source = self._find_source(self._rank_in_worker)
         message = self._peers[source].receive().result()
         crossings, _ = read_crossings(message.structure)
         piece_rows = [
-            [piece for piece in _list_pieces(self._pair, crossing) if piece.receiver == self._rank_in_worker]
+            [
+                piece
+                for piece in _list_pieces(self._sender, self._receiver, crossing)
+                if piece.receiver == self._rank_in_worker
+            ]
             for crossing in crossings
         ]
         received = {source: message.tensors}
@@ -130,7 +125,7 @@ class MeshReceiver(_MeshEnd[Receiver], PeerReceiver):
         self, sample: torch.Tensor, crossing: Crossing, parts: Sequence[tuple[Box, torch.Tensor | None]]
     ) -> torch.Tensor:
         """Returns this rank's part, made of pieces; `sample` has its dtype and device."""
-        stored_box = _locate_part(self._pair.receiver, self._rank_in_worker, crossing.shape, crossing.received)
+        stored_box = self._locate_part(self._receiver, crossing.shape, crossing.received)
         stored = next((tensor for box, tensor in parts if box == stored_box), None)
         if stored is not None:
             return stored
@@ -142,11 +137,4 @@ class MeshReceiver(_MeshEnd[Receiver], PeerReceiver):
         return joined
 
 
-def join_senders(sender: Mesh, receiver: Mesh, rank: int, ends: Mapping[int, Sender]) -> Sender:
-    """Returns a rank's sending end of a channel between two meshes, from its ends to the receiving ranks."""
-    return MeshSender(MeshPair(sender, receiver), rank, ends)
-
-
-def join_receivers(sender: Mesh, receiver: Mesh, rank: int, ends: Mapping[int, Receiver]) -> Receiver:
-    """Returns a rank's receiving end of a channel between two meshes, from its ends from the sending ranks."""
-    return MeshReceiver(MeshPair(sender, receiver), rank, ends)
+join_senders, join_receivers = MeshSender, MeshReceiver
