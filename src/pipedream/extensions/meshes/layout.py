@@ -8,14 +8,14 @@ sides may shard the tensors that cross it differently.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,16 +30,6 @@ _OUT = ":out"
 _UNNAMED = "-"
 _CUT = "cut"
 """Prefix of the mesh dimensions of a searched layout: cut1, cut2, and so on."""
-
-
-class _Halving(Protocol):
-    @property
-    def schemes(self) -> Mapping[str, int | None]: ...
-
-
-class _FoundPartition(Protocol):
-    @property
-    def cuts(self) -> Sequence[_Halving]: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class Layout:
         object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parse()))
 
     @classmethod
-    def of(cls, partition: _FoundPartition) -> Layout:
+    def of(cls, partition: Any) -> Layout:
         """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
 
         The cuts shard weights between uses, with their versions, gradients and optimizer states. Each layer runs as
@@ -89,7 +79,7 @@ class Layout:
         Raises:
             PlanError: only some of its dimensions are cuts, or they are not the first ones with two ranks each.
         """
-        count = max(map(len, self.cuts.values()), default=0)
+        count = self._count_cuts()
         expected = {f"{_CUT}{i + 1}": 2 for i in range(count)}
         if not expected or not mesh.dimensions.keys() & expected.keys():
             return False
@@ -120,6 +110,9 @@ class Layout:
             return (None,) * len(mesh.dimensions)
         return self.placements(names, shape, mesh, f"the parameter {name!r}")
 
+    def _count_cuts(self) -> int:
+        return max(map(len, self.cuts.values()), default=0)
+
     def _parse(self) -> list[tuple[str, str]]:
         rules: dict[str, str] = {}
         for rule, cut, over in pairs_of(self.rules):
@@ -148,6 +141,10 @@ class Layout:
     def over(self) -> dict[str, str]:
         """Tensor dimension -> mesh dimension."""
         return dict(self._parse())
+
+    @property
+    def _used_dimensions(self) -> list[str]:
+        return [over for over in dict.fromkeys([*self.over.values(), self.shard_weights]) if over]
 
     def placements(
         self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor"
@@ -230,10 +227,9 @@ class Layout:
             shapes: shapes of the model's parameters.
             samples: samples of a minibatch; None if unknown.
         """
-        dimensions = list(dict.fromkeys([*self.over.values(), *([self.shard_weights] if self.shard_weights else [])]))
-        cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
+        cuts = range(1, self._count_cuts() + 1)
         halvings = (Mesh(_format_halves(count)) for count in cuts if 2**count <= max_ranks)
-        meshes = [*every_mesh(dimensions, max_ranks), *halvings]
+        meshes = [*every_mesh(self._used_dimensions, max_ranks), *halvings]
         return {mesh: self._find_problem(mesh, shapes, samples) for mesh in meshes}
 
     def _find_problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
@@ -302,10 +298,9 @@ class Layout:
             raise PlanError(
                 f"the layout has shard_weights={self.shard_weights!r}, which no mesh has; did you mean {close[0]!r}?"
             )
-        used = {*self.over.values(), *([self.shard_weights] if self.shard_weights else [])}
         for mesh in meshes:
             for over in () if self.uses_cuts(mesh) else mesh.dimensions:
-                if over not in used:
+                if over not in self._used_dimensions:
                     raise PlanError(
                         f"the mesh {mesh} has the dimension {over!r}, which no rule uses, so that its ranks would all "
                         f"do the same; add a rule such as batch:{over}, or shard_weights={over!r}, or remove the "
@@ -437,15 +432,29 @@ def pieces(
     Args:
         sent, received: placements of the tensor on both meshes, see `Layout.placements`.
     """
+    have, need = (
+        [box_of(shape, placed, list(mesh.dimensions.values()), coordinates) for coordinates in mesh.coordinates()]
+        for mesh, placed in ((sender, sent), (receiver, received))
+    )
+    return plan_pieces(have, need, lambda ranks, rank: ranks[rank % len(ranks)])
+
+
+def plan_pieces(
+    have: Sequence[Box | None], need: Sequence[Box | None], choose_sender: Callable[[list[int], int], int]
+) -> list[Piece]:
+    """Returns the pieces that ranks send, so that each rank gets each element that it needs once.
+
+    Args:
+        have: boxes of which two are the same or have nothing in common.
+        choose_sender: from the ranks that have a piece, and the one that needs it, to the one that sends it.
+    """
     owners: dict[Box, list[int]] = {}
-    for rank, coordinates in enumerate(sender.coordinates()):
-        box = box_of(shape, sent, list(sender.dimensions.values()), coordinates)
-        owners.setdefault(box, []).append(rank)
-    to_send = []
-    for rank, coordinates in enumerate(receiver.coordinates()):
-        needed = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
-        for box, ranks in owners.items():
-            part = overlap(needed, box)
-            if part is not None:
-                to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
-    return to_send
+    for rank, box in enumerate(have):
+        if box is not None:
+            owners.setdefault(box, []).append(rank)
+    return [
+        Piece(choose_sender(ranks, receiver), receiver, part)
+        for receiver, needed in enumerate(need)
+        for box, ranks in owners.items()
+        if needed is not None and (part := overlap(needed, box)) is not None
+    ]

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
-from pipedream.core.box import Box, count_elements, overlap
-from pipedream.extensions.meshes.layout import Piece
+from pipedream.core.box import Box, box_of, count_elements
+from pipedream.extensions.meshes.layout import Piece, plan_pieces
 from pipedream.extensions.meshes.layouts.description.operators import Operators, find_box
 from pipedream.extensions.meshes.layouts.description.text import Access
-from pipedream.extensions.meshes.layouts.search.cost import halve_box, halve_index
 from pipedream.extensions.meshes.layouts.search.partition import Partition
 
 
@@ -47,37 +47,27 @@ class Exchanges:
         """All of them."""
         return range(self.partition.ranks)
 
-    def _list_halves(self, rank: int) -> list[bool]:
-        """Whether it is in the second half, for each cut."""
-        count = len(self.partition.cuts)
-        return [bool(rank >> (count - 1 - at) & 1) for at in range(count)]
+    def _list_parts(self, shape: Sequence[int], dims: Sequence[int | None]) -> tuple[Box, ...]:
+        """Returns the part of each rank, given the dimension that each cut divides."""
+        return tuple(box_of(shape, dims, [2] * len(dims), halves) for halves in product(range(2), repeat=len(dims)))
 
     @cached_property
     def stored(self) -> dict[str, tuple[Box, ...]]:
         """Tensor -> what each rank has of it."""
-        stored = {}
-        for name, shape in self.operators.tensors.items():
-            boxes = []
-            for rank in self.ranks:
-                box = tuple(map(range, shape))
-                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
-                    box = halve_box(box, cut.schemes[name], second=second)
-                boxes.append(box)
-            stored[name] = tuple(boxes)
-        return stored
+        return {
+            name: self._list_parts(shape, [cut.schemes[name] for cut in self.partition.cuts])
+            for name, shape in self.operators.tensors.items()
+        }
 
     @cached_property
     def ranges(self) -> tuple[tuple[dict[str, range], ...], ...]:
         """For each operator, what each rank computes: index -> values."""
         all_ranges = []
         for number, step in enumerate(self.operators.steps):
-            by_rank = []
-            for rank in self.ranks:
-                ranges = {name: range(size) for name, size in step.sizes.items()}
-                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
-                    ranges = halve_index(ranges, cut.indices[number], second=second)
-                by_rank.append(ranges)
-            all_ranges.append(tuple(by_rank))
+            place = {name: at for at, name in enumerate(step.sizes)}
+            dims = [place.get(cut.indices[number] or "") for cut in self.partition.cuts]
+            parts = self._list_parts(list(step.sizes.values()), dims)
+            all_ranges.append(tuple(dict(zip(place, part, strict=True)) for part in parts))
         return tuple(all_ranges)
 
     def list_used(self, number: int, access: Access) -> tuple[Box, ...]:
@@ -99,8 +89,7 @@ class Exchanges:
         shares = _plan_shares(stored)
         sums: list[Piece] = []
         for terms in dict.fromkeys(partial):
-            having = [rank for rank in self.ranks if partial[rank] == terms]
-            sums += _plan_pieces(boxes, shares, having)
+            sums += _plan_pieces([box if partial[rank] == terms else None for rank, box in enumerate(boxes)], shares)
         return Result(boxes, tuple(sums), shares, _plan_pieces(shares, stored))
 
     @property
@@ -141,27 +130,10 @@ def _count_sent(pieces: Sequence[Piece]) -> int:
     return sum(count_elements(piece.box) for piece in pieces if piece.sender != piece.receiver)
 
 
-def _plan_pieces(
-    have: Sequence[Box | None], need: Sequence[Box | None], having: Sequence[int] | None = None
-) -> tuple[Piece, ...]:
-    """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it.
-
-    Args:
-        have: boxes of which two are the same or have nothing in common.
-        having: the ranks that send; by default all.
-    """
-    owners: dict[Box, list[int]] = {}
-    for rank in range(len(have)) if having is None else having:
-        if (owned := have[rank]) is not None:
-            owners.setdefault(owned, []).append(rank)
-    pieces = []
-    for receiver, needed in enumerate(need):
-        for box, ranks in owners.items():
-            part = None if needed is None else overlap(needed, box)
-            if part is not None:
-                # The rank that differs in the lowest bits: a neighbour in the last cuts.
-                pieces.append(Piece(min(ranks, key=lambda rank: rank ^ receiver), receiver, part))
-    return tuple(pieces)
+def _plan_pieces(have: Sequence[Box | None], need: Sequence[Box | None]) -> tuple[Piece, ...]:
+    """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it."""
+    # The rank that differs in the lowest bits: a neighbour in the last cuts.
+    return tuple(plan_pieces(have, need, lambda ranks, receiver: min(ranks, key=lambda rank: rank ^ receiver)))
 
 
 def _plan_shares(stored: Sequence[Box]) -> tuple[Box | None, ...]:
