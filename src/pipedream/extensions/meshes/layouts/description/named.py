@@ -5,6 +5,7 @@ as the outermost of several (`64*h + k` is sharded where `h` is). An operator th
 works on a copy that is sharded by its own indices; Mesh-TensorFlow writes this as a reshape.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -138,10 +139,15 @@ class Step(NamedTuple):
     result: Use
     reduced: frozenset[str]
 
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """The operands and the result."""
+        return (*self.operands, self.result)
+
     def report(self, over: Over, mesh: Mesh) -> Report:
         """Returns what it takes by itself; its peak is that of the copies."""
         done = mesh.size * part(self.operations, self.names, over, mesh)
-        moved: dict[tuple[str, str], int] = {}
+        moved: Counter[tuple[str, str]] = Counter()
         collectives = [
             collective for use in self.operands for collective in use.yield_collectives(over, mesh, is_result=False)
         ]
@@ -150,8 +156,8 @@ class Step(NamedTuple):
         collectives += self.result.yield_collectives(over, mesh, is_result=True)
         for kind, dimension, elements in collectives:
             if mesh.dimensions[dimension] > 1:
-                moved[kind, dimension] = moved.get((kind, dimension), 0) + mesh.size * elements
-        copied = sum(use.count_copied(over, mesh) for use in (*self.operands, self.result))
+                moved[kind, dimension] += mesh.size * elements
+        copied = sum(use.count_copied(over, mesh) for use in self.uses)
         return Report(mesh, copied, done, self.operations, moved)
 
 
@@ -263,7 +269,7 @@ class NamedOperators:
             change[live.stop] -= elements
         live_elements = peak = 0
         done = unique = 0
-        moved: dict[tuple[str, str], int] = {}
+        moved: Counter[tuple[str, str]] = Counter()
         reports: dict[Step, Report] = {}
         for at, more in enumerate(change[:-1]):
             live_elements += more
@@ -273,8 +279,7 @@ class NamedOperators:
                 report = reports[step] = reports.get(step) or step.report(over, mesh)
                 peak = max(peak, live_elements + report.peak)
                 done, unique = done + report.done, unique + report.unique
-                for key, elements in report.moved.items():
-                    moved[key] = moved.get(key, 0) + elements
+                moved.update(report.moved)
         return Report(mesh, peak, done, unique, dict(sorted(moved.items())))
 
     def read_rules(self, layout: Layout, mesh: Mesh) -> dict[str, str]:

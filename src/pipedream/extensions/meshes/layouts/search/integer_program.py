@@ -4,8 +4,8 @@ A cost is a sum of terms, each of which depends on a few names. For a set of nam
 cut them, of which one is 1. So each term is linear, and terms with the same names share variables.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -18,14 +18,18 @@ Row = dict[int, float]
 """Variable -> coefficient."""
 
 
-class Term(Protocol):
-    """A cost that depends on how some names are sharded."""
+@dataclass(frozen=True)
+class Term:
+    """A cost that depends on how some names are sharded.
 
-    @property
-    def names(self) -> frozenset[str]: ...
+    Attributes:
+        source: what has this cost; terms with equal names and sources are equal.
+        value: from the dimensions of the mesh that shard names to the cost.
+    """
 
-    def value(self, over: Over) -> float:
-        """Returns its value where names are sharded over these dimensions of the mesh."""
+    names: frozenset[str]
+    source: Hashable
+    value: Callable[[Over], float] = field(compare=False)
 
 
 class IntegerProgram:
@@ -88,7 +92,7 @@ class IntegerProgram:
                 if len(row) > 1 and not any(together <= block for block in self._blocks):
                     yield row, 0, 1
 
-    def weigh(self, weights: Mapping[Any, float]) -> Row:
+    def weigh(self, weights: Mapping[Term, float]) -> Row:
         """Returns the sum of some terms, each with a weight."""
         row: Row = {}
         for term, weight in weights.items():

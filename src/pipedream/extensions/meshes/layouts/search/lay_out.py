@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import Layout
-from pipedream.extensions.meshes.layouts.description.named import NamedOperators, Report, Step, Use, read_rates
+from pipedream.extensions.meshes.layouts.description.named import NamedOperators, Report, Step, read_rates
 from pipedream.extensions.meshes.layouts.description.operators import Operators
 from pipedream.extensions.meshes.layouts.search.integer_program import IntegerProgram, Over, Row, Term
 
@@ -83,47 +83,6 @@ def _check_fixed(named: NamedOperators, fixed: Iterable[str]) -> frozenset[str]:
     return names
 
 
-class _Share(NamedTuple):
-    """The part of a tensor that a rank has, of 1."""
-
-    names: frozenset[str]
-    mesh: Mesh
-
-    def value(self, over: Over) -> float:
-        return 1 / prod(self.mesh.dimensions[dimension] for dimension in over.values())
-
-
-class _Copy(NamedTuple):
-    """Elements of an operator's own copy."""
-
-    use: Use
-    mesh: Mesh
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name in (*self.use.names, *self.use.stored_names) if name)
-
-    def value(self, over: Over) -> float:
-        return self.use.count_copied(over, self.mesh)
-
-
-class _Seconds(NamedTuple):
-    """Seconds of an operator and its collectives."""
-
-    step: Step
-    mesh: Mesh
-    operations_per_s: float
-    elements_per_s: tuple[tuple[str, float], ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        stored_names = (name for use in (*self.step.operands, self.step.result) for name in use.stored_names if name)
-        return self.step.names | frozenset(stored_names)
-
-    def value(self, over: Over) -> float:
-        return self.step.report(over, self.mesh).seconds(self.operations_per_s, dict(self.elements_per_s))
-
-
 class _Search:
     """The layouts of one step on one mesh.
 
@@ -181,8 +140,14 @@ class _Search:
         self, operations_per_s: float, elements_per_s: Mapping[str, float], memory_elements: int | None = None
     ) -> Layout | None:
         """Returns the layout with the fewest seconds that fits, or None."""
+
+        def compute_seconds(step: Step, over: Over) -> float:
+            return step.report(over, self.mesh).seconds(operations_per_s, elements_per_s)
+
         terms = {
-            _Seconds(step, self.mesh, operations_per_s, tuple(elements_per_s.items())): count
+            Term(
+                _list_names(step.names, *(use.stored_names for use in step.uses)), step, partial(compute_seconds, step)
+            ): count
             for step, count in self._steps.items()
         }
         program = self.build_program(*terms)
@@ -214,22 +179,29 @@ def _build_layout(over: Over) -> Layout:
     return Layout(",".join(f"{name}:{dimension}" for name, dimension in sorted(over.items())))
 
 
+def _list_names(*rows: Iterable[str | None]) -> frozenset[str]:
+    return frozenset(name for row in rows for name in row if name)
+
+
 def _list_memory_rows(operators: Operators, mesh: Mesh) -> list[dict[Term, float]]:
     """Returns what a rank holds at each operator, without operators at which another one holds more of everything."""
     named = operators.named
     terms: dict[Term, int] = {}
     entries: list[tuple[int, int, int]] = []
     end = max(1, len(named.steps))
+
+    def compute_share(over: Over) -> float:
+        return 1 / prod(mesh.dimensions[dimension] for dimension in over.values())
+
     for name, live in named.live.items():
-        term = terms.setdefault(
-            _Share(frozenset(index for index in named.stored_names[name] if index), mesh), len(terms)
-        )
+        term = terms.setdefault(Term(_list_names(named.stored_names[name]), "share", compute_share), len(terms))
         size = prod(operators.tensors[name])
         entries += [(live.start, term, size), (live.stop, term, -size)]
     for at, step in enumerate(named.steps):
-        for use in (*step.operands, step.result):
+        for use in step.uses:
             if use.names != use.stored_names:
-                term = terms.setdefault(_Copy(use, mesh), len(terms))
+                copied = Term(_list_names(use.names, use.stored_names), use, partial(use.count_copied, mesh=mesh))
+                term = terms.setdefault(copied, len(terms))
                 entries += [(at, term, 1), (at + 1, term, -1)]
     change = np.zeros((end + 1, len(terms)))
     for at, term, size in entries:
