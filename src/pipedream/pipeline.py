@@ -11,7 +11,7 @@ plain process all workers take turns in one thread.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -44,8 +44,6 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import measured
-from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
@@ -58,7 +56,7 @@ from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.folders import SavedCheckpoint
 from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.failure.guard import Guard
-from pipedream.services.first_minibatch.comparison import Comparison, count_bytes
+from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers
 from pipedream.services.probe.probe import warn_of_loopback
@@ -112,9 +110,9 @@ class Pipeline:
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
-        compare = _prepare_comparison(model, captured, self.plan, options)
+        compared = _make_compared_model(model, captured, self.plan, options)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
-        self._saver = _add_services(self._session, compare)
+        self._saver = _add_services(self._session, compared)
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
@@ -459,28 +457,24 @@ def _build_session(
     )
 
 
-def _prepare_comparison(
-    model: Any, captured: Captured, plan: Plan, options: PipelineOptions
-) -> Callable[[LocalWorkers], list[SessionService]]:
-    """Returns a function of a session's workers that makes the comparison of the first minibatch, if it is wanted."""
+def _make_compared_model(model: Any, captured: Captured, plan: Plan, options: PipelineOptions) -> PlainModel | None:
+    """Returns the model with which the first minibatch is to be compared, if it is.
+
+    Made before the session, in which a rank keeps only its stages.
+    """
     # In a single process a mesh is one rank.
     styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
     if not options.check or styles_apply:
-        return lambda workers_here: []
-    plain_model = PlainModel(model, captured, [stage.first for stage in plan.stages[1:]])
-    whole_bytes = count_bytes(model)  # a session's rank keeps only its stages
-
-    def compare(workers_here: LocalWorkers) -> list[SessionService]:
-        free_bytes = partial(available_bytes, workers_here.blueprint.device, 1)
-        return [Comparison(workers_here, plain_model, whole_bytes, free_bytes)]
-
-    return compare
+        return None
+    return PlainModel(model, captured, [stage.first for stage in plan.stages[1:]])
 
 
-def _add_services(session: Session, compare: Callable[[LocalWorkers], list[SessionService]]) -> Checkpointer:
+def _add_services(session: Session, compared: PlainModel | None) -> Checkpointer:
     """Adds what accompanies a session; returns what saves it."""
     saver = Checkpointer(session.workers_here)
-    session.services += [saver, *compare(session.workers_here)]
+    session.services.append(saver)
+    if compared is not None:
+        session.services.append(Comparison(session.workers_here, compared))
     return saver
 
 

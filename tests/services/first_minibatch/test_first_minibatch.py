@@ -190,7 +190,7 @@ def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes:
     """Trains in this process, or as one rank of a process group; returns all that a comparison might change."""
     seed_all(1)
     if free_bytes is not None:
-        pd.pipeline.available_bytes = lambda *_: free_bytes
+        comparison.available_bytes = lambda *_: free_bytes
     parts = {"list": listed, "mixed": mixed, "chain": net, "another stage": partial(reading, False), "object": shares}
     model = (parts | {"stateful": partial(stateful, microbatches == 1)})[kind]()
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
@@ -289,7 +289,7 @@ def _train_hungry(check: bool, fails_in: str) -> Any:
     """Trains as one rank of two, each of which compares its own layers."""
     warnings: list[str] = []
     logging.getLogger("pipedream").warning = lambda text, *args: warnings.append(text % args)
-    pd.pipeline.available_bytes = lambda *_: 0
+    comparison.available_bytes = lambda *_: 0
     torch.manual_seed(1)
     model = nn.Sequential(Hungry(4, 4), nn.Dropout(0.3), Hungry(4, 4)).double()
     with pipeline(model, schedule="1f1b", microbatches=2, check=check) as trained:

@@ -9,6 +9,7 @@ from math import isfinite
 
 import torch
 
+from pipedream.capture.compare import fingerprint
 from pipedream.core.errors import WorkerError
 from pipedream.core.fingerprint import Difference, Fingerprint, find_difference
 from pipedream.runtime.stage.replicas import describe_difference
@@ -26,9 +27,6 @@ _BUFFER_CAUSES = (
     "a buffer should be written only by the module that holds it, not be shared with other stages, and not be written "
     "again by a checkpoint (leave it out, use recompute='always')"
 )
-
-Measure = Callable[..., Fingerprint]
-"""Returns the fingerprint of a tensor that was multiplied by a factor: (tensor, factor=1.0)."""
 
 
 @dataclass
@@ -55,11 +53,10 @@ class Reference:
     parts: str = ""
     encoding: str = ""
 
-    def note_gradients(
-        self, gradients: Iterable[tuple[str, torch.Tensor | None]], measure: Measure, factor: float = 1.0
-    ) -> None:
+    def note_gradients(self, gradients: Iterable[tuple[str, torch.Tensor | None]], factor: float = 1.0) -> None:
+        """Takes gradients that were multiplied by a factor."""
         for name, gradient in gradients:
-            self.gradients[name] = numbers = None if gradient is None else measure(gradient, factor)
+            self.gradients[name] = numbers = None if gradient is None else fingerprint(gradient, factor)
             if gradient is not None and numbers is not None and gradient.numel():
                 self.scale = max(self.scale, numbers[2] / gradient.numel())
 
@@ -74,9 +71,8 @@ class Comparer:
         receive: returns the JSON of another rank's reference.
     """
 
-    def __init__(self, rank: int, measure: Measure, receive: Callable[[], str] = str) -> None:
+    def __init__(self, rank: int, receive: Callable[[], str] = str) -> None:
         self.rank = rank
-        self.measure = measure
         self._receive = receive
 
     @cached_property
@@ -85,7 +81,7 @@ class Comparer:
 
     def compare_outputs(self, stage: int, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
         """Compares a stage's outputs with those that its layers compute from the same input."""
-        layers, pipeline = ({str(i): self.measure(t) for i, t in enumerate(side)} for side in (expected, actual))
+        layers, pipeline = ({str(i): fingerprint(t) for i, t in enumerate(side)} for side in (expected, actual))
         if difference := find_difference(layers, pipeline, self.reference.tolerance):
             raise self.make_error(
                 f"for its first microbatch stage {stage} has another output {difference.name} than its layers give for "
@@ -97,7 +93,7 @@ class Comparer:
         reference = self.reference
         if reference.incomparable or not isfinite(reference.loss):
             return
-        measured = {name: None if g is None else self.measure(g, factor) for name, g in gradients.items()}
+        measured = {name: None if g is None else fingerprint(g, factor) for name, g in gradients.items()}
         # Others have overflowed, as a scaled loss may.
         actual = {name: numbers for name, numbers in measured.items() if all(map(isfinite, numbers or ()))}
         floors = {name: g.numel() * reference.scale * _FLOOR for name, g in gradients.items() if g is not None}
@@ -114,7 +110,7 @@ class Comparer:
         reference = self.reference
         if reference.incomparable:
             return
-        actual = {name: self.measure(buffer) for name, buffer in buffers if name in reference.buffers}
+        actual = {name: fingerprint(buffer) for name, buffer in buffers if name in reference.buffers}
         expected = {name: reference.buffers[name] for name in actual}
         if difference := find_difference(expected, actual, reference.tolerance):
             raise self.make_error(

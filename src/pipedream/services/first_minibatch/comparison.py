@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipedream.core.schedule.program import Program
+from pipedream.probe import available_bytes
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
@@ -37,7 +37,7 @@ from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services.first_minibatch.comparer import Reference
-from pipedream.services.first_minibatch.model_runner import UserModel
+from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
@@ -46,18 +46,10 @@ _log = logging.getLogger("pipedream")
 
 @dataclass
 class Comparison(SessionService):
-    """The comparison of one process.
-
-    Attributes:
-        user_model: the model as the user wrote it.
-        whole_bytes: bytes of the whole model.
-        free_bytes: returns the memory that this process may still take.
-    """
+    """The comparison of one process."""
 
     workers_here: LocalWorkers
-    user_model: UserModel
-    whole_bytes: int
-    free_bytes: Callable[[], int]
+    model: PlainModel
     _is_due: bool = True
     _reference: ReferenceRun | None = None
 
@@ -88,7 +80,7 @@ class Comparison(SessionService):
         weights: dict[str, Any] = {"values": named_state(workers_here.model)} if self._has_weights_elsewhere else {}
         if workers_here.distributed:
             weights = self._collect_weights(reader)
-        run = ReferenceRun(self.user_model, workers_here, **weights)
+        run = ReferenceRun(self.model, workers_here, **weights)
         for worker in workers_here.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._check_stage(run, stage, replica, worker.stage_states[stage])
@@ -106,8 +98,10 @@ class Comparison(SessionService):
 
     def _fits(self, reader: int) -> bool:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
-        fits = self.workers_here.worker_rank != reader or 4 * self.whole_bytes <= self.free_bytes()
-        return not self.workers_here.any_rank(not fits)
+        workers_here = self.workers_here
+        is_reader = workers_here.worker_rank == reader
+        lacks = is_reader and 4 * self.model.whole_bytes > available_bytes(workers_here.blueprint.device, 1)
+        return not workers_here.any_rank(lacks)
 
     def _collect_weights(self, reader: int) -> dict[str, Any]:
         """Collects the weights at the reading rank; returns them and how the reference is published and received."""
@@ -132,7 +126,7 @@ class Comparison(SessionService):
         for stage, replica in placement.stage_replicas(workers_here.worker_rank):
             stage_state = workers_here.lead.stage_states[stage]
             if not replica and _runs_at_home(workers_here.program, stage):
-                run, names = ReferenceRun(self.user_model, workers_here), list(stage_state.versions.handles)
+                run, names = ReferenceRun(self.model, workers_here), list(stage_state.versions.handles)
                 stage_state.observer = LayersCheck(run, stage, names, module=stage_state.module)
 
     def _check_stage(self, run: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
@@ -156,11 +150,6 @@ class Comparison(SessionService):
                 sums = plan.choices.sums
                 _log.info("the gradients of stage %d are not compared with the model's: sums=%r", stage, sums)
             stage_state.observer = StageCheck(run, stage, names, buffers, whole_update, division)
-
-
-def count_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the whole model, each tensor counted once."""
-    return sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
 
 
 @dataclass
@@ -295,7 +284,7 @@ class LayersCheck(StageCheck):
                 layer_gradients = torch.autograd.grad(outputs, leaves, received, allow_unused=True)
         self._received = [f"received tensor {number}" for number in range(len(self._inputs))]
         named = zip([*self.names, *self._received], layer_gradients, strict=True)
-        comparer.reference.note_gradients(named, comparer.measure)
+        comparer.reference.note_gradients(named)
         self._inputs, self._outputs = [], ()
         self._has_reference = True
 

@@ -1,17 +1,19 @@
 """Runs the user's model plainly on parts of a minibatch, and records its numbers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan, sqrt
 from types import CellType, MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipedream.capture.compare import fingerprint
+from pipedream.capture.preserve_state import CarriedState, read_python_generators
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
 from pipedream.runtime.comm.encoded import apply_messages
@@ -27,28 +29,9 @@ from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, list_own_generators
 from pipedream.services.first_minibatch.comparer import Reference
+from pipedream.services.first_minibatch.plain_model import PlainModel
 
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
-
-
-class UserModel(Protocol):
-    """The user's model, see `pipedream.services.first_minibatch.plain_model`."""
-
-    model: nn.Module
-    draws: bool
-    draws_unseeded: bool
-
-    def forward(self, inputs: Any, reseed: Callable[[str], None], send: Any = None) -> Any: ...
-
-    def restoring_state(
-        self, values: Any, others: Any = (), *, copies_on_cpu: bool = False
-    ) -> AbstractContextManager[None]: ...
-
-    def carried_state(self, modules: Mapping[str, nn.Module]) -> Any: ...
-
-    def read_python_generators(self) -> tuple[Any, ...]: ...
-
-    def fingerprint(self, tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint: ...
 
 
 @dataclass
@@ -95,7 +78,7 @@ class ModelRunner:
         keeps_graph: also without a backward, as a forward that takes derivatives needs.
     """
 
-    def __init__(self, plain: UserModel, workers_here: LocalWorkers, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, plain: PlainModel, workers_here: LocalWorkers, values: Mapping[str, torch.Tensor]) -> None:
         settings, self._program = workers_here.blueprint.settings, workers_here.program
         self.plain, self.model, self.loss, self.values = plain, plain.model, settings.loss, values
         self.device, self.microbatches = workers_here.blueprint.device, self._program.microbatches
@@ -155,7 +138,7 @@ class ModelRunner:
                 module.training = module.training and training
             if moves_weights:
                 _move_weights(self.model)
-            attributes, before = self.plain.carried_state(isolated), self._read_state(backward)
+            attributes, before = CarriedState(isolated), self._read_state(backward)
             for message, target in parts:
                 attributes.restore()
                 part_loss, weight, is_sum, output, targets = self._run_part(loss, message, target, backward, encodes)
@@ -165,7 +148,7 @@ class ModelRunner:
                 if rows is not None:
                     rows.append((map_tensors(output, torch.detach), to_device(targets, self.device), message.samples))
                 tensors = (tensor for tensor in tensors_in(output) if not tensor.is_nested)
-                run.outputs.append([(tensor.numel(), self.plain.fingerprint(tensor)) for tensor in tensors])
+                run.outputs.append([(tensor.numel(), fingerprint(tensor)) for tensor in tensors])
                 total += run.losses[-1] * factor if weight else 0.0
                 if backward and weight and part_loss.requires_grad:
                     unit = 1 / weight if self._is_of_mean else 1.0
@@ -227,7 +210,7 @@ class ModelRunner:
 
     def _note_gradients(self, run: Run, divisor: float) -> None:
         named = [(n, p.grad) for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad]
-        run.numbers.note_gradients(named, self.plain.fingerprint, divisor)
+        run.numbers.note_gradients(named, divisor)
         gradients = {id(gradient): gradient.to_dense() for _, gradient in named if gradient is not None}
         run.norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) / (divisor or 1.0)
 
@@ -241,12 +224,11 @@ class ModelRunner:
             of_loss |= {name: buffer.tolist() for name, buffer in root.named_buffers() if id(buffer) not in model_ids}
         reads_weights = reads_weights and (self.microbatches > 1 or self.shares_weights)
         weights = self.model.named_parameters() if reads_weights else ()
-        measure = self.plain.fingerprint
         return {
-            "python": {"": self.plain.read_python_generators()},
+            "python": {"": read_python_generators()},
             "generators": {str(i): read_state(generator) for i, generator in enumerate(self._reseeded)},
-            "buffers": {name: measure(buffer) for name, buffer in buffers},
-            "weights": {n: (measure(p), p._version, p.data_ptr()) for n, p in weights if not p.is_meta},
+            "buffers": {name: fingerprint(buffer) for name, buffer in buffers},
+            "weights": {n: (fingerprint(p), p._version, p.data_ptr()) for n, p in weights if not p.is_meta},
             "loss": of_loss,
         }
 

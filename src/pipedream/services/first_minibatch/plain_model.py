@@ -14,29 +14,27 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.compare import fingerprint
-from pipedream.capture.preserve_state import CarriedState, preserve_state, read_python_generators
+from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
+from pipedream.runtime.weights.initial_values import named_state
 
 
 class PlainModel:
-    """A model, and the layers that a pipeline runs of it.
+    """A model as the user wrote it, and the layers that a pipeline runs of it.
 
     Args:
         cuts: the first layers of all stages but the first.
 
     Attributes:
+        whole_bytes: of the model, while this process has all of it; each tensor counts once.
         draws: whether a forward has drawn random numbers of torch.
         draws_unseeded: also in a call that drew none when the graph was made, so that no stage seeds before it.
     """
 
-    fingerprint = staticmethod(fingerprint)
-    carried_state = CarriedState
-    read_python_generators = staticmethod(read_python_generators)
-
     def __init__(self, model: nn.Module, captured: Captured, cuts: Sequence[int] = ()) -> None:
         self.model = model
+        self.whole_bytes = sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
         self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False
         self._captured = captured

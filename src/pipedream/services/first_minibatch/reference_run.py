@@ -25,7 +25,8 @@ from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, FirstM
 from pipedream.runtime.results.metric_means import Row, explain_mean
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.services.first_minibatch.comparer import Comparer, Reference
-from pipedream.services.first_minibatch.model_runner import ModelRunner, Run, UserModel
+from pipedream.services.first_minibatch.model_runner import ModelRunner, Run
+from pipedream.services.first_minibatch.plain_model import PlainModel
 
 Outputs = Sequence[tuple[int, Fingerprint]]
 _SPLIT_ADVICE = "say where the samples are (batch_dim=...), give tensors with one entry per sample instead of lists"
@@ -42,14 +43,14 @@ class ReferenceRun:
 
     def __init__(
         self,
-        model: UserModel,
+        model: PlainModel,
         workers_here: LocalWorkers,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         publish: Callable[[str], None] | None = None,
         receive: Callable[[], str] = str,
     ) -> None:
         self.runner = ModelRunner(model, workers_here, values)
-        self.comparer = Comparer(workers_here.rank, model.fingerprint, receive)
+        self.comparer = Comparer(workers_here.rank, receive)
         self._model, self._settings = model, workers_here.blueprint.settings
         self._messages = workers_here.program.plan.choices.messages
         self._uses_meshes = any(mesh.dimensions for mesh in workers_here.blueprint.meshes)
