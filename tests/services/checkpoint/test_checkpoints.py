@@ -303,7 +303,7 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
     background = writer.Writer(0, False, torch.device("cuda", 1))
     manifest = folders.read_manifest(folders.SavedCheckpoint.at(two_saved / "minibatch-00000005"))
-    background.begin(stores.open_store(tmp_path), manifest, {"model/a": torch.ones(2)}, None)
+    background.begin(writer.Save(stores.open_store(tmp_path), manifest, {"model/a": torch.ones(2)}, None))
     background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]
     assert done[0][1] == done[1][1] != threading.get_ident()

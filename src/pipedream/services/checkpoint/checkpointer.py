@@ -114,7 +114,7 @@ class Checkpointer(SessionService):
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
             )
-            checkpoint = self.writer.begin(store, manifest, tensors, keep, slices, wait_for_copies)
+            checkpoint = self.writer.begin(writer.Save(store, manifest, tensors, keep, slices, wait_for_copies))
             if wait:
                 self.writer.finish()
             return checkpoint

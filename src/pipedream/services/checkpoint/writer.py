@@ -20,7 +20,7 @@ began last owns the folder; an earlier one finds another name in ``.lock``, and 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,15 +47,37 @@ from pipedream.services.failure.processes import write_checkpoint
 
 
 @dataclass(frozen=True)
-class _Save:
-    """One checkpoint that is being written."""
+class Save:
+    """One checkpoint to write.
 
-    checkpoint: SavedCheckpoint
+    Attributes:
+        manifest: only rank 0's is written.
+        tensors: must not be modified until `Writer.finish`.
+        keep: complete checkpoints to keep; None keeps all.
+        slices: name -> (box, shape of the whole), for tensors that are parts.
+        wait_for_tensors: called by the writing thread before it reads the tensors.
+    """
+
+    store: CheckpointStore
     manifest: Checkpoint
     tensors: Mapping[str, torch.Tensor]
-    slices: Mapping[str, tuple[Box, Sequence[int]]]
     keep: int | None
-    wait_for_tensors: Callable[[], None] | None
+    slices: Mapping[str, tuple[Box, Sequence[int]]] = field(default_factory=dict)
+    wait_for_tensors: Callable[[], None] | None = None
+
+    @property
+    def checkpoint(self) -> SavedCheckpoint:
+        return SavedCheckpoint(self.store, name_checkpoint(self.manifest.minibatches))
+
+    def make_error(self, rank: int, cause: str) -> WorkerError:
+        """Returns the error of a rank that could not write its part."""
+        newest = None
+        with suppress(OSError, ArtifactError):
+            newest = find_newest_checkpoint(self.store)
+        no_other = f"there is no earlier checkpoint in {self.store}"
+        intact = no_other if newest is None else f"earlier checkpoints are intact ({newest})"
+        action = f"saving the checkpoint of minibatch {self.manifest.minibatches}"
+        return WorkerError(rank, action, cause, f"{intact}; free disk space or choose another folder, and resume")
 
 
 class Writer:
@@ -77,29 +99,14 @@ class Writer:
         self._locks: dict[CheckpointStore, Lock] = {}
         self._separate_ranks: dict[CheckpointStore, set[int]] = {}
 
-    def begin(
-        self,
-        store: CheckpointStore,
-        manifest: Checkpoint,
-        tensors: Mapping[str, torch.Tensor],
-        keep: int | None,
-        slices: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
-        wait_for_tensors: Callable[[], None] | None = None,
-    ) -> SavedCheckpoint:
+    def begin(self, save: Save) -> SavedCheckpoint:
         """Starts to write a checkpoint; all ranks call it. Returns the future one.
-
-        Args:
-            manifest: only rank 0's is written.
-            tensors: must not be modified until `finish`.
-            keep: complete checkpoints to keep; None keeps all.
-            slices: name -> (box, shape of the whole), for tensors that are parts.
-            wait_for_tensors: called by the writing thread before it reads the tensors.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
         """
-        checkpoint = SavedCheckpoint(store, name_checkpoint(manifest.minibatches))
-        if self._last_saved.get(store) == manifest.minibatches:
+        store, checkpoint = save.store, save.checkpoint
+        if self._last_saved.get(store) == save.manifest.minibatches:
             return checkpoint
         if self._distributed and self._group is None:  # a separate group: training continues during a save
             self._group = dist.new_group(backend="gloo")
@@ -111,32 +118,27 @@ class Writer:
                 failure = str(error)
         if failure := next(filter(None, gather_texts(failure, self._group)), ""):
             raise ArtifactError(failure)
-        save = _Save(checkpoint, manifest, tensors, slices or {}, keep, wait_for_tensors)
-        self._last_saved[store] = manifest.minibatches
+        self._last_saved[store] = save.manifest.minibatches
         if store not in self._separate_ranks:
             sees = find_ranks_that_see(store, self._rank, self._group)
             self._separate_ranks[store] = {rank for rank, sees_it in enumerate(sees) if not sees_it}
-        is_separate, any_separate = self._rank in self._separate_ranks[store], bool(self._separate_ranks[store])
-        if is_separate:
+        if self._rank in self._separate_ranks[store]:
             store.make_folder()
             with suppress(FileNotFoundError):
                 store.set_aside(checkpoint.name)  # left by an unfinished save, or from before a resume at an older one
             remove_leftovers(store, except_for=checkpoint.name)  # another rank of this machine may have begun
-        if any_separate:
-            self._wait_until_written("", [])  # no rank may commit before all have removed leftovers
+        if self._separate_ranks[store]:
+            self._wait_until_written(save)  # no rank may commit before all have removed leftovers
         # A daemon: if another rank dies during the save, nothing may wait for this thread.
-        self._thread = threading.Thread(target=self._run, args=(save, is_separate, any_separate), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(save,), daemon=True)
         self._thread.start()
         return checkpoint
 
-    def _write(self, save: _Save, is_separate: bool, any_separate: bool) -> None:
-        """Writes this rank's part, and waits for the others.
-
-        Args:
-            is_separate: this rank does not see rank 0's folder.
-            any_separate: at least one rank does not see it.
-        """
+    def _write(self, save: Save) -> None:
+        """Writes this rank's part, and waits for the others."""
         store, name = save.checkpoint
+        separate_ranks = self._separate_ranks[store]
+        is_separate = self._rank in separate_ranks
         failure = ""
         rows_written: list[Any] = []
         try:
@@ -148,8 +150,8 @@ class Writer:
         except Exception as error:
             failure = _describe_failure(error, save.checkpoint)
         try:
-            rows = self._wait_until_written(failure, rows_written)
-        except _SaveError:
+            rows = self._wait_until_written(save, failure, rows_written)
+        except WorkerError:
             # No rank writes any more, and the disk may be full.
             if is_separate or self._rank == 0:
                 with suppress(OSError):
@@ -159,20 +161,20 @@ class Writer:
             with suppress(FileNotFoundError):  # another rank of this machine has committed it
                 store.commit(name)
             prune(store, save.keep and save.keep + 1, parts=True)  # the oldest counts until rank 0 is done
-        if any_separate:
-            self._wait_until_written("", [])
+        if separate_ranks:
+            self._wait_until_written(save)
         if self._rank == 0:
             self._locks[store].check()
             commit(save.checkpoint, replace(save.manifest, **merge_rows(rows)))
             write_checkpoint(str(save.checkpoint))
             prune(store, save.keep)
 
-    def _wait_until_written(self, failure: str, rows_written: list[Any]) -> list[Any]:
-        """Waits for all ranks; returns the rows of each, or raises the `_SaveError` of the first that failed."""
+    def _wait_until_written(self, save: Save, failure: str = "", rows_written: Sequence[Any] = ()) -> list[Any]:
+        """Waits for all ranks; returns the rows of each, or raises the error of the first that failed."""
         rows = gather_json([failure, rows_written], self._group)
         for rank, (failed, _) in enumerate(rows):
             if failed:
-                raise _SaveError(rank, failed)
+                raise save.make_error(rank, failed)
         return [pieces for _, pieces in rows]
 
     def _prepare(self, checkpoint: SavedCheckpoint) -> None:
@@ -226,32 +228,16 @@ class Writer:
         if self._rank == 0:
             write_checkpoint(str(checkpoint))
 
-    def _run(self, save: _Save, is_separate: bool, any_separate: bool) -> None:
+    def _run(self, save: Save) -> None:
         try:
             if self._device.type == "cuda":
                 # In a new thread GPU 0 is current, but torch copies to the CPU on the current GPU's stream.
                 torch.cuda.set_device(self._device)
-            self._write(save, is_separate, any_separate)
+            self._write(save)
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            save_error = (
-                error
-                if isinstance(error, _SaveError)
-                else _SaveError(self._rank, _describe_failure(error, save.checkpoint))
-            )
-            action = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
-            advice = _advise_after_failure(save.checkpoint.store)
-            self._failure = WorkerError(save_error.rank, action, save_error.cause, advice)
-
-
-class _SaveError(Exception):
-    """A rank could not write its part."""
-
-    def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(cause)
-        self.rank = rank
-        self.cause = cause
+            self._failure = save.make_error(self._rank, _describe_failure(error, save.checkpoint))
 
 
 def _describe_failure(failure: Exception, checkpoint: SavedCheckpoint) -> str:
@@ -259,13 +245,3 @@ def _describe_failure(failure: Exception, checkpoint: SavedCheckpoint) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot write {checkpoint}: {error.strerror}"
     return summarise_error(error)
-
-
-def _advise_after_failure(store: CheckpointStore) -> str:
-    newest = None
-    with suppress(OSError, ArtifactError):
-        newest = find_newest_checkpoint(store)
-    intact = (
-        f"there is no earlier checkpoint in {store}" if newest is None else f"earlier checkpoints are intact ({newest})"
-    )
-    return f"{intact}; free disk space or choose another folder, and resume"
