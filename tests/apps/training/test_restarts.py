@@ -20,7 +20,7 @@ from pipedream._version import hash_sources
 from pipedream.apps.training import checkpoint_cost, job, run_folder
 from pipedream.options import TrainingOptions
 from pipedream.runtime.comm import process_group
-from pipedream.services.failure import processes, restarts, without
+from pipedream.services.failure import processes, restarts
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -256,7 +256,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     assert summary["failures"]["restarts"] == summary["failures"]["workers_lost"] == 1
     lost = sorted((tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines())
     assert lost == [f"{rank} {resumed} (1,)" for rank in range(sum(replicas) - 1)]
-    reduced = without.drop_worker(plan, 1)
+    reduced = restarts.drop_worker(plan, 1)
     assert reduced is not None
     assert pd.Plan.load(tmp_path / "run" / "plan.json").config == reduced.config
     assert not (tmp_path / "run" / "profile.json").exists(), "nothing is measured to plan again"

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from programs import program_of
 
 import pipedream as pd
-from pipedream.services.failure.without import drop_worker
+from pipedream.services.failure.restarts import drop_worker
 
 
 @given(st.data())

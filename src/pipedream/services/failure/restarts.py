@@ -1,4 +1,7 @@
-"""Counts what failures cost a run, in files of the launcher, which outlives the workers."""
+"""What a run keeps between its launcher's attempts, in files of the launcher, which outlives the workers.
+
+The restarts and the minibatches that they repeat; the code and the plan; and the plan without lost workers.
+"""
 
 import os
 import struct
@@ -11,10 +14,10 @@ from typing import Any
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import RecipeError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.comm.process_group import name_code
 from pipedream.services.failure.processes import find_launch_folder, read_lost
-from pipedream.services.failure.without import drop_worker
 
 _PROGRESS = "progress"
 _PLAN = "plan.json"
@@ -151,6 +154,35 @@ def find_survivors() -> Survivors:
             remaining_plan = remaining_plan and drop_worker(remaining_plan, rank)
         survivors = replace(survivors, lost=(*survivors.lost, *lost), plan=remaining_plan)
     return survivors
+
+
+def drop_worker(plan: Plan, rank: int) -> Plan | None:
+    """Returns the plan with one replica fewer in the stages of a rank; None if one of them has no other replica.
+
+    The stages keep their layers and predictions. In-flight counts that a user gave, or that memory limited, are raised
+    where they are not legal.
+    """
+    if plan.ranks > plan.workers:  # a mesh that loses a rank cannot go on
+        return None
+    order = plan.worker_order or tuple(range(plan.workers))
+    worker = sorted(set(order))[rank]
+    stages = range(len(plan.stages))
+    counts = tuple(plan.replicas[s] - (worker in plan.workers_of(s)) for s in stages)
+    if min(counts) < 1:
+        return None
+    delays = tuple(plan.update_delay[s] if counts[s] > 1 and len(stages) > 1 else 0 for s in stages)
+    reduced = replace(
+        plan,
+        stages=tuple(replace(stage, replicas=count) for stage, count in zip(plan.stages, counts, strict=True)),
+        in_flight=depth.raise_to_legal(plan.in_flight, counts, delays),
+        update_delay=delays,
+        cluster=plan.cluster.without(worker),
+        worker_order=tuple(w - (w > worker) for w in order if w != worker) if plan.worker_order else (),
+        bound_s=0.0,
+        note="",
+        choices=plan.choices.on_replicas(counts),
+    )
+    return reduced.with_depth(plan.depth_mode) if plan.depth_mode in ("noam", "full") else reduced
 
 
 def _list_attempts() -> list[tuple[Path, list[int]]]:
