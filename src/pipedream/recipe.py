@@ -13,7 +13,6 @@ It is trained by ``pipedream train file.py``, by ``python file.py`` (all workers
 import inspect
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from typing import Any
 
 from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError, install_advice
-from pipedream.core.user_code import elide_middle, is_of_loader, notes_of, with_place
+from pipedream.core.user_code import with_place
 from pipedream.options import ModelOptions, optimizer_problems
 
 _LOADS = 5  # batches made to time the loader
@@ -146,7 +145,7 @@ def load_recipe(path: str, *, seed: int = 0) -> Recipe:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe {path} does not import: {_shorten(error)}") from error
+        raise RecipeError(f"the recipe {path} does not import: {with_place(error)}{install_advice(error)}") from error
     finally:
         sys.path.pop(0)
     make = getattr(module, "recipe", None)
@@ -167,7 +166,9 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
     except (RecipeError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe's function {make.__name__}() failed: {_shorten(error)}") from error
+        raise RecipeError(
+            f"the recipe's function {make.__name__}() failed: {with_place(error)}{install_advice(error)}"
+        ) from error
     if not isinstance(recipe, Recipe):
         raise RecipeError(
             f"the recipe's function {make.__name__}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
@@ -190,14 +191,4 @@ def blaming(when: str) -> Iterator[None]:
     except (PipelineError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe failed {when}: {_shorten(error)}") from error
-
-
-def _shorten(error: BaseException) -> str:
-    if is_of_loader(error):
-        return with_place(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return "; ".join(
-        [f"{type(error).__name__}: {elide_middle(str(error))}{place}{install_advice(error)}", *notes_of(error)]
-    )
+        raise RecipeError(f"the recipe failed {when}: {with_place(error)}{install_advice(error)}") from error

@@ -87,7 +87,7 @@ def test_wrong_calls_are_one_message(tmp_path: Path) -> None:
     arguments = written(tmp_path)
     (tmp_path / "small.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
     ended = commands.run(*arguments, folder=tmp_path)
-    check(ended, 2, "does not import", "nothing_of_that_name", "small.py, line 1", soon=False)
+    check(ended, 2, "does not import", "nothing_of_that_name", "small.py:1", soon=False)
 
 
 @pytest.mark.slow

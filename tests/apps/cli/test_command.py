@@ -87,7 +87,7 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
         ("train none.py", "the recipe none.py does not exist"),
         ("train mine.py --plan none.json", "none.json does not exist"),
         ("train imports.py --workers 1", "does not import: ModuleNotFoundError: No module named 'nothing"),
-        ("train imports.py --workers 1", "imports.py, line 1"),
+        ("train imports.py --workers 1", "imports.py:1"),
         ("show 1f1b --csv no/such/file", "there is no folder no/such; make it first"),
         ("checkpoint verify nowhere", "there is no complete checkpoint in nowhere"),
     ],
