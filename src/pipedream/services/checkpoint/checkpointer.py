@@ -1,9 +1,11 @@
 """Saves and restores a session's state: that of all stages at a drain."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -97,11 +99,9 @@ class Checkpointer(SessionService):
                 tensors, wait_for_copies = pieces.copy_for_writing(tensors)
             own_stages = [stages, save_rng(self._device), position.data] if self._is_first else None
             rows = [row for row in gather_json(own_stages, self._workers_here.group) if row is not None]
-            states = {
-                (stage, replica): decode(SavedStage, state, "a stage")
-                for saved_stages, *_ in rows
-                for stage, replica, state in saved_stages
-            }
+            states: defaultdict[int, dict[int, SavedStage]] = defaultdict(dict)  # stage -> replica -> state
+            for stage, replica, state in chain.from_iterable(saved_stages for saved_stages, *_ in rows):
+                states[stage][replica] = decode(SavedStage, state, "a stage")
             reader = self._program.placement.readers[0] if self._workers_here.distributed else 0
             manifest = Checkpoint(
                 **vars(request),
@@ -109,7 +109,7 @@ class Checkpointer(SessionService):
                 schedule=self._program.name,
                 microbatches=self._program.microbatches,
                 compensation=self._program.updates.compensation,
-                stages=tuple(replica_state.join(states, stage) for stage in range(len(self._names.by_stage))),
+                stages=tuple(_join_replicas(states[stage]) for stage in range(len(self._names.by_stage))),
                 random=tuple(random for _, random, _ in rows),
                 software={"pipedream": __version__, "torch": version("torch")},
                 extra=dict(extra),
@@ -208,7 +208,7 @@ class Checkpointer(SessionService):
                 continue
             own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(
-                replica_state.to_saved_stage(stage_state.optimizer),
+                optimizer_state.to_saved_stage(stage_state.optimizer),
                 norm_square=self._workers_here.workers[0].update_barrier.norm_square,
                 modules={} if replica else extra_states[stage],
                 generators={name: read_state(g) for name, g in self._generators.items() if id(g) in own_ids},
@@ -332,6 +332,10 @@ class Checkpointer(SessionService):
             replica = number if same else None
             yield from replica_state.find_tensors(manifest.tensors, stage_state.optimizer, replica)
             yield from (name for name in stage_state.part_tensors() if name in manifest.tensors)
+
+
+def _join_replicas(states: Mapping[int, SavedStage]) -> SavedStage:
+    return replace(states[0], replicas=tuple(states[replica] for replica in sorted(states) if replica))
 
 
 def _has_same_replicas(program: Program, manifest: Checkpoint) -> bool:

@@ -110,10 +110,7 @@ def warn_of_unfinished(checkpoint: SavedCheckpoint, requested: CheckpointStore, 
 
 def read_manifest(checkpoint: SavedCheckpoint) -> Checkpoint:
     """Reads a manifest; raises an `ArtifactError` if it or a file is missing or damaged."""
-    try:
-        return _read_manifest(checkpoint)
-    except ArtifactError as error:
-        raise ArtifactError(f"{error}; {advise_other(checkpoint)}") from None
+    return read_shared_manifest(checkpoint, None)[0]
 
 
 def read_shared_manifest(
@@ -127,21 +124,33 @@ def read_shared_manifest(
         ArtifactError: the same on every rank: see `read_manifest`.
     """
     try:
-        text = checkpoint.read_manifest_text() if checkpoint.is_complete else ""
-    except (OSError, UnicodeDecodeError) as error:
-        text = str(error)  # not JSON, so it is refused below
-    text = next(filter(None, gather_texts(text, group)), "")
-    try:
-        manifest = Checkpoint.from_json(text, str(checkpoint.locate(MANIFEST)))
+        return _read_and_check(checkpoint, group)
     except ArtifactError as error:
-        raise ArtifactError(f"{error}; {advise_other(checkpoint)}") from None
+        raise ArtifactError(f"{error}; {broadcast_text(advise_other(checkpoint), group)}") from None
+
+
+def _read_and_check(checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
+    manifest = _load_manifest(checkpoint, group)
     rows = gather_json(find_file_problems(checkpoint, manifest), group)
     ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
     for name, ranks in ranks_by_file.items():
         if not ranks:
-            advice = broadcast_text(advise_other(checkpoint), group)
-            raise ArtifactError(f"the checkpoint {checkpoint} {rows[0][name]}; {advice}")
+            raise ArtifactError(f"the checkpoint {checkpoint} {rows[0][name]}")
     return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
+
+
+def _load_manifest(checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None = None) -> Checkpoint:
+    """Reads the manifest of the first rank that sees it."""
+    manifest_file, text, failure = checkpoint.locate(MANIFEST), "", ""
+    try:
+        text = checkpoint.read_manifest_text()
+    except (OSError, UnicodeDecodeError) as error:
+        failure = str(error)
+    rows = gather_json([text, failure], group)
+    text = next((text for text, _ in rows if text), "")
+    if not text and rows[0][1]:
+        raise ArtifactError(f"cannot read the Checkpoint in {manifest_file}: {rows[0][1]}")
+    return Checkpoint.from_json(text, str(manifest_file))
 
 
 def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
@@ -177,22 +186,6 @@ def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGr
                 "machines reach, with the same credentials"
             )
     return [not problem for problem in problems]
-
-
-def _read_manifest(checkpoint: SavedCheckpoint) -> Checkpoint:
-    manifest = _load_manifest(checkpoint)
-    for problem in find_file_problems(checkpoint, manifest).values():
-        raise ArtifactError(f"the checkpoint {checkpoint} {problem}")
-    return manifest
-
-
-def _load_manifest(checkpoint: SavedCheckpoint) -> Checkpoint:
-    manifest_file = checkpoint.locate(MANIFEST)
-    try:
-        text = checkpoint.read_manifest_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"cannot read the Checkpoint in {manifest_file}: {error}") from None
-    return Checkpoint.from_json(text, str(manifest_file))
 
 
 def find_file_problems(checkpoint: SavedCheckpoint, manifest: Checkpoint) -> dict[str, str]:
@@ -324,7 +317,7 @@ def advise_other(checkpoint: SavedCheckpoint) -> str:
     others = [other for other in list_checkpoints(checkpoint.store) if other.name != checkpoint.name]
     for other in sorted(others, key=lambda other: (other.name < checkpoint.name, other.name), reverse=True):
         try:
-            _read_manifest(other)
+            _read_and_check(other, None)
         except ArtifactError:
             continue
         return f"resume from {other} (--resume {other})"

@@ -48,12 +48,6 @@ class _Block(NamedTuple):
     def prefix(self) -> str:
         return "".join(f"{step}." for step in self.path)
 
-    def states(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name and the state of each parameter that has one."""
-        for index, state in self.state.items():
-            if index in self.names:
-                yield self.names[index], state
-
     def saved_groups(self, what: str) -> tuple[ParameterGroup, ...]:
         groups = []
         for group in self.groups:
@@ -112,6 +106,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         skipped=optimizer.skipped,
         loss_scale=optimizer.loss_scale.saved,
         rounds_before=optimizer.rounds_before,
+        since_average=optimizer.reducer.updates,
         common=common,
         nested={block.prefix: groups[block.path] for block in blocks if block.path},
         rest=to_json(rest, f"the state dict of {kind}") if _collect_leaves(rest) else None,
@@ -213,7 +208,7 @@ def restore(
     for name, average in optimizer.ema.items():
         average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
     for name in optimizer.compensator.state:
-        optimizer.compensator.load(name, _select_prefixed(f"compensation/{name}/", tensors))
+        optimizer.compensator.load(name, _pop_prefixed(f"compensation/{name}/", dict(tensors)))
     _restore_scheduler(optimizer, stages, sources, stage)
 
 
@@ -329,9 +324,9 @@ def _split_states(
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for block in blocks:
-        for name, state in block.states():
+        for index, name in block.names.items():
             name_tensors, rest = tensors.setdefault(name, {}), numbers.setdefault(name, {})
-            for key, value in state.items():
+            for key, value in block.state.get(index, {}).items():
                 key_path = f"{block.prefix}{key}"
                 if isinstance(value, torch.Tensor):
                     name_tensors[key_path] = value
@@ -491,17 +486,13 @@ def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
 
 def _join_state(name: str, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns a parameter's state in all blocks."""
-    name_tensors = _select_prefixed(f"optimizer/{name}/", tensors)
+    name_tensors = _pop_prefixed(f"optimizer/{name}/", dict(tensors))
     numbers = next((saved.numbers[name] for saved in stages if name in saved.numbers), {})
     return {key: _put_tensors(from_json(value), name_tensors) for key, value in numbers.items()} | name_tensors
 
 
 def _pop_prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-
-
-def _select_prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def _to_plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ State that replicas have in common, besides weights and averages, is ``factor/NA
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -71,17 +70,6 @@ def restore(
     for name in steps:
         del local[name]
     optimizer.reducer.load(local, tensors, stages[replica[0]].since_average if replica is not None else 0)
-
-
-def to_saved_stage(optimizer: Optimizer) -> SavedStage:
-    """Returns the state of a replica other than tensors."""
-    return replace(optimizer_state.to_saved_stage(optimizer), since_average=optimizer.reducer.updates)
-
-
-def join(states: Mapping[tuple[int, int], SavedStage], stage: int) -> SavedStage:
-    """Returns a stage's state from those of its replicas, by (stage, replica)."""
-    others = [states[key] for key in sorted(states) if key[0] == stage and key[1]]
-    return replace(states[stage, 0], replicas=tuple(others))
 
 
 def warn_of_other_replicas(manifest: Checkpoint, *, same: bool, rank: int) -> None:
