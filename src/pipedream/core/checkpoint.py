@@ -159,11 +159,7 @@ class SavedStage:
             raise ValueError("an optimizer has at least one parameter group, found none")
         if self.scheduler is not None and not isinstance(self.scheduler, dict):
             raise ValueError(f"a scheduler's state is an object, found {self.scheduler!r}")
-        if not 0 <= min(counts := (self.updates, self.scheduled, self.rounds_before)) <= max(counts) <= _MAX_COUNT:
-            raise ValueError(
-                f"counts are from 0 to {_MAX_COUNT:g}, found {self.updates} updates, {self.scheduled} scheduled, "
-                f"{self.rounds_before} rounds before"
-            )
+        _check_counts(updates=self.updates, scheduled=self.scheduled, rounds_before=self.rounds_before)
 
 
 @dataclass(frozen=True)
@@ -186,11 +182,7 @@ class Position:
     callbacks: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 0 <= min(counts := (self.minibatches, self.epoch, self.epoch_batches)) <= max(counts) <= _MAX_COUNT:
-            raise ValueError(
-                f"a position's counts are from 0 to {_MAX_COUNT:g}, found {self.minibatches} minibatches, epoch "
-                f"{self.epoch} with {self.epoch_batches} done"
-            )
+        _check_counts(minibatches=self.minibatches, epoch=self.epoch, epoch_batches=self.epoch_batches)
         if self.data is not None and not isinstance(self.data, dict):
             raise ValueError(f"the state of the data is an object, found {self.data!r}")
 
@@ -266,6 +258,11 @@ class Checkpoint(PipelineRequest, Position, Artifact):
                 raise ArtifactError(f"{source} is damaged: its checksum is {crc32}, and was {saved_crc32} when saved")
             text = json.dumps(data)
         return super().from_json(text, source)
+
+
+def _check_counts(**counts: int) -> None:
+    if not 0 <= min(counts.values()) <= max(counts.values()) <= _MAX_COUNT:
+        raise ValueError(f"counts are from 0 to {_MAX_COUNT:g}, found {counts}")
 
 
 def _check_finite(value: Any, what: str) -> None:

@@ -125,8 +125,9 @@ def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
     trained(pd.loggers.CSVLogger(tmp_path / "whole.csv"), epochs=3)
     trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=2, folder=tmp_path / "saved")
     # A run that was killed has logged more than its last checkpoint has.
-    with pd.loggers.CSVLogger(tmp_path / "parts.csv") as log:
-        log.log_metrics({"loss": 0.0, "beyond": 1.0}, len(read(tmp_path / "parts.csv")))
+    log = pd.loggers.CSVLogger(tmp_path / "parts.csv")
+    log.log_metrics({"loss": 0.0, "beyond": 1.0}, len(read(tmp_path / "parts.csv")))
+    log.finalize("success")
     trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=3, folder=tmp_path / "saved", resume=True)
     assert [{k: v for k, v in row.items() if k != "beyond"} for row in read_rows("parts.csv")] == read_rows("whole.csv")
     trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=1)

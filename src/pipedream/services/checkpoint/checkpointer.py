@@ -139,7 +139,8 @@ class Checkpointer(SessionService):
         Every rank raises the same `ArtifactError` if it is damaged or belongs to another model or optimizer.
         """
         with self._workers_here.activity.at("reading a checkpoint"):
-            names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(checkpoint, manifest)))
+            names = dict.fromkeys(self._find_tensors_to_load(manifest))
+            self._run_on_every_rank(lambda: folders.check_names(checkpoint, manifest, names))
             self._run_on_every_rank(lambda: _check_shapes(self._workers_here, manifest))
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
             tensors = self._fetch(checkpoint, manifest, boxes)
@@ -309,11 +310,6 @@ class Checkpointer(SessionService):
             worker.input_updates = manifest.stages[0].updates if same_stages else 0
         if manifest.random:
             restore_rng(manifest.random[self._workers_here.worker_rank % len(manifest.random)], self._device)
-
-    def _list_tensors_to_load(self, checkpoint: SavedCheckpoint, manifest: Checkpoint) -> list[str]:
-        names = list(self._find_tensors_to_load(manifest))
-        folders.check_names(checkpoint, manifest, names)
-        return names
 
     def _find_tensors_to_load(self, manifest: Checkpoint) -> Iterable[str]:
         state = named_state(self._model)

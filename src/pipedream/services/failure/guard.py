@@ -360,12 +360,12 @@ class Guard(Unguarded):
         prints = True
         if verdict.store_lost:
             # Only one rank of this machine prints it, even if none has read the others' statuses.
-            knows_nobody = not self._detector.others and not self._store_is_rank_0s
+            knows_nobody = not self._detector.statuses and not self._store_is_rank_0s
             prints = (
                 os.environ.get("LOCAL_RANK", "0") == "0" if knows_nobody else self._rank == min(self._list_ranks_here())
             )
-            if self._store_is_rank_0s and self._rank and (server := self._detector.find_process(0)):
-                verdict = self._blame_rank_0(verdict, server)
+            if self._store_is_rank_0s and self._rank and (server := self._detector.statuses.get(0)):
+                verdict = self._blame_rank_0(verdict, server.process)
         else:
             first = self._heartbeat.report_failure(verdict)
             if first is not None:
@@ -379,21 +379,21 @@ class Guard(Unguarded):
     def _blame_rank_0(self, verdict: Verdict, server: RankProcess) -> Verdict:
         if not server.is_local:
             return verdict
-        where = self._detector.others[0].where
-        return Verdict(
-            0, where, verdict.cause.replace(UNREACHED, "the others cannot reach it and end"), unresponsive=True
-        )
+        cause = verdict.cause.replace(UNREACHED, "the others cannot reach it and end")
+        return Verdict(0, self._detector.statuses[0].where, cause, unresponsive=True)
 
     def _list_ranks_here(self) -> list[int]:
-        ranks = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
+        ranks = [
+            rank for rank, status in self._detector.statuses.items() if status.process.is_local and not status.ended
+        ]
         return [self._rank, *(rank for rank in ranks if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
         """Kills an unresponsive process; ends this one unless the main thread does."""
         if verdict.unresponsive and verdict.rank != self._rank:
-            process = self._detector.find_process(verdict.rank)
-            if process is not None:
-                process.kill()
+            status = self._detector.statuses.get(verdict.rank)
+            if status is not None:
+                status.process.kill()
         if not self._stopped.wait(_GRACE_S):
             _exit_now()
 

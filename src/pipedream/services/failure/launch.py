@@ -107,14 +107,12 @@ def _run_attempts(
         outcome = _run_attempt(workers, attempt, [*arguments, *extra_arguments], agent, folder / str(attempt))
         if isinstance(outcome, int):
             return outcome
-        if outcome.status == BAD_CALL:
-            print(outcome.text, file=sys.stderr, flush=True)
-            return BAD_CALL
         reason = "after: " + outcome.text.removeprefix("pipedream: ")
-        if restarts < max_restarts:
+        may_continue = outcome.status != BAD_CALL
+        if may_continue and restarts < max_restarts:
             restarts += 1
             print(f"pipedream: restart {restarts} of {max_restarts} {reason}", file=sys.stderr, flush=True)
-        elif fewest is not None and workers > fewest:
+        elif may_continue and fewest is not None and workers > fewest:
             lost = outcome.lost[: workers - fewest]
             write_lost(folder / str(attempt), lost)
             workers -= len(lost)

@@ -63,6 +63,9 @@ class FailureDetector:
 
     Args:
         stuck_after_s: how long any task may take; 0 for no limit.
+
+    Attributes:
+        statuses: other rank -> its newest status.
     """
 
     def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
@@ -70,7 +73,7 @@ class FailureDetector:
         self._activity = activity
         self._stuck_after_s = stuck_after_s
         self._store_owner = store_owner
-        self._statuses: dict[int, RankStatus] = {}
+        self.statuses: dict[int, RankStatus] = {}
         self._silent_s: dict[int, float] = {}
         self._exchanged_at_s: float | None = None
         self._checked_at_s: float | None = None
@@ -90,12 +93,12 @@ class FailureDetector:
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
         for rank, status in statuses.items():
-            previous = self._statuses.get(rank)
+            previous = self.statuses.get(rank)
             if previous is None or previous.count != status.count:
                 self._silent_s[rank] = 0.0
             else:
                 self._silent_s[rank] += min(since_s, _MAX_STEP_S)
-            self._statuses[rank] = status
+            self.statuses[rank] = status
 
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._checked_at_s is None else min(now_s - self._checked_at_s, _MAX_STEP_S)
@@ -103,19 +106,12 @@ class FailureDetector:
         verdict = self._check_gpu(since_s) or self._check_stuck(since_s)
         return verdict or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
-    def find_process(self, rank: int) -> RankProcess | None:
-        return self._statuses[rank].process if rank in self._statuses else None
-
-    @property
-    def others(self) -> Mapping[int, RankStatus]:
-        return self._statuses
-
     def _check_calls(self) -> Verdict | None:
         """Returns a verdict if another rank made a call that this rank did not make at the same point."""
         activity = self._activity
         minibatches = activity.loop_minibatches  # before the calls, so that a call made meanwhile counts
         calls = len(activity.calls)
-        for rank, status in sorted(self._statuses.items()):
+        for rank, status in sorted(self.statuses.items()):
             if status.session != activity.session:
                 continue
             for number, (name, at) in enumerate(status.last_calls, status.calls - len(status.last_calls)):
@@ -137,7 +133,7 @@ class FailureDetector:
 
     def _check_silence(self) -> Verdict | None:
         for rank, silent_s in sorted(self._silent_s.items()):
-            status = self._statuses[rank]
+            status = self.statuses[rank]
             if silent_s > SILENT_S and not status.ended:
                 return Verdict(
                     rank,
@@ -149,7 +145,7 @@ class FailureDetector:
 
     def _check_store(self, since_s: float) -> Verdict | None:
         self._unanswered_s += since_s
-        server = self._statuses.get(0) if self._store_owner == "rank 0" else None
+        server = self.statuses.get(0) if self._store_owner == "rank 0" else None
         if self._unanswered_s <= SILENT_S or (server is not None and server.ended):
             return None
         return Verdict(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.runtime.results.results import Done
@@ -122,24 +122,10 @@ class Loggers:
         return speed
 
 
-class _Closable:
-    """A logger that opens with its first log, so only at rank 0."""
-
-    def finalize(self, status: str) -> None:
-        """Closes it; a later log opens it again."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self.finalize("success")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+# Each of these loggers opens with its first log, so only at rank 0; a log after `finalize` opens it again.
 
 
-class CSVLogger(_Closable):
+class CSVLogger:
     """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics; then what else is logged.
 
     A number that was logged for some minibatches only is empty in the other rows. The file is overwritten, and its
@@ -194,7 +180,7 @@ class CSVLogger(_Closable):
         writer.writerows(earlier_rows)
 
 
-class TensorBoardLogger(_Closable):
+class TensorBoardLogger:
     """Writes scalars, named as in this module's table, for TensorBoard.
 
     A resumed run hides what an earlier one has written from its first minibatch on.
@@ -228,7 +214,7 @@ class TensorBoardLogger(_Closable):
             self._writer = None
 
 
-class WandbLogger(_Closable):
+class WandbLogger:
     """Logs to Weights & Biases, by its own package.
 
     Args:
@@ -267,7 +253,7 @@ class WandbLogger(_Closable):
         self._run, self._starts_run = None, False
 
 
-class MLFlowLogger(_Closable):
+class MLFlowLogger:
     """Logs to MLflow, by its own package.
 
     Args:
