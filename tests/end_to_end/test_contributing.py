@@ -53,6 +53,7 @@ def move_to_a_copy(file: Path, place: str, section: str = SCHEDULE) -> Path:
 
 
 FILES = {
+    "A new instruction": "barrier.py",
     "A new encoding of messages": "cut.py",
     "A new way for replicas to agree": "scaled.py",
     "A new compensation of delay": "fading.py",

@@ -42,25 +42,33 @@ def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, extension: s
     assert done.stdout == "trained\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("pd.plan(profile, pd.Cluster.flat(2), strategy='2bw')", "strategy '2bw' is not known, and no extension here"),
-        ("pd.plan(profile, pd.Cluster.flat(2), mesh='model:2')", "no extension here plans meshes; leave it out"),
-        ("pd.schedules.load_schedule('mine.csv')", "no extension here reads such files"),
-        ("from pipedream.apps import cli; cli.load('layout')", "the command 'layout' was given, and no extension here"),
-        ("pd.schedules.build('roundpipe', pd.Plan.uniform(2))", "schedule 'roundpipe' is not known"),
-        ("next(iter(small_trainings('spectrain'))).check(0.0)", "needs the extension 'delays', which is not here"),
-    ],
-)  # fmt: skip
-def test_a_missing_extension_is_named(call: str, words: str) -> None:
-    program = (
-        "import pipedream.extensions\n"
-        "pipedream.extensions.__path__ = []\n"
-        "import pipedream as pd\n"
-        "from pipedream.apps.testing.checks import small_trainings\n"
-        "profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)\n"
-        f"try:\n    {call}\nexcept pd.PipelineError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert words in done.stdout, done.stderr
+MISSING = {
+    "pd.plan(profile, pd.Cluster.flat(2), strategy='2bw')": "strategy '2bw' is not known, and no extension here",
+    "pd.plan(profile, pd.Cluster.flat(2), mesh='model:2')": "no extension here plans meshes; leave it out",
+    "pd.schedules.load_schedule('mine.csv')": "no extension here reads such files",
+    "cli.load('layout')": "the command 'layout' was given, and no extension here",
+    "pd.schedules.build('roundpipe', pd.Plan.uniform(2))": "schedule 'roundpipe' is not known",
+    "next(iter(small_trainings('spectrain'))).check(0.0)": "needs the extension 'delays', which is not here",
+}
+"""A call -> words of its refusal."""
+
+
+def test_a_missing_extension_is_named() -> None:
+    program = """
+import sys
+import pipedream.extensions
+pipedream.extensions.__path__ = []
+import pipedream as pd
+from pipedream.apps import cli
+from pipedream.apps.testing.checks import small_trainings
+profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)
+for call in sys.argv[1:]:
+    try:
+        eval(call)
+    except pd.PipelineError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, *MISSING], capture_output=True, text=True)
+    refusals = done.stdout.splitlines()
+    for refusal, words in zip(refusals, MISSING.values(), strict=True):
+        assert words in refusal, done.stderr

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import pipedream as pd
 from pipedream.core.plan.cost import SumLink
-from pipedream.core.schedule.program import AT_STAGES, Instruction, Move
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.program import Instruction
 from pipedream.core.schedule.timeline import Span
 from pipedream.simulator import Costs
 
@@ -70,7 +71,7 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
     receives: list[list[int]] = [[] for _ in program.channels]  # microbatches in the order of their receives
     for text in texts:
         for instruction in text:
-            if not isinstance(instruction, Op) and instruction.kind is Move.RECEIVE:
+            if not isinstance(instruction, Op) and instruction.kind is moves.RECEIVE:
                 receives[instruction.channel].append(instruction.index)
     for number, channel in enumerate(program.channels):
         done.posted.update({(number, k): 0.0 for k in receives[number][: channel.depth]})
@@ -115,7 +116,7 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
                 later = receives[number].index(k) + program.channels[number].depth
                 done.posted.update({(number, k): end for k in receives[number][later : later + 1]})
             received[rank] = []
-        elif instruction.kind is Move.SYNC:
+        elif instruction.kind is moves.SYNC:
             members = program.placement.ranks[instruction.channel]
             brought[instruction.channel, instruction.index].setdefault(rank, (now[rank], now[rank]))
             if len(brought[instruction.channel, instruction.index]) < len(members):
@@ -129,9 +130,9 @@ def ranks_with(program: pd.Program, costs: Costs, total: int, overlap: bool, arr
                 busy_s = 2 * host.message_s_per_byte * costs.sum_bytes[instruction.channel]
                 closed = max(closed, max(end for _, end in times) + busy_s)
             wait(rank, instruction.channel, instruction.index, closed)
-        elif instruction.kind in AT_STAGES:
+        elif instruction.kind.counts == "stages":
             pass  # ops wait for shared memory here, and sums begin with the last backward of the order
-        elif instruction.kind is Move.SEND:
+        elif instruction.kind is moves.SEND:
             now[rank] += end_s(instruction.channel) * slowness
             done.sent[instruction.channel, instruction.index] = now[rank]
         else:

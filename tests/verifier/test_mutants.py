@@ -19,7 +19,9 @@ from marks import slow
 from programs import program_of, with_rank
 
 import pipedream as pd
-from pipedream.core.schedule.program import Instruction, Move, RankProgram, Transfer
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Transfer
+from pipedream.core.schedule.program import Instruction, RankProgram
 
 RULES = ("flush", "stash", "vertical_sync", "double_buffer", "stamped", "interpolated")
 GIVES = (pd.schedules.Kind.BACKWARD, pd.schedules.Kind.WEIGHT_GRADIENT)
@@ -126,14 +128,14 @@ def near(program: pd.Program, item: Instruction) -> Iterator[Instruction]:
     if isinstance(item, pd.schedules.Op):
         # Its messages are then without what makes them, or what reads them.
         for number in range(len(program.channels)):
-            yield Transfer(Move.SEND, number, 0)
-            yield Transfer(Move.RECEIVE, number, 0)
+            yield Transfer(moves.SEND, number, 0)
+            yield Transfer(moves.RECEIVE, number, 0)
         yield item._replace(kind=pd.schedules.Kind.UPDATE)
-    elif item.kind is Move.SYNC:
+    elif item.kind is moves.SYNC:
         yield pd.schedules.Op(pd.schedules.Kind.UPDATE, item.channel, item.index)
     else:
         ends = program.channels[item.channel]
-        yield item._replace(kind=Move.RECEIVE if item.kind is Move.SEND else Move.SEND)
+        yield item._replace(kind=moves.RECEIVE if item.kind is moves.SEND else moves.SEND)
         yield pd.schedules.Op(
             pd.schedules.Kind.BACKWARD if ends.carries == "gradient" else pd.schedules.Kind.FORWARD,
             ends.target,
@@ -162,7 +164,7 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
 @given(names, numbers, st.data())
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
-    messages = (Move.SEND, Move.RECEIVE)
+    messages = (moves.SEND, moves.RECEIVE)
     program = make_program(name, which)
     refuse_swap(program, data, lambda item, two: item.kind in messages and item[:2] == two[:2] and item != two)
 
@@ -263,7 +265,7 @@ def test_sums_and_targets_that_nobody_asked_for() -> None:
     program = make_program("gpipe", 2)
     place = Place(program, 0, "period", 0)
     for update in (0, 7, 10**9):
-        why = reason(place.put([*place.items, Transfer(Move.SYNC, 0, update)]))
+        why = reason(place.put([*place.items, Transfer(moves.SYNC, 0, update)]))
         assert re.search(r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+", why)
     channels = tuple(channel for channel in program.channels if channel.carries != "input")
     assert channels == program.channels[: len(channels)]

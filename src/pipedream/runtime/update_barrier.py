@@ -120,7 +120,11 @@ class UpdateBarrier:
         for stage_state in self._stage_states.values():
             stage_state.versions.publish()
         if any(map(placement.runs_backward_elsewhere, range(placement.stages))):
-            yield from wait_for(self._group.all_reduce(torch.zeros(1)))
+            yield from self.meet()
+
+    def meet(self) -> Waiting[None]:
+        """Waits until all ranks do."""
+        yield from wait_for(self._group.all_reduce(torch.zeros(1)))
 
     def finish(self) -> Waiting[None]:
         """Receives the norms still under way, at a drain."""

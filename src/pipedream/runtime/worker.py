@@ -7,20 +7,15 @@ resolved to a method and its numbers before the run (`_Step`).
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Move, list_ends
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import (
-    SUMS,
-    Instruction,
-    Move,
-    Program,
-    advance_instruction,
-    count_indices,
-    list_ends,
-)
+from pipedream.core.schedule.program import Instruction, Program, advance_instruction, count_indices
 from pipedream.core.user_code import with_place
 from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Waiting
@@ -145,17 +140,18 @@ class Worker:
             Kind.INPUT_GRADIENT: backwards.run_inputs,
             Kind.WEIGHT_GRADIENT: backwards.run_weights,
             Kind.UPDATE: self._update,
-            Move.RECEIVE: self._receive,
-            Move.SEND: self._send,
-            Move.FETCH_WEIGHTS: forwards.fetch_weights,
-            Move.FETCH_BUFFERS: forwards.fetch_buffers,
-            Move.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
-            Move.REPEAT: backwards.repeat_forward,
-            Move.BEGIN_SUM: backwards.begin_sum,
-            Move.BEGIN_UPDATE: update_barrier.begin_thread,
-            Move.JOIN_UPDATE: lambda s, n: stage_states[s].join_update(self.recorder, activity),
-            **dict.fromkeys(SUMS, _skip_sum),
-            Move.AVERAGE: self._average,
+            moves.RECEIVE: self._receive,
+            moves.SEND: self._send,
+            moves.FETCH_WEIGHTS: forwards.fetch_weights,
+            moves.FETCH_BUFFERS: forwards.fetch_buffers,
+            moves.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
+            moves.REPEAT: backwards.repeat_forward,
+            moves.BEGIN_SUM: backwards.begin_sum,
+            moves.BEGIN_UPDATE: update_barrier.begin_thread,
+            moves.JOIN_UPDATE: lambda s, n: stage_states[s].join_update(self.recorder, activity),
+            **dict.fromkeys((moves.SYNC, moves.TIED, moves.NORM), _skip_sum),
+            moves.AVERAGE: self._average,
+            **{move: partial(move.run or _wait_for_all, self) for move in program.moves},
         }
         self._steps = {
             True: _resolve_steps(program, rank, self._actions),
@@ -332,7 +328,7 @@ class Worker:
         if stage == min(self.stage_states):
             done = _list_minibatches(self.program, op, self._microbatches, present_share)
             self._uncollected += ((minibatch, rate) for minibatch in done)
-            if not list_ends(self.program, op):
+            if all(end.kind is not moves.AVERAGE for end in list_ends(self.program, self.rank, op)):
                 yield from self._collect(self.results.delay)
 
     def _average(self, stage: int, index: int) -> Waiting[Any]:
@@ -419,6 +415,11 @@ def _find_waiting_stages(program: Program) -> set[int]:
         or any(stage in weights.stages for weights in program.plan.tied_weights)
         or (program.couples_updates and not program.norm_delay)
     }
+
+
+def _wait_for_all(worker: Worker, number: int, index: int) -> Waiting[None]:
+    """Waits until all workers do."""
+    yield from worker.update_barrier.meet()
 
 
 def _skip_sum(number: int, index: int) -> None:

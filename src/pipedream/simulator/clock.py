@@ -25,23 +25,22 @@ from typing import Any, NoReturn
 
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.garbage import pause_collection
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Transfer, list_joint_stages
 from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import SUMS, Move, Program, Transfer, advance_instruction
+from pipedream.core.schedule.program import Program, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
-    ALL_RANKS,
     FETCH,
     GIVE,
     JOIN,
-    NORM,
     OP,
     RECEIVE,
     SEND,
     STEP,
     STOP,
-    SYNC,
-    TIED,
+    SUM,
     TURN,
     CompiledInstruction,
     CompiledRank,
@@ -110,7 +109,7 @@ class _Rank:
         missing: ops not yet done; `missing_before` is their number one turn ago.
         slowness: factor on its seconds.
         joined: stage -> newest update whose sum has this rank's gradients.
-        made_s: stage -> end of its newest update that a thread makes.
+        made: stage -> its newest update that a thread makes, and its end in seconds.
         arrival_s: of the newest message received; an op may begin before it, but not end.
     """
 
@@ -130,7 +129,7 @@ class _Rank:
     received: list[Wire] = field(default_factory=list)
     joined: dict[int, int] = field(default_factory=dict)
     arrival_s: float = 0.0
-    made_s: dict[int, float] = field(default_factory=dict)
+    made: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,9 +173,9 @@ class _Clock:
         self.member_counts = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.barriers: dict[tuple[int, int], _Barrier] = {}
         self.awaits: dict[int, Callable[[_Rank, Any, int, float], float | None]] = {
-            **dict.fromkeys((SYNC, TIED, NORM), self._await_barrier),
+            SUM: self._await_barrier,
             FETCH: self._await_shared,
-            JOIN: lambda rank, stage, update, now: rank.made_s[stage],
+            JOIN: lambda rank, stage, index, now: rank.made[stage][1],
         }
         fetching = {item.what[0][0] for text in texts for item in text.instructions if item.code == FETCH}
         self.fetched_kinds = ("F" in fetching) * "U" + bool(fetching & {"B", "U"}) * "B"  # whose results others fetch
@@ -238,11 +237,13 @@ class _Clock:
                     position, turn = rank.text.loop, turn + 1
                     continue
                 if code == STOP:
-                    self._end_rank(rank, missing)
+                    now = self._end_rank(rank, missing, now)
                     break
             elif code <= STEP:
                 if load_s and not what and letter == "F" and not index % microbatches:
                     now += load_s
+                if code:
+                    now = self._await_late_updates(rank, what, index, now)
                 end = now + seconds if draw is None else max(now + seconds * draw(letter), rank.arrival_s)
                 if code:
                     end = self._begin_step(rank, what, index, now, end - now)
@@ -285,17 +286,31 @@ class _Clock:
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
     def _list_remainder(self, rank: _Rank, position: int, turn: int) -> list[_Work]:
-        """Returns what a rank has to do once its ops are done: to send, and to join updates."""
+        """Returns what a rank has to send once its ops are done."""
         rank.instructions = self._add_seconds(rank.text.list_remainder(position, turn), rank.slowness)
         return rank.instructions
 
     def _begin_step(self, rank: _Rank, stage: int, update: int, now: float, seconds: float) -> float:
         """Lets a rank's thread make an update; returns the end of the op."""
-        start_s = max([now, *rank.made_s.values()])
-        end_s = rank.made_s[stage] = start_s + seconds
+        start_s = max([now, *(end_s for _, end_s in rank.made.values())])
+        end_s = start_s + seconds
+        rank.made[stage] = update, end_s
         rank.sends.append(_new(Span, (rank.number, "step", stage, update, start_s, end_s)))
         self._note_fetched(Op(Kind.UPDATE, stage, update), end_s)
         return now
+
+    def _await_late_updates(self, rank: _Rank, stage: int, update: int, now: float) -> float:
+        """Returns when the updates have been made whose gradients an update replaces, if no op has joined them."""
+        for joined in list_joint_stages(self.program, rank.number, stage):
+            if joined in rank.made and rank.made[joined][0] < update:
+                now = self._wait(rank, joined, rank.made[joined], now)
+        return now
+
+    def _wait(self, rank: _Rank, stage: int, made: tuple[int, float], now: float) -> float:
+        update, end_s = made
+        if end_s > now:
+            rank.spans.append(_new(Span, (rank.number, "wait", stage, update, now, end_s)))
+        return max(now, end_s)
 
     def _note_done(self, letter: str, stage: int, index: int, now: float) -> None:
         if letter in self.fetched_kinds:
@@ -346,10 +361,13 @@ class _Clock:
             )
         return rank.arrival_s - wire.early_s
 
-    def _end_rank(self, rank: _Rank, missing: int) -> None:
+    def _end_rank(self, rank: _Rank, missing: int, now: float) -> float:
         if missing:
             _refuse_missing_ops(self.program, rank, self.total)
         rank.ended = True
+        for stage, made in rank.made.items():
+            now = self._wait(rank, stage, made, now)
+        return now
 
     def _check_progress(self, rank: _Rank, missing: int) -> None:
         if missing == rank.missing_before:
@@ -360,16 +378,14 @@ class _Clock:
         key = stage, update
         barrier = self.barriers.get(key)
         if barrier is None:
-            size = (
-                sum(last >= update for last in self.last_updates) if stage == ALL_RANKS else self.member_counts[stage]
-            )
+            size = sum(last >= update for last in self.last_updates) if stage < 0 else self.member_counts[stage]
             barrier = self.barriers[key] = _Barrier(size, size)
         rank.joined[stage] = update
         barrier.arrivals.append((now, backward_s))
         barrier.missing -= 1
         if barrier.missing:
             return
-        if stage == ALL_RANKS:
+        if stage < 0:
             self._end_barrier(barrier, 0.0, 0.0)
         else:
             self.messages.sum_up(
@@ -432,8 +448,8 @@ def _describe_waits(program: Program, ranks: Sequence[_Rank], total: int) -> str
         source = rank.text.instructions[rank.position].source
         assert isinstance(source, Transfer)
         instruction = advance_instruction(source, rank.turn * program.cycle, program.updates)
-        words = SUMS.get(source.kind, "what another rank leaves in shared memory")
-        if source.kind is Move.RECEIVE:
+        words = source.kind.words if source.kind.is_joint else "what another rank leaves in shared memory"
+        if source.kind is moves.RECEIVE:
             words = describe_message(program.channels[source.channel], instruction.index)
         rows.append(f"  rank {rank.number} waits at {instruction}: {words}")
     return "\n".join(

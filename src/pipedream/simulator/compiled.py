@@ -8,16 +8,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.program import (
-    FETCHES,
-    Instruction,
-    Move,
-    Program,
-    find_per_update,
-)
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Move
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction, Program, find_per_update
 
-OP, STEP, RECEIVE, SEND, SYNC, GIVE, NORM, TIED, FETCH, JOIN, TURN, STOP = range(12)
+OP, STEP, RECEIVE, SEND, SUM, GIVE, FETCH, JOIN, TURN, STOP = range(10)
 
 
 class CompiledInstruction(NamedTuple):
@@ -25,9 +21,9 @@ class CompiledInstruction(NamedTuple):
 
     Attributes:
         what: stage of an op; a channel's number; for GIVE, (stage, first update, its stride); for a wait, its cause
-            and the stage: the barrier of a sum (`Costs.sum_s` or `ALL_RANKS`), for FETCH the (letter, stage) of the op
-            that reads, for JOIN the stage.
-        first, stride: its index is first + t x stride.
+            and the stage: the barrier of a SUM (`Costs.sum_s`; below 0 those of all ranks, which cost nothing), for
+            FETCH the (letter, stage) of the op that reads, for JOIN the stage.
+        first, stride: its index is first + t x stride; that of JOIN is the op's before which it comes.
         limit: it exists if its index is below this.
         letter: of an op; "*" for a receive before which a forward is repeated.
     """
@@ -41,18 +37,6 @@ class CompiledInstruction(NamedTuple):
     source: Instruction | None
 
 
-ALL_RANKS = -1
-"""The barrier of a global norm, beside those of stages and of tied weights."""
-
-_CODES = {
-    Move.SEND: SEND,
-    Move.RECEIVE: RECEIVE,
-    Move.SYNC: SYNC,
-    Move.TIED: TIED,
-    Move.NORM: NORM,
-    Move.JOIN_UPDATE: JOIN,
-}
-_CODES |= dict.fromkeys(FETCHES, FETCH)
 _TURN = CompiledInstruction(TURN, 0, 0, 0, 0, "", None)
 _STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
@@ -62,7 +46,7 @@ class CompiledRank:
     """The instructions of one rank: warm-up, then the period from `loop` on, repeated.
 
     Attributes:
-        ops: their number in the run; only sends, and ends of updates, follow the last one.
+        ops: their number in the run; only sends follow the last one.
     """
 
     instructions: tuple[CompiledInstruction, ...]
@@ -70,8 +54,7 @@ class CompiledRank:
     ops: int
 
     def list_remainder(self, position: int, turn: int) -> list[CompiledInstruction]:
-        """Returns what remains after the last op: its sends, and updates to join before ops that do not exist."""
-        has_joins = any(instruction.code == JOIN for instruction in self.instructions)
+        """Returns the sends that remain after the last op."""
         remaining: list[CompiledInstruction] = []
         turns = 0
         while True:
@@ -82,9 +65,9 @@ class CompiledRank:
                 if turns > 2:
                     break
                 continue
-            if code == STOP or not (has_joins or code in (SEND, GIVE)):
+            if code not in (SEND, GIVE):
                 break
-            if code in (SEND, JOIN) and first + turn * stride < limit:
+            if code == SEND and first + turn * stride < limit:
                 remaining.append(CompiledInstruction(code, what, first + turn * stride, 0, limit, letter, source))
             position += 1
         return [*remaining, _STOP]
@@ -101,60 +84,77 @@ def compile_rank(
     """
     lowered = program.ranks[rank]
     text = (*lowered.warmup, *lowered.period)
-    common_sums: list[CompiledInstruction] = []  # of several stages, before the next update
+    joint: list[CompiledInstruction] = []  # of several stages, before the next update
     instructions: list[CompiledInstruction] = []
     period_start = 0
-    begins_sum = begins_update = repeats = False
+    before: set[Move] = set()  # what the text says before an op or a receive of how it takes place
     for position, instruction in enumerate(text):
         if position == len(lowered.warmup):
             period_start = len(instructions)
-        if instruction.kind is Move.BEGIN_SUM:
-            begins_sum = instruction.channel in early_sums
+        kind = instruction.kind
+        if kind in (moves.BEGIN_SUM, moves.REPEAT, moves.BEGIN_UPDATE):
+            before.add(kind)
             continue
-        if instruction.kind is Move.REPEAT:
-            repeats = True
+        if isinstance(kind, Move) and _is_free(program, kind, has_threads):
             continue
-        if instruction.kind is Move.BEGIN_UPDATE:
-            begins_update = has_threads
-            continue
-        if instruction.kind is Move.AVERAGE or (instruction.kind is Move.JOIN_UPDATE and not has_threads):
-            continue  # averages are priced in the sums before all updates (`SumCosts`)
         compiled = _compile_instruction(program, instruction, total)
-        if compiled.code == RECEIVE and repeats:
-            compiled, repeats = compiled._replace(letter="*"), False
-        if compiled.code in (TIED, NORM):
-            if not (compiled.code == NORM and program.norm_delay):  # a delayed norm is known in time
-                common_sums.append(compiled)
-            continue
-        if compiled.letter == "U":
-            for common in common_sums:
-                number = program.placement.stages + common.what[0] if common.code == TIED else ALL_RANKS
-                instructions.append(common._replace(what=(number, compiled.what)))
-            common_sums.clear()
-            if begins_update:
-                compiled, begins_update = compiled._replace(code=STEP), False
-        instructions.append(compiled)
-        if begins_sum and compiled.code == OP:
-            update = program.updates.update_of(compiled.what, compiled.first)
-            stride = program.cycle // program.updates.per_update[compiled.what]
-            instructions.append(compiled._replace(code=GIVE, what=(compiled.what, update, stride)))
-            begins_sum = False
+        code, stage = compiled.code, compiled.what
+        if code == JOIN:  # if its op does not exist, the update need not be made now
+            op = next(item for item in program.stream(rank, position) if isinstance(item, Op))
+            instructions.append(_compile_instruction(program, op, total)._replace(code=JOIN, what=stage, letter=""))
+        elif code == SUM and isinstance(kind, Move) and not (kind.at_stages or kind.follows):
+            joint.append(compiled)
+        elif code == RECEIVE and moves.REPEAT in before:
+            instructions.append(compiled._replace(letter="*"))
+            before.discard(moves.REPEAT)
+        elif code == OP:
+            if compiled.letter == "U":
+                instructions += [barrier._replace(what=(barrier.what[0], stage)) for barrier in joint]
+                joint.clear()
+            in_thread = has_threads and moves.BEGIN_UPDATE in before
+            instructions.append(compiled._replace(code=STEP) if in_thread else compiled)
+            if moves.BEGIN_SUM in before and stage in early_sums:
+                update, stride = program.updates.update_of(stage, compiled.first), program.updates.per_update[stage]
+                instructions.append(compiled._replace(code=GIVE, what=(stage, update, program.cycle // stride)))
+            before -= {moves.BEGIN_SUM, moves.BEGIN_UPDATE}
+        else:
+            instructions.append(compiled)
     if lowered.period:
         return CompiledRank((*instructions, _TURN), period_start, program.op_count(rank, total))
     return CompiledRank((*instructions, _STOP), 0, program.op_count(rank, total))
 
 
+def _is_free(program: Program, move: Move, has_threads: bool) -> bool:
+    """Returns whether a move takes no time where it stands."""
+    if move is moves.JOIN_UPDATE:
+        return not has_threads
+    # Averages are priced in the sums before all updates (`SumCosts`); a delayed norm is known in time.
+    is_known = move is moves.AVERAGE or (move is moves.NORM and bool(program.norm_delay))
+    return is_known or (move in program.moves and not move.is_joint)
+
+
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
-    what: Any
-    if isinstance(instruction, Op):
-        code, what, letter = OP, instruction.stage, instruction.kind.value
+    kind, number = instruction[:2]
+    what: Any = (number, number)
+    letter = ""
+    if isinstance(kind, Kind):
+        code, what, letter = OP, number, kind.value
+    elif kind.counts == "channels":
+        code, what = (SEND if kind is moves.SEND else RECEIVE), number
+    elif kind in moves.FETCHES:
+        code, what = FETCH, ((kind.kind.value, number), number)
+    elif kind is moves.JOIN_UPDATE:
+        code = JOIN
     else:
-        code, what, letter = _CODES[instruction.kind], instruction.channel, ""
-        if code == FETCH:
-            what = (FETCHES[instruction.kind].value, what), what
-        elif code in (SYNC, TIED, NORM, JOIN):
-            what = what, what
+        code, what = SUM, (_number_barrier(program, kind, number), number)
     stride, limit = program.cycle, total
     if per_update := find_per_update(instruction, program.updates):
         stride, limit = stride // per_update, -(-total // per_update) + 1
     return CompiledInstruction(code, what, instruction.index, stride, limit, letter, instruction)
+
+
+def _number_barrier(program: Program, move: Move, number: int) -> int:
+    """Numbers barriers: of stages, then of tied weights; those of all ranks are negative."""
+    if move.counts == "all ranks":
+        return ~(moves.NORM, *program.moves).index(move)
+    return number + program.placement.stages * (move.counts == "tied weights")

@@ -18,18 +18,10 @@ from functools import cached_property
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Transfer, list_ends, list_waits
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
-from pipedream.core.schedule.program import (
-    AT_STAGES,
-    FETCHES,
-    SUMS,
-    Instruction,
-    Move,
-    Program,
-    Transfer,
-    list_ends,
-    list_waits,
-)
+from pipedream.core.schedule.program import Instruction, Program
 from pipedream.core.schedule.rules import is_in_shared_memory
 
 Message = tuple[int, int]
@@ -72,7 +64,7 @@ class Unrolled:
 
     @cached_property
     def has_threads(self) -> bool:
-        return any(step.kind is Move.BEGIN_UPDATE for _, step in self.steps)
+        return any(step.kind is moves.BEGIN_UPDATE for _, step in self.steps)
 
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
         program = self.program
@@ -147,7 +139,7 @@ def _index_stream(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
     stage_replicas = set(placement.stage_replicas(rank))
     updates = [Op(Kind.UPDATE, stage, 1, replica) for stage, replica in stage_replicas]
-    waits = [item for op in updates for item in (*list_waits(run.program, rank, op), *list_ends(run.program, op))]
+    waits = [item for op in updates for item in (*list_waits(run.program, rank, op), *list_ends(run.program, rank, op))]
     summed = {item[:2] for item in waits}
     passes = {is_forward: set(placement.passes(rank, forward=is_forward)) for is_forward in (True, False)}
     for position, instruction in enumerate(run.streams[rank]):
@@ -167,17 +159,17 @@ def _index_stream(run: Unrolled, rank: int) -> None:
             continue
         assert isinstance(instruction, Transfer)
         move, number, index = instruction
-        if move in AT_STAGES:
-            if run.steps.setdefault((rank, instruction), position) != position:
-                raise run.error(rank, position, "done before")
-            continue
-        if move in SUMS:
+        if move.is_joint:
             if (move, number) not in summed:
-                raise run.error(rank, position, f"a {SUMS[move]} ({number}) that this rank is not part of")
+                raise run.error(rank, position, f"a {move.words} ({number}) that this rank is not part of")
             if run.sums.setdefault((rank, instruction), position) != position:
                 raise run.error(rank, position, "this sum was joined before")
             continue
-        sends = move is Move.SEND
+        if move.counts != "channels":
+            if run.steps.setdefault((rank, instruction), position) != position:
+                raise run.error(rank, position, "done before")
+            continue
+        sends = move is moves.SEND
         if not 0 <= number < len(channels):
             raise run.error(rank, position, f"there are {len(channels)} channels")
         if rank != (channels[number].sender if sends else channels[number].receiver):
@@ -226,7 +218,7 @@ def _check_repeat(run: Unrolled, message: Message, position: int) -> None:
     channel = run.program.channels[number]
     if channel.target not in run.recomputing:
         return
-    repeat = Transfer(Move.REPEAT, channel.target, k)
+    repeat = Transfer(moves.REPEAT, channel.target, k)
     repeat_position = run.steps.get((channel.receiver, repeat))
     if channel.carries == Carries.GRADIENT and (repeat_position is None or repeat_position > position):
         raise run.error(channel.receiver, position, f"no {repeat}, which repeats its forward, comes before it")
@@ -237,33 +229,33 @@ def _check_repeat(run: Unrolled, message: Message, position: int) -> None:
 def _check_steps(run: Unrolled) -> None:
     """Checks that what a rank does for an op beside messages and sums is of use to one that follows."""
     program, placement = run.program, run.program.placement
-    kinds = FETCHES | {Move.REPEAT: find_gradient_kind(program.kinds), Move.BEGIN_SUM: find_last_kind(program.kinds)}
-    kinds[Move.BEGIN_UPDATE] = Kind.UPDATE
+    kinds = {moves.REPEAT: find_gradient_kind(program.kinds), moves.BEGIN_SUM: find_last_kind(program.kinds)}
     for (rank, step), position in run.steps.items():
         if not 0 <= step.channel < placement.stages:
             raise run.error(rank, position, f"there are {placement.stages} stages")
-        if step.kind is Move.JOIN_UPDATE:
+        if step.kind is moves.JOIN_UPDATE:
             _check_join(run, rank, step, position)
             continue
-        kind, stage, index = kinds[step.kind], step.channel, step.index
+        kind, stage, index = kinds.get(step.kind, step.kind.kind), step.channel, step.index
         op = Op(kind, stage, index, 0 if kind is Kind.UPDATE else placement.replica(stage, index))
         place = run.ops.get(op)
-        if place is None or place[0] != rank or place[1] < position:
+        if place is None or place[0] != rank or (place[1] < position and not step.kind.follows):
             raise run.error(rank, position, f"{op}, for which it is, does not follow on this rank")
-        if step.kind is Move.BEGIN_SUM:
+        if step.kind is moves.BEGIN_SUM:
             is_useful = placement.replicas[stage] > 1
-        elif step.kind is Move.BEGIN_UPDATE:
+        elif step.kind is moves.BEGIN_UPDATE:
             is_useful = program.overlaps_update(stage)
             _check_joined(run, op, rank, len(run.streams[rank]), "the end of the run")
         else:
-            is_useful = program.recomputes(stage) if step.kind is Move.REPEAT else step in list_waits(program, rank, op)
+            placed = (list_ends if step.kind.follows else list_waits)(program, rank, op)
+            is_useful = program.recomputes(stage) if step.kind is moves.REPEAT else step in placed
         if not is_useful:
             raise run.error(rank, position, f"{op} does not need it")
 
 
 def _check_join(run: Unrolled, rank: int, join: Transfer, position: int) -> None:
     """Checks that an update which is joined has begun."""
-    begin, update = join._replace(kind=Move.BEGIN_UPDATE), Op(Kind.UPDATE, join.channel, join.index)
+    begin, update = join._replace(kind=moves.BEGIN_UPDATE), Op(Kind.UPDATE, join.channel, join.index)
     if (rank, begin) not in run.steps or run.ops[update][1] > position:
         raise run.error(rank, position, f"{begin} and {update}, which it waits for, do not come before it")
 
@@ -273,7 +265,7 @@ def _check_joined(run: Unrolled, update: Op, rank: int, position: int, reader: s
     if not run.has_threads:
         return
     _, stage, index, _ = update
-    begin, join = Transfer(Move.BEGIN_UPDATE, stage, index), Transfer(Move.JOIN_UPDATE, stage, index)
+    begin, join = Transfer(moves.BEGIN_UPDATE, stage, index), Transfer(moves.JOIN_UPDATE, stage, index)
     begin_position = run.steps.get((rank, begin))
     if begin_position is not None and run.steps.get((rank, join), position) >= position:
         reason = f"a thread makes {update}, and no {join} comes before {reader}, which needs it"
@@ -284,19 +276,19 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
     program, index = run.program, op.index
     last_allowed = position
     for item in list_waits(program, rank, op):
-        wait_position = (run.sums if item.kind in SUMS else run.steps).get((rank, item))
+        wait_position = (run.sums if item.kind.is_joint else run.steps).get((rank, item))
         if wait_position is None or wait_position > position:
-            words = SUMS.get(item.kind, "wait for shared memory")
+            words = "wait for shared memory" if item.kind in moves.FETCHES else item.kind.words
             raise run.error(rank, position, f"no {words}, {item}, comes before it")
-        if item.kind is Move.SYNC:
+        if item.kind is moves.SYNC:
             last_allowed = wait_position  # the rank's own gradients; those of others are checked at their updates
-        elif item.kind in SUMS:
+        elif item.kind.is_joint:
             _check_rank_gradients(run, op, rank, wait_position)
-        elif item.kind is Move.FETCH_GRADIENTS and index > 1:  # where the thread reads those of the update before
+        elif item.kind is moves.FETCH_GRADIENTS and index > 1:  # where the thread reads those of the update before
             _check_joined(run, Op(Kind.UPDATE, item.channel, index - 1), rank, wait_position, str(item))
-    for item in list_ends(program, op):
-        if run.sums.get((rank, item)) != position + 1:
-            raise run.error(rank, position, f"no {SUMS[item.kind]}, {item}, follows it directly")
+    for number, item in enumerate(list_ends(program, rank, op), 1):
+        if (run.sums if item.kind.is_joint else run.steps).get((rank, item)) != position + number:
+            raise run.error(rank, position, f"no {item.kind.words}, {item}, follows it directly")
     for required in program.requires(op, run.total):
         place = run.ops.get(required)
         if place is None:
@@ -348,8 +340,8 @@ def check_assumptions(run: Unrolled) -> None:
     for (rank, (move, number, update)), position in run.sums.items():
         for stage, replica in run.program.placement.stage_replicas(rank):
             place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
-            is_joint = move in (Move.TIED, Move.NORM)
-            if (is_joint or (move is Move.SYNC and stage == number)) and (place is None or place[1] < position):
+            is_needed = not move.follows and (not move.at_stages or stage == number)
+            if is_needed and (place is None or place[1] < position):
                 raise run.error(rank, position, f"no update {stage}U{update} follows this sum")
     for stage in range(run.program.placement.stages):
         _check_versions(run, stage)
@@ -363,7 +355,7 @@ def _check_order(run: Unrolled, rank: int) -> None:
     summing: dict[int, int] = {}  # stage -> the microbatch in whose backward the sum began
     for position, op in enumerate(run.streams[rank]):
         if not isinstance(op, Op):
-            if op.kind is Move.BEGIN_SUM:
+            if op.kind is moves.BEGIN_SUM:
                 summing[op.channel] = op.index
             continue
         kind, stage, index, _ = op

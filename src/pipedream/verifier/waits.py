@@ -15,8 +15,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from pipedream.core.errors import DeadlockError
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Transfer
 from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.program import AT_STAGES, FETCHES, SUMS, Channel, Instruction, Move, Transfer
+from pipedream.core.schedule.program import Channel, Instruction
 from pipedream.verifier.unrolled import Message, Unrolled
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
@@ -75,9 +77,9 @@ class _Waits:
         self.done: set[Op] = set()
         self.readers: dict[Op, list[int]] = defaultdict(list)
         for rank, fetch in run.steps:
-            if fetch.kind not in FETCHES:
+            if fetch.kind not in moves.FETCHES:
                 continue
-            op = Op(FETCHES[fetch.kind], fetch.channel, fetch.index)  # a stage with shared weights has one replica
+            op = Op(fetch.kind.kind, fetch.channel, fetch.index)  # a stage with shared weights has one replica
             fetched = run.program.list_fetched(op, run.total)
             self.needs[rank, fetch] = [need for need in fetched if run.ops[need][0] != rank]
         self.needed = {need for needs in self.needs.values() for need in needs}
@@ -97,12 +99,12 @@ class _Waits:
             self.readers[missing].append(rank)
             return False
         if isinstance(instruction, Transfer):
-            if instruction.kind in AT_STAGES:
-                return True
-            if instruction.kind in SUMS:
+            if instruction.kind.is_joint:
                 return self._arrive(rank, instruction)
+            if instruction.kind.counts != "channels":
+                return True
             message = instruction.channel, instruction.index
-            if instruction.kind is Move.RECEIVE:
+            if instruction.kind is moves.RECEIVE:
                 return message in self.delivered
             self.sent.add(message)
             self._issue(rank, message)
@@ -129,7 +131,7 @@ class _Waits:
         return self.arrived[awaited] == self.members[awaited]
 
     def _find_awaited(self, item: Transfer) -> Transfer:
-        delay = self.run.program.norm_delay if item.kind is Move.NORM else 0
+        delay = self.run.program.norm_delay if item.kind is moves.NORM else 0
         return item._replace(index=item.index - delay)
 
     def _post(self, rank: int) -> None:
@@ -187,7 +189,7 @@ class _Waits:
         position = self.position[rank]
         instruction = self.run.streams[rank][position]
         head = f"rank {rank} waits at instruction {position}, {instruction}, for "
-        if isinstance(instruction, Transfer) and instruction.kind is Move.RECEIVE:
+        if isinstance(instruction, Transfer) and instruction.kind is moves.RECEIVE:
             ends = self.channels[instruction.channel]
             return f"{head}the {ends.carries} of microbatch {instruction.index} from rank {ends.sender}", (
                 instruction.channel,
@@ -198,7 +200,7 @@ class _Waits:
         assert isinstance(instruction, Transfer)
         awaited = self._find_awaited(instruction)
         other = min(self.members[awaited] - self.arrived[awaited])
-        return f"{head}rank {other} to reach the {SUMS[awaited.kind]}", other
+        return f"{head}rank {other} to reach the {awaited.kind.words}", other
 
     def _explain_message(self, message: Message) -> tuple[str, int | Message]:
         number, k = message

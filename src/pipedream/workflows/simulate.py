@@ -10,7 +10,8 @@ from pipedream.core.method_comparison import MethodComparison, MethodFigures
 from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.program import Move, Program, Transfer
+from pipedream.core.schedule.moves import SEND, Transfer
+from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.verifier import verify
@@ -155,9 +156,7 @@ def _measure_method(run: schedules.Run, timeline: Timeline) -> MethodFigures:
     units = [schedules.first_stage_units(plan, row.peak_in_flight, row.peak_versions or 0) for row in figures.per_rank]
     program = lower(run.schedule)
     sends = sum(
-        isinstance(step, Transfer)
-        and step.kind is Move.SEND
-        and program.channels[step.channel].carries is not Carries.INPUT
+        isinstance(step, Transfer) and step.kind is SEND and program.channels[step.channel].carries is not Carries.INPUT
         for rank in range(plan.workers)
         for step in program.instructions(rank, run.microbatches)
     )

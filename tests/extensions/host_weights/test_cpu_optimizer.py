@@ -125,6 +125,16 @@ def on_gpus(profile: pd.Profile) -> pd.Profile:
     return replace(profile, runtime=replace(profile.runtime, overlap_device=True))
 
 
+def test_a_drain_waits_for_no_update_before_a_forward_that_does_not_exist() -> None:
+    """On 2 workers F takes 3 s, B 6 s, U 4.5 s beside them: 3 + 3 + 6 + 3 + 6 + 6 + 4.5 s for two minibatches."""
+    layers = (pd.LayerProfile(1.0, 2.0, output_bytes=0, activation_bytes=0, parameter_bytes=1000),) * 6
+    profile = on_gpus(pd.Profile.of_chain(layers, batch=16, optimizer_bytes=12_000, update_s=9.0))
+    plan = pd.plan(
+        profile, pd.Cluster.flat(2), schedule="pipedream_2bw", microbatches=1, shape="straight", optimizer_state="host"
+    )
+    assert pd.simulate(plan, minibatches=2).makespan_s == pytest.approx(31.5)
+
+
 def test_a_plan_counts_device_and_host() -> None:
     """Weights of 8 kB on 2 workers, an optimizer's state of twice that. With 2BW gradients are there twice where a
     thread makes updates."""

@@ -11,7 +11,7 @@ from programs import with_rank
 
 import pipedream as pd
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule import coupling, program as programs
+from pipedream.core.schedule import coupling, moves
 from pipedream.core.units import format_bytes
 from pipedream.extensions.host_weights.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
@@ -177,7 +177,7 @@ def test_passes_that_read_what_a_thread_still_writes_are_refused(workers: int) -
     """Each update is joined on its rank, before what reads its weights, its gradients or its state."""
     program = pd.lower(roundpipe(plan_of(workers, 5), workers, delay=1))
     for rank, text in enumerate(program.ranks):
-        joins = [item for item in text.period if item.kind is programs.Move.JOIN_UPDATE]
+        joins = [item for item in text.period if item.kind is moves.JOIN_UPDATE]
         assert {join.channel for join in joins} == {s for s, _ in program.placement.stage_replicas(rank)}
         for join in joins:
             at = text.period.index(join)

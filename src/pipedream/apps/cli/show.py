@@ -16,7 +16,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.program import Move, Program
+from pipedream.core.schedule.moves import Move
+from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import WORK
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_claims
@@ -153,7 +154,7 @@ def _build_listed_run(name: str) -> schedules.Run:
 def _explain_instructions(program: Program) -> None:
     """Prints the first instruction of each kind beside ops, in words."""
     instructions = [item for rank in program.ranks for item in (*rank.warmup, *rank.period)]
-    for move in Move:
+    for move in Move.known.values():
         first = next((item for item in instructions if item.kind is move), None)
         if first is not None:
             print(f"{first!s:6} {program.describe(first)}")

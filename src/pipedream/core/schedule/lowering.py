@@ -20,22 +20,19 @@ from operator import mul
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
+from pipedream.core.schedule import moves
 from pipedream.core.schedule.coupling import with_tied_weights
+from pipedream.core.schedule.moves import Transfer, list_ends, list_waits, needs_join
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
 from pipedream.core.schedule.program import (
     MAX_AHEAD,
     Channel,
     Instruction,
-    Move,
     Program,
     RankProgram,
     Route,
-    Transfer,
     advance_instruction,
     count_indices,
-    list_ends,
-    list_joint_stages,
-    list_waits,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -143,16 +140,16 @@ def _expand(op: Op, waits: Sequence[Transfer], find_numbers: _FindNumbers, repea
     kind, stage, k, _ = op
     received, sent = find_numbers(kind, stage)
     numbers = [row[k % len(row)] for row in received]
-    receives = [Transfer(Move.RECEIVE, number, k) for number in numbers if number is not None]
+    receives = [Transfer(moves.RECEIVE, number, k) for number in numbers if number is not None]
     if repeats and numbers[-1] is not None:
-        receives.insert(-1, Transfer(Move.REPEAT, stage, k))
+        receives.insert(-1, Transfer(moves.REPEAT, stage, k))
     # A forward copies weights when all else is there; a repeated one needs them before its gradient arrives.
     first, second = (receives, waits) if kind is Kind.FORWARD else (waits, receives)
     return [
         *first,
         *second,
         op,
-        *[Transfer(Move.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
+        *[Transfer(moves.SEND, number, k) for row in sent if (number := row[k % len(row)]) is not None],
     ]
 
 
@@ -255,37 +252,27 @@ def _place(
         if op.kind is Kind.UPDATE:
             updated.add(op.index)
             if schedule.overlaps_update(op.stage):
-                waits.append(Transfer(Move.BEGIN_UPDATE, op.stage, op.index))
+                waits.append(Transfer(moves.BEGIN_UPDATE, op.stage, op.index))
         if number in begin_sums:
-            waits.append(Transfer(Move.BEGIN_SUM, op.stage, op.index))
+            waits.append(Transfer(moves.BEGIN_SUM, op.stage, op.index))
         repeats_forward = op.stage in repeating and op.kind is gradient_kind
-        instructions.append([*_expand(op, waits, find_numbers, repeats_forward), *list_ends(schedule, op)])
+        instructions.append([*_expand(op, waits, find_numbers, repeats_forward), *list_ends(schedule, rank, op)])
     return instructions
 
 
 def _find_joins(schedule: Schedule, rank: int, window: Sequence[Op]) -> dict[int, list[Transfer]]:
-    """Returns the updates made by a thread that are joined before ops, by position.
-
-    An update is joined before a pass that reads its version, and before the next one: with it the gradients of all
-    stages change whose updates are made together.
-    """
-    overlapping = {stage for stage, _ in schedule.placement.stage_replicas(rank) if schedule.overlaps_update(stage)}
+    """Returns the updates made by a thread that are joined before ops, by position."""
+    overlapping = [stage for stage, _ in schedule.placement.stage_replicas(rank) if schedule.overlaps_update(stage)]
     joins: dict[int, list[Transfer]] = {}
-    begun: dict[int, int] = {}  # stage -> update
+    begun: dict[int, Transfer] = {}  # stage -> the join of its update
     for position, op in enumerate(window if overlapping else ()):
         if op.stage not in overlapping:
             continue
+        due = [begun[stage] for stage in overlapping if stage in begun and needs_join(schedule, rank, op, begun[stage])]
+        if due:
+            joins[position] = [begun.pop(join.channel) for join in due]
         if op.kind is Kind.UPDATE:
-            joined_stages = [
-                stage for stage in list_joint_stages(schedule, rank, op.stage) if begun.get(stage, op.index) < op.index
-            ]
-        else:
-            is_needed = op.stage in begun and schedule.find_awaited_version(op) >= begun[op.stage]
-            joined_stages = [op.stage] if is_needed else []
-        if joined_stages:
-            joins[position] = [Transfer(Move.JOIN_UPDATE, stage, begun.pop(stage)) for stage in joined_stages]
-        if op.kind is Kind.UPDATE:
-            begun[op.stage] = op.index
+            begun[op.stage] = Transfer(moves.JOIN_UPDATE, op.stage, op.index)
     return joins
 
 

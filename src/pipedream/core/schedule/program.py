@@ -18,84 +18,17 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
+from pipedream.core.schedule import moves
+from pipedream.core.schedule.moves import Move, Transfer
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules, UpdateRule
 from pipedream.core.tabular import Tabular
-
-
-class Move(StrEnum):
-    """A kind of transfer."""
-
-    SEND = ">"
-    RECEIVE = "<"
-    SYNC = "="
-    TIED = "~"
-    NORM = "|"
-    FETCH_WEIGHTS = "^F"
-    FETCH_BUFFERS = "^B"
-    FETCH_GRADIENTS = "^U"
-    REPEAT = "*"
-    BEGIN_SUM = "+"
-    BEGIN_UPDATE = "{"
-    JOIN_UPDATE = "}"
-    AVERAGE = "@"
-
-
-SUMS = {
-    Move.SYNC: "sum over the replicas",
-    Move.TIED: "sum over the holders of tied weights",
-    Move.NORM: "sum of norms over all ranks",
-    Move.AVERAGE: "average over the replicas",
-}
-"""What ranks wait for together at an update, in words."""
-
-FETCHES = {
-    Move.FETCH_WEIGHTS: Kind.FORWARD,
-    Move.FETCH_BUFFERS: Kind.BACKWARD,
-    Move.FETCH_GRADIENTS: Kind.UPDATE,
-}
-"""A wait for what another rank leaves in the machine's memory -> the kind of op that reads it."""
-
-AT_STAGES = {
-    Move.FETCH_WEIGHTS: "waiting for the weights of microbatch",
-    Move.FETCH_BUFFERS: "waiting for the buffers before microbatch",
-    Move.FETCH_GRADIENTS: "waiting for the gradients of update",
-    Move.REPEAT: "repeating the forward of microbatch",
-    Move.BEGIN_SUM: "beginning the sum in the backward of microbatch",
-    Move.BEGIN_UPDATE: "beginning update",
-    Move.JOIN_UPDATE: "finishing update",
-}
-"""What a rank does for one of its stages beside ops and sums, in words."""
-
-_AT_UPDATES = (Kind.UPDATE, Move.SYNC, Move.FETCH_GRADIENTS, Move.BEGIN_UPDATE, Move.JOIN_UPDATE, Move.AVERAGE)
-"""The instructions whose index is an update of their stage."""
-
-_UPDATE_ENDS = (Move.JOIN_UPDATE, Move.AVERAGE)
-
-
-class Transfer(NamedTuple):
-    """What a rank does beside ops: messages, sums over ranks, waits for shared memory and updates, repeated forwards.
-
-    Attributes:
-        channel: the channel of a message; of a sum over holders of tied weights their number in `Plan.tied_weights`, of
-            one of norms 0; otherwise the stage.
-        index: the microbatch; before an update, the update.
-    """
-
-    kind: Move
-    channel: int
-    index: int  # type: ignore[assignment]  # a field, not the method of tuples
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}{self.channel}:{self.index}"
-
 
 Instruction = Op | Transfer
 
@@ -174,7 +107,7 @@ class Program(Tabular, Rules, Artifact):
     @cached_property
     def fetched_gradients(self) -> frozenset[int]:
         """The stages whose passes leave their gradients in shared memory, also those on the rank of the updates."""
-        return frozenset(item[1] for rank in self.ranks for item in rank.period if item.kind is Move.FETCH_GRADIENTS)
+        return frozenset(item[1] for rank in self.ranks for item in rank.period if item.kind is moves.FETCH_GRADIENTS)
 
     @property
     def round_minibatches(self) -> int:
@@ -205,18 +138,32 @@ class Program(Tabular, Rules, Artifact):
         # Indices only grow: what a whole period lacks, no later one has.
         max_idle = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
         idle = 0
+        before_op: list[Transfer] = []
+        late_joins: list[Transfer] = []  # of updates that were to be made before ops which do not exist
         for instruction in self.stream(rank, executed):
             # The sends after the last op still belong to it. An update is joined before an op that may not exist.
-            if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
-                return
-            if exists(instruction):
-                idle = 0
-                missing -= is_work(instruction)
-                yield instruction
-            elif (idle := idle + 1) > max_idle:
+            if not missing and instruction.kind is not moves.SEND:
                 break
-        if missing:
-            raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
+            is_in_run = exists(instruction)
+            idle = 0 if is_in_run else idle + 1
+            if idle > max_idle:
+                raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
+            missing -= is_in_run and is_work(instruction)
+            if isinstance(instruction, Transfer):
+                before_op += [instruction] * is_in_run
+                continue
+            if is_in_run:
+                due = [join for join in late_joins if moves.needs_join(self, rank, instruction, join)]
+                late_joins = [join for join in late_joins if join not in due]
+                yield from due
+                yield from before_op
+                yield instruction
+            else:
+                late_joins += [item for item in before_op if item.kind is moves.JOIN_UPDATE]
+                yield from (item for item in before_op if item.kind is not moves.JOIN_UPDATE)
+            before_op.clear()
+        late_joins += [item for item in before_op if item.kind is moves.JOIN_UPDATE]
+        yield from (*(item for item in before_op if item.kind is not moves.JOIN_UPDATE), *late_joins)
 
     def count_work(self, rank: int, total: int) -> int:
         """Returns how many ops and ends of updates (`is_work`) a rank has in a run."""
@@ -227,7 +174,7 @@ class Program(Tabular, Rules, Artifact):
     def _update_ends(self) -> list[set[tuple[Any, int]]]:
         """The kinds and stages of each rank's ends of updates."""
         texts = ((*rank.warmup, *rank.period) for rank in self.ranks)
-        return [{item[:2] for item in text if item.kind in _UPDATE_ENDS} for text in texts]
+        return [{item[:2] for item in text if isinstance(item, Transfer) and is_work(item)} for text in texts]
 
     def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
         """Counts the work among a rank's `executed` instructions; see `instructions`."""
@@ -254,16 +201,13 @@ class Program(Tabular, Rules, Artifact):
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):
             return f"stage {instruction.stage}, {instruction}"
-        if instruction.kind in SUMS:
-            stage = f"stage {instruction.channel}, " if instruction.kind in _AT_UPDATES else ""
-            order = "after" if instruction.kind is Move.AVERAGE else "for"
-            return f"{stage}{SUMS[instruction.kind]} {order} update {instruction.index}"
-        if instruction.kind in AT_STAGES:
-            return f"stage {instruction.channel}, {AT_STAGES[instruction.kind]} {instruction.index}"
-        channel = self.channels[instruction.channel]
-        if instruction.kind is Move.RECEIVE:
-            return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
-        return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
+        move, number, index = instruction
+        if move.counts == "channels":
+            channel = self.channels[number]
+            stage = channel.source if move is moves.SEND else channel.target
+            return f"stage {stage}, {move.words} {channel.carries} {move.when} {index}"
+        stage_words = f"stage {number}, " if move.at_stages else ""
+        return f"{stage_words}{move.words} {move.when} {index}"
 
     def to_json(self) -> str:
         data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
@@ -278,7 +222,7 @@ class Program(Tabular, Rules, Artifact):
         """Reads JSON values, in which instructions are text."""
         value = dict(value)
         hints = get_type_hints(cls)
-        names = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)} - {"moves"}
         missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if missing or unknown:
             raise ArtifactError(f"{where} lacks the fields {missing} and has unknown fields {unknown}")
@@ -291,7 +235,10 @@ class Program(Tabular, Rules, Artifact):
             )
             for rank, row in enumerate(rows)
         )
-        other_fields = {name: decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+        kinds = (item.kind for row in ranks for item in (*row.warmup, *row.period) if isinstance(item, Transfer))
+        own_moves = tuple(dict.fromkeys(kind for kind in kinds if kind not in moves.LIBRARY))
+        other_fields: dict[str, Any] = {"moves": own_moves}
+        other_fields |= {name: decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
         try:
             return cls(placement=placement, ranks=ranks, **other_fields)
         except ValueError as error:
@@ -318,12 +265,12 @@ class Program(Tabular, Rules, Artifact):
         return rows
 
     def _find_stage(self, instruction: Instruction) -> int | None:
-        if isinstance(instruction, Op) or instruction.kind in _AT_UPDATES or instruction.kind in AT_STAGES:
+        if isinstance(instruction, Op) or instruction.kind.at_stages:
             return instruction[1]
-        if instruction.kind in SUMS:
+        if instruction.kind.counts != "channels":
             return None
         channel = self.channels[instruction.channel]
-        return channel.source if instruction.kind is Move.SEND else channel.target
+        return channel.source if instruction.kind is moves.SEND else channel.target
 
     def __str__(self) -> str:
         head = f"Program {self.name}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
@@ -339,7 +286,9 @@ class Program(Tabular, Rules, Artifact):
 
 def is_work(instruction: Instruction) -> bool:
     """Returns whether a rank has to execute an instruction before it has ended: an op, or the end of an update."""
-    return isinstance(instruction, Op) or instruction.kind in _UPDATE_ENDS
+    if isinstance(instruction, Op):
+        return True
+    return instruction.kind is moves.JOIN_UPDATE or (instruction.kind.follows and instruction.kind.at_updates)
 
 
 def _count_work(instructions: tuple[Instruction, ...]) -> int:
@@ -364,50 +313,10 @@ def count_indices(instruction: Instruction, microbatches: int, updates: UpdateRu
 def find_per_update(instruction: Instruction, updates: UpdateRule) -> int | None:
     """Returns the microbatches of an update, or of that after a sum; None for an instruction of one microbatch."""
     kind, stage = instruction[:2]
-    if kind in _AT_UPDATES:
-        return updates.per_update[stage]
+    if isinstance(kind, Kind):
+        return updates.per_update[stage] if kind is Kind.UPDATE else None
     # The updates of stages that wait for each other have the same microbatches.
-    return updates.per_update[0] if kind in SUMS else None
-
-
-def list_waits(rules: Rules, rank: int, op: Op, *, is_first: bool = True) -> list[Transfer]:
-    """Returns what a rank waits for directly before an op, besides messages.
-
-    Before an update of which no other stage on the rank has the same index (`is_first`), that is all that its updates
-    with this index wait for together: sums over several stages, for which the gradients of all stages must be there.
-    """
-    placement, (kind, stage, index, _) = rules.placement, op
-    if kind is not Kind.UPDATE and not placement.forwards:  # each rank has its stages' weights
-        return []
-    if kind is Kind.FORWARD:
-        reads_copy = any(stage == copied for copied, _ in placement.passes_on_copies(rank, forward=True))
-        return [Transfer(Move.FETCH_WEIGHTS, stage, index)] if reads_copy else []
-    if kind is not Kind.UPDATE:
-        # The last stage's forward has already waited for the buffers, which it changes.
-        begins_turn = placement.rotates and index % placement.turn == 0 and placement.runs_backward_elsewhere(stage)
-        return [Transfer(Move.FETCH_BUFFERS, stage, index)] if begins_turn else []
-    syncs = [Transfer(Move.SYNC, stage, index)] if placement.replicas[stage] > 1 else []
-    tied = enumerate(rules.plan.tied_weights)
-    joint = [Transfer(Move.TIED, number, index) for number, weights in tied if rank in weights.ranks(placement)]
-    joint += [Transfer(Move.NORM, 0, index)] if rules.couples_updates else []
-    if joint and not is_first:
-        return syncs
-    stages = list_joint_stages(rules, rank, stage) if placement.rotates else []
-    return [*(Transfer(Move.FETCH_GRADIENTS, joined, index) for joined in stages), *syncs, *joint]
-
-
-def list_ends(rules: Rules, op: Op) -> list[Transfer]:
-    """Returns what a rank does directly after an op, besides messages."""
-    averages = op.kind is Kind.UPDATE and rules.plan.choices.sums.averages_weights
-    is_averaged = averages and rules.placement.replicas[op.stage] > 1
-    return [Transfer(Move.AVERAGE, op.stage, op.index)] if is_averaged else []
-
-
-def list_joint_stages(rules: Rules, rank: int, stage: int) -> list[int]:
-    """Returns the stages of a rank whose gradients must be there before an update of one of them."""
-    placement = rules.placement
-    is_joint = rules.couples_updates or any(rank in weights.ranks(placement) for weights in rules.plan.tied_weights)
-    return [joined for joined, _ in placement.stage_replicas(rank)] if is_joint else [stage]
+    return updates.per_update[stage if kind.at_stages else 0] if kind.at_updates else None
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
@@ -421,11 +330,11 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
     instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
-        transfer = re.fullmatch(r"([<>=~|*+{}@]|\^[FBU])(\d+):(\d+)", token)
+        transfer = re.fullmatch(r"(\W+[FBU]?)(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
-        elif transfer:
-            instructions.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
+        elif transfer and transfer[1] in Move.known:
+            instructions.append(Transfer(Move.known[transfer[1]], int(transfer[2]), int(transfer[3])))
         else:
             raise ArtifactError(f"{where}: {token!r} is not an instruction of this rank")
     return tuple(instructions)

@@ -10,14 +10,16 @@ averaged in one of two ways (docs/exact_rules.md, Normalisation):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import NamedTuple
 
+from pipedream.core.artifact import NOT_STORED
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.delay_compensation import Compensation, rate_factor
+from pipedream.core.schedule.moves import Move
 from pipedream.core.schedule.op import Kind, Op, data_requirements, find_last_kind
 from pipedream.core.schedule.weights import DoubleBuffer, WeightRule
 
@@ -90,6 +92,7 @@ class Rules:
         kinds: kinds of op of each microbatch at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
         norm_delay: D: with coupled updates, update n waits for the global norm of update n - D, which clips it.
+        moves: of the method, besides the library's; a saved program has them in its text.
     """
 
     name: str
@@ -102,6 +105,7 @@ class Rules:
     kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
     couples_updates: bool = False
     norm_delay: int = 0
+    moves: tuple[Move, ...] = field(default=(), metadata=NOT_STORED)
 
     @property
     def trains(self) -> bool:
@@ -157,7 +161,7 @@ class Rules:
 
         A pass needs what it reads, and the update that makes its version. An update needs the gradients of all its
         microbatches, and the previous update. The first backward of a rank's turn continues from that of another rank.
-        Sums over ranks, which may couple updates, are no ops: see `program.list_waits`.
+        Sums over ranks, which may couple updates, are no ops: see `moves.list_waits`.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:

@@ -8,6 +8,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.moves import Move
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import UpdateRule
@@ -41,6 +42,7 @@ __all__ = [
     "Latest",
     "Method",
     "MethodProperties",
+    "Move",
     "Op",
     "Order",
     "Picture",
