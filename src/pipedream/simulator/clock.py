@@ -109,7 +109,7 @@ class _Rank:
         missing: ops not yet done; `missing_before` is their number one turn ago.
         slowness: factor on its seconds.
         joined: stage -> newest update whose sum has this rank's gradients.
-        made: stage -> its newest update that a thread makes, and its end in seconds.
+        thread_updates: stage -> its newest update that a thread makes, and its end in seconds.
         arrival_s: of the newest message received; an op may begin before it, but not end.
     """
 
@@ -129,7 +129,7 @@ class _Rank:
     received: list[Wire] = field(default_factory=list)
     joined: dict[int, int] = field(default_factory=dict)
     arrival_s: float = 0.0
-    made: dict[int, tuple[int, float]] = field(default_factory=dict)
+    thread_updates: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class _Clock:
         self.awaits: dict[int, Callable[[_Rank, Any, int, float], float | None]] = {
             SUM: self._await_barrier,
             FETCH: self._await_shared,
-            JOIN: lambda rank, stage, index, now: rank.made[stage][1],
+            JOIN: lambda rank, stage, index, now: rank.thread_updates[stage][1],
         }
         fetching = {item.what[0][0] for text in texts for item in text.instructions if item.code == FETCH}
         self.fetched_kinds = ("F" in fetching) * "U" + bool(fetching & {"B", "U"}) * "B"  # whose results others fetch
@@ -292,9 +292,9 @@ class _Clock:
 
     def _begin_step(self, rank: _Rank, stage: int, update: int, now: float, seconds: float) -> float:
         """Lets a rank's thread make an update; returns the end of the op."""
-        start_s = max([now, *(end_s for _, end_s in rank.made.values())])
+        start_s = max([now, *(end_s for _, end_s in rank.thread_updates.values())])
         end_s = start_s + seconds
-        rank.made[stage] = update, end_s
+        rank.thread_updates[stage] = update, end_s
         rank.sends.append(_new(Span, (rank.number, "step", stage, update, start_s, end_s)))
         self._note_fetched(Op(Kind.UPDATE, stage, update), end_s)
         return now
@@ -302,12 +302,12 @@ class _Clock:
     def _await_late_updates(self, rank: _Rank, stage: int, update: int, now: float) -> float:
         """Returns when the updates have been made whose gradients an update replaces, if no op has joined them."""
         for joined in list_joint_stages(self.program, rank.number, stage):
-            if joined in rank.made and rank.made[joined][0] < update:
-                now = self._wait(rank, joined, rank.made[joined], now)
+            if joined in rank.thread_updates and rank.thread_updates[joined][0] < update:
+                now = self._wait(rank, joined, rank.thread_updates[joined], now)
         return now
 
-    def _wait(self, rank: _Rank, stage: int, made: tuple[int, float], now: float) -> float:
-        update, end_s = made
+    def _wait(self, rank: _Rank, stage: int, update_end: tuple[int, float], now: float) -> float:
+        update, end_s = update_end
         if end_s > now:
             rank.spans.append(_new(Span, (rank.number, "wait", stage, update, now, end_s)))
         return max(now, end_s)
@@ -365,8 +365,8 @@ class _Clock:
         if missing:
             _refuse_missing_ops(self.program, rank, self.total)
         rank.ended = True
-        for stage, made in rank.made.items():
-            now = self._wait(rank, stage, made, now)
+        for stage, update_end in rank.thread_updates.items():
+            now = self._wait(rank, stage, update_end, now)
         return now
 
     def _check_progress(self, rank: _Rank, missing: int) -> None:
