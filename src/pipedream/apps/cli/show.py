@@ -154,7 +154,7 @@ def _build_listed_run(name: str) -> schedules.Run:
 def _explain_instructions(program: Program) -> None:
     """Prints the first instruction of each kind beside ops, in words."""
     instructions = [item for rank in program.ranks for item in (*rank.warmup, *rank.period)]
-    for move in Move.known.values():
+    for move in Move.by_signs.values():
         first = next((item for item in instructions if item.kind is move), None)
         if first is not None:
             print(f"{first!s:6} {program.describe(first)}")

@@ -51,12 +51,12 @@ class Move:
     is_joint: bool = False
     run: Callable[[Any, int, int], Any] | None = None
 
-    known: ClassVar[dict[str, Move]] = {}
-    """By signs: the library's, and those of files that were run."""
+    by_signs: ClassVar[dict[str, Move]] = {}
+    """The library's, and those of files that were run."""
 
     def __post_init__(self) -> None:
         if not _LIBRARY:  # one of those below
-            self.known[self.value] = self
+            self.by_signs[self.value] = self
             return
         if self.run is None and not (self.is_joint and self.at_updates and self.counts == "all ranks"):
             raise ScheduleError(
@@ -65,10 +65,10 @@ class Move:
             )
         if self.value in _LIBRARY or not re.fullmatch(r"[^\w\s]+", self.value):
             raise ScheduleError(f"a move has the signs {self.value!r}; give signs other than {' '.join(_LIBRARY)}")
-        self.known[self.value] = self
+        self.by_signs[self.value] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Move.known.__getitem__, (self.value,)
+        return Move.by_signs.__getitem__, (self.value,)
 
     @property
     def at_stages(self) -> bool:
@@ -175,7 +175,7 @@ BEGIN_SUM = Move("+", "beginning the sum in the backward", "of microbatch", _BAC
 BEGIN_UPDATE = Move("{", "beginning", "update", _UPDATE)
 JOIN_UPDATE = Move("}", "finishing", "update", _UPDATE)
 AVERAGE = Move("@", "average over the replicas", "after update", _UPDATE, place=_average, follows=True, is_joint=True)
-_LIBRARY |= Move.known
+_LIBRARY |= Move.by_signs
 LIBRARY = frozenset(_LIBRARY.values())
 
 FETCHES = (FETCH_WEIGHTS, FETCH_BUFFERS, FETCH_GRADIENTS)

@@ -333,8 +333,8 @@ def _parse(text: str, placement: Placement, rank: int, where: str) -> tuple[Inst
         transfer = re.fullmatch(r"(\W+[FBU]?)(\d+):(\d+)", token)
         if op and int(op[1]) in replica_of:
             instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica_of[int(op[1])]))
-        elif transfer and transfer[1] in Move.known:
-            instructions.append(Transfer(Move.known[transfer[1]], int(transfer[2]), int(transfer[3])))
+        elif transfer and transfer[1] in Move.by_signs:
+            instructions.append(Transfer(Move.by_signs[transfer[1]], int(transfer[2]), int(transfer[3])))
         else:
             raise ArtifactError(f"{where}: {token!r} is not an instruction of this rank")
     return tuple(instructions)
