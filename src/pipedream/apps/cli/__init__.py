@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from pipedream._version import __version__
 from pipedream.apps.cli.flags import OptionParser, as_command
+from pipedream.apps.cli.retired import refuse_retired
 from pipedream.apps.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import list_offers
@@ -53,6 +54,7 @@ class _Commands(TyperGroup):
         self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_retired(args[0])
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(command.name or ""), rest
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_t
 import typer
 from typer.core import TyperCommand
 
+from pipedream.apps.cli.retired import refuse_retired
 from pipedream.core.flags import Flag, Panel, flag_of
 
 
@@ -107,7 +108,9 @@ class OptionParser(TyperCommand):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Writes the option's name before each of its values."""
+        """Writes the option's name before each of its values. Raises a PlanError for what is retired."""
+        for word in args:
+            refuse_retired(f"{ctx.info_name} {word.partition('=')[0]}")
         lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         lists &= set(self._LISTS)
         words: list[str] = []
@@ -122,7 +125,10 @@ class OptionParser(TyperCommand):
                     words += [option, word.partition("=")[2]]
                     continue
             words.append(word)
-        return list(super().parse_args(ctx, words))
+        rest = list(super().parse_args(ctx, words))
+        for param in self.params:
+            refuse_retired(f"{ctx.info_name} {param.opts[-1]}={ctx.params.get(param.name or '')}")
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {panel: [] for panel in Panel}

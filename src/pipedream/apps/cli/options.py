@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedream.apps.cli.retired import refuse_retired
 from pipedream.core import units
-from pipedream.core.artifact import writing
+from pipedream.core.artifact import read_text, writing
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option, option_of
 from pipedream.core.hardware import presets
@@ -129,6 +131,9 @@ def read_profile(path: Path) -> Profile:
         raise PlanError(
             f"{path} is not a profile; measure one first: pipedream profile {path} -o {path.stem}.profile.json"
         )
+    with suppress(OSError, UnicodeDecodeError):  # which `load` reports
+        if " -- forward_compute_time=" in read_text(path):
+            refuse_retired(f"reading a graph.txt ({path})")
     return Profile.load(path)
 
 
