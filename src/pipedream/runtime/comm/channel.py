@@ -219,29 +219,18 @@ class LocalChannel(Sender, Receiver, Pending[Message]):
 
 
 class LocalGroup:
-    """Sums between workers of one process."""
+    """Sums between workers of one process.
+
+    Attributes:
+        contributed: turn -> member -> its tensor, of the sums that lack one.
+    """
 
     def __init__(self, members: int) -> None:
-        self._members = members
-        self._contributed: dict[int, dict[int, torch.Tensor]] = {}
+        self.members = members
+        self.contributed: dict[int, dict[int, torch.Tensor]] = {}
 
     def member(self, index: int) -> Group:
         return _LocalMember(self, index)
-
-    def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
-        """Adds a member's tensor; the last call sums all of them, in the order of the members."""
-        contributed = self._contributed.setdefault(turn, {})
-        contributed[index] = tensor
-        if len(contributed) == self._members:
-            del self._contributed[turn]
-            total, *others = (contributed[i] for i in range(self._members))
-            for other in others:
-                total += other
-            for other in others:
-                other.copy_(total)
-
-    def is_complete(self, turn: int) -> bool:
-        return turn not in self._contributed  # summed: a member asks only after it has contributed
 
 
 class _LocalMember(Group):
@@ -251,10 +240,18 @@ class _LocalMember(Group):
         self._turn = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        turn = self._turn
+        turn, group = self._turn, self._group
         self._turn += 1
-        self._group.contribute(turn, self._index, tensor)
-        return _LocalSum(self._group, turn, tensor)
+        contributed = group.contributed.setdefault(turn, {})
+        contributed[self._index] = tensor
+        if len(contributed) == group.members:  # the last one sums all of them, in the order of the members
+            del group.contributed[turn]
+            total, *others = (contributed[i] for i in range(group.members))
+            for other in others:
+                total += other
+            for other in others:
+                other.copy_(total)
+        return _LocalSum(group, turn, tensor)
 
 
 class _LocalSum(Pending[torch.Tensor]):
@@ -264,7 +261,7 @@ class _LocalSum(Pending[torch.Tensor]):
         self._tensor = tensor
 
     def ready(self) -> bool:
-        return self._group.is_complete(self._turn)
+        return self._turn not in self._group.contributed
 
     def result(self) -> torch.Tensor:
         return self._tensor

@@ -16,12 +16,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,8 @@ CONNECT_TIMEOUT_S = 60.0
 _NCCL_TIMEOUT = timedelta(days=20)
 _LINK_CTAS = 4  # of a message; they share no SM with compute
 _ABORT_S = 5.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,12 @@ class Connections:
     mesh: DeviceMesh | None = None
     worker_group: dist.ProcessGroup | None = None
     mesh_group: dist.ProcessGroup | None = None
-    workers: Sequence[range] = field(init=False)
     _sums: list[DistributedGroup] = field(init=False, default_factory=list)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", _list_worker_ranks(self.meshes))
+    @cached_property
+    def workers(self) -> list[range]:
+        """The ranks of each worker."""
+        return _list_worker_ranks(self.meshes)
 
     @property
     def worker_number(self) -> int:
@@ -187,8 +191,9 @@ def connect_groups(
     connector, memory, upward = _connect_memory(everyone, pairs, device)
     links = {}
     for pair in pairs if uses_nccl and list_offers("gpu_link") else ():
-        group = _connect_link(connector, pair, device)
-        if group is not None:
+        make = partial(_make_group, pair, device, _LINK_CTAS)
+        use = partial(_exchange_byte, sends=dist.get_rank() == pair[0], device=device)
+        if (group := connector.connect(pair, make, use)) is not None:
             links[pair] = group
     mesh, worker, mesh_group = _connect_meshes(sums_device, workers, meshes)
     return Connections(
@@ -211,25 +216,19 @@ def _connect_memory(
 ) -> tuple[_Connector, dict[tuple[int, int], Pair], dist.ProcessGroup]:
     """Waits for all workers; returns the connector, this rank's shared memory, and the group for messages upward."""
     listener = make_listener()
-    own_address = json.dumps([machine_address(), listener.name])
+    own_address = json.dumps([machine_address(), listener.name if listener else ""])
     addresses, names = zip(*map(json.loads, gather_texts(own_address, everyone)), strict=True)
     upward = everyone
     if len(set(addresses)) > 1 or not all(names):
         upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu")) or everyone  # never None
     connector = _Connector(dist.get_rank(everyone), addresses, device)
-    memory: dict[tuple[int, int], Pair] = {}
     try:
-        for pair in pairs:
-            connector.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
+        share = partial(_share_memory, everyone, listener)
+        sides = {pair: connector.run(pair, partial(share, pair, names[pair[0]])) for pair in pairs}
     finally:
-        listener.close()
-    return connector, memory, upward
-
-
-def _connect_link(connector: _Connector, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:
-    make = partial(_make_group, pair, device, _LINK_CTAS)
-    sends = dist.get_rank() == pair[0]
-    return connector.connect(pair, make, lambda group: _exchange_byte(group, sends, device))
+        if listener:
+            listener.close()
+    return connector, {pair: side for pair, side in sides.items() if side is not None}, upward
 
 
 def make_link_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
@@ -323,69 +322,64 @@ class _Connector:
         if self._rank not in ranks:
             make()
             return None
-        groups: list[dist.ProcessGroup] = []
 
-        def begin() -> None:
+        def begin() -> dist.ProcessGroup:
             group = make()
             assert group is not None
             use(group)
-            groups.append(group)
+            return group
 
-        self.run(ranks, begin)
-        return groups[0]
+        return self.run(ranks, begin)
 
-    def run(self, ranks: Sequence[int], function: Callable[[], Any]) -> None:
-        """Runs a function at these ranks.
+    def run(self, ranks: Sequence[int], function: Callable[[], Result]) -> Result | None:
+        """Returns the result of a function at these ranks; None on others, which do not run it.
 
         Raises:
             WorkerError: it failed, or took longer than `CONNECT_TIMEOUT_S`.
         """
         if self._rank not in ranks:
-            return
-        failures: list[Exception] = []
+            return None
+        outcome = Future[Result]()
 
         def run_on_device() -> None:
             try:
                 if self._device.type == "cuda":
                     torch.cuda.set_device(self._device)  # in a new thread it is GPU 0
-                function()
+                outcome.set_result(function())
             except Exception as error:
-                failures.append(error)
+                outcome.set_exception(error)
 
-        thread = Thread(target=run_on_device, daemon=True, name="pipedream-connect")
-        thread.start()
-        thread.join(CONNECT_TIMEOUT_S)
-        if thread.is_alive() or failures:
+        Thread(target=run_on_device, daemon=True, name="pipedream-connect").start()
+        try:
+            return outcome.result(CONNECT_TIMEOUT_S)
+        except Exception as error:
             others = " and ".join(f"rank {rank} at {self._addresses[rank]}" for rank in ranks if rank != self._rank)
-            reason = f"torch's error: {failures[0]}" if failures else f"nothing came within {CONNECT_TIMEOUT_S:g} s"
+            reason = f"torch's error: {error}" if outcome.done() else f"nothing came within {CONNECT_TIMEOUT_S:g} s"
             raise WorkerError(
                 self._rank,
                 "connecting",
                 f"no connection from rank {self._rank} at {self._addresses[self._rank]} to {others}; {reason}",
                 "let the machines reach each other on all ports, and name the interface that joins them on each of "
                 "them (GLOO_SOCKET_IFNAME, on GPUs also NCCL_SOCKET_IFNAME)",
-            ) from (failures[0] if failures else None)
+            ) from error
 
 
 def _share_memory(
-    everyone: dist.ProcessGroup,
-    pair: tuple[int, int],
-    listener: Listener,
-    name: str,
-    memory: dict[tuple[int, int], Pair],
-) -> None:
+    everyone: dist.ProcessGroup, listener: Listener | None, pair: tuple[int, int], name: str
+) -> Pair | None:
     """Lets the receiver try to reach the sender within the machine, and reply over gloo, which connects them too."""
     sender, receiver = pair
     key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
     if dist.get_rank(everyone) == receiver:
-        connection = listener.connect(name, key)
+        connection = listener and listener.connect(name, key)
         answer += connection is not None
         everyone.send([answer], sender, 0).wait()
     else:
         everyone.recv([answer], receiver, 0).wait()
-        connection = listener.accept(key) if answer else None
-    if connection is not None:
-        memory[pair] = listener.make_pair(connection, sends=dist.get_rank(everyone) == sender)
+        connection = listener.accept(key) if listener and answer else None
+    if listener is None or connection is None:
+        return None
+    return listener.make_pair(connection, sends=dist.get_rank(everyone) == sender)
 
 
 def _exchange_byte(group: dist.ProcessGroup, sends: bool, device: torch.device) -> None:

@@ -90,15 +90,17 @@ class Message:
         version: int = 0,
     ) -> Message:
         """Returns a message that carries a value; by default no gradients are sent back."""
-        wants = (False,) * len(tensors) if wants is None else wants
-        return self._copy_with(tensors, structure, wants, version)
+        return Message(
+            self.microbatch, self.content, tensors, structure, (False,) * len(tensors) if wants is None else wants,
+            self.minibatch, self.epoch, self.samples, version, self.flags, self.loss_weight, self.share, self.numbers,
+        )  # fmt: skip
 
     def value(self) -> Any:
         """Returns the value that the message carries."""
         return unflatten(self.structure, self.tensors)  # type: ignore[arg-type]
 
     def without_tensors(self) -> Message:
-        return self._copy_with((), "", (), self.version)
+        return self.with_tensors("", (), (), self.version)
 
     def carry(self, results: Message) -> None:
         """Adds a minibatch's results to this message, before it is sent."""
@@ -108,15 +110,7 @@ class Message:
     def copy_as_received(self) -> Message:
         """Returns a message with copies of the tensors, as over a network: the receiver may write into them."""
         tensors = tuple([None if tensor is None else copy_as_received(tensor) for tensor in self.tensors])
-        return self._copy_with(tensors, self.structure, self.wants, self.version)
-
-    def _copy_with(
-        self, tensors: tuple[torch.Tensor | None, ...], structure: str, wants: tuple[bool, ...], version: int
-    ) -> Message:
-        return Message(
-            self.microbatch, self.content, tensors, structure, wants, self.minibatch, self.epoch, self.samples,
-            version, self.flags, self.loss_weight, self.share, self.numbers,
-        )  # fmt: skip
+        return self.with_tensors(self.structure, tensors, self.wants, self.version)
 
 
 class TensorSpec(NamedTuple):
@@ -156,7 +150,7 @@ class MessageFormat:
         self.specs = tuple(specs)
         self.payload_bytes = payload_bytes
         self.staged = any(spec is not None and spec.on_device and spec.begin is not None for spec in self.specs)
-        self.sent_bytes = sum(_count_bytes(spec) for spec in self.specs if spec is not None)
+        self.sent_bytes = sum(prod(spec.shape) * spec.dtype.itemsize for spec in self.specs if spec is not None)
 
     @classmethod
     def of(cls, message: Message, separate: str = "") -> MessageFormat:
@@ -386,7 +380,3 @@ def flatten_in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 def align(size: int) -> int:
     """Returns the next offset at which a tensor of any dtype may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _count_bytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize

@@ -46,24 +46,7 @@ class Listener(Protocol):
     def close(self) -> None: ...
 
 
-class _NoListener:
-    name = ""
-
-    def connect(self, name: str, key: str) -> None:
-        return None
-
-    def accept(self, key: str) -> Any:
-        raise RuntimeError("a rank was reached that cannot be, since it gave no name")
-
-    def make_pair(self, connection: Any, *, sends: bool) -> Pair:
-        raise RuntimeError("two ranks share nothing, since no extension offers it")
-
-    def close(self) -> None:
-        pass
-
-
-def make_listener() -> Listener:
-    """Returns what lets others reach this rank; nobody can if no extension offers it."""
+def make_listener() -> Listener | None:
+    """Returns what lets others reach this rank; None if no extension offers it."""
     offers = list_offers("pair_memory")
-    listener: Listener = offers[0].Listener() if offers else _NoListener()
-    return listener
+    return offers[0].Listener() if offers else None

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,62 +64,53 @@ class Transport:
     def open_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Returns this worker's ends of the program's channels, by the channel's number."""
         worker, max_unread = self._connections.worker_number, self._count_unread()
-        senders: dict[int, dict[int, Sender]] = {}  # channel -> rank of the other worker -> end
-        receivers: dict[int, dict[int, Receiver]] = {}
-        numbers_by_pair: dict[tuple[int, int], list[int]] = {}
+        ends: dict[int, dict[int, Any]] = {}  # channel -> rank of the other worker -> end
+        on_links: dict[tuple[int, int], list[int]] = {}  # (sender, receiver) -> channels
         for number, channel in enumerate(self._channels):
             if worker not in (channel.sender, channel.receiver):
                 continue
-            sends = worker == channel.sender
-            peers = self._connections.peers(channel.receiver if sends else channel.sender)
-            # The targets stay in the memory of the CPU.
-            on_link = [
-                peer
-                for peer in peers
-                if channel.carries != Carries.INPUT and self._make_pair(peer, sends) in self._links
-            ]
-            for peer in on_link:
-                numbers_by_pair.setdefault(self._make_pair(peer, sends), []).append(number)
-            others = [peer for peer in peers if peer not in on_link]
-            connections = {p: self._connect(p, number, channel.depth, max_unread[number]) for p in others}
-            if sends:
-                senders[number] = {p: connection.open_sender() for p, connection in connections.items()}
-            else:
-                receivers[number] = {p: connection.open_receiver() for p, connection in connections.items()}
-        for pair, numbers in numbers_by_pair.items():
+            sends, ends[number] = worker == channel.sender, {}
+            for peer in self._connections.peers(channel.receiver if sends else channel.sender):
+                pair = (self._connections.process, peer) if sends else (peer, self._connections.process)
+                if pair in self._links and channel.carries != Carries.INPUT:  # targets stay in the memory of the CPU
+                    on_links.setdefault(pair, []).append(number)
+                else:
+                    connection = self._connect(peer, number, channel.depth, max_unread[number])
+                    ends[number][peer] = connection.open_sender() if sends else connection.open_receiver()
+        for pair, numbers in on_links.items():
             # If more messages are under way than all channels together may have unread, one channel has too many: its
             # oldest one has been read, and so has all that was sent before.
             depth, unread = sum(self._channels[n].depth for n in numbers), sum(max_unread[n] for n in numbers)
-            self._open_link(pair, numbers, depth, unread, senders, receivers)
-        messages, channels = self._messages, self._channels
-        for n, ends in senders.items():
-            senders[n] = {peer: with_encoding(end, messages, channels[n].carries) for peer, end in ends.items()}
-        for n, sources in receivers.items():
-            receivers[n] = {peer: with_decoding(end, messages, channels[n].carries) for peer, end in sources.items()}
-        return (
-            {n: self._join_senders(channels[n].receiver, ends) for n, ends in senders.items()},
-            {n: self._join_receivers(channels[n].sender, sources) for n, sources in receivers.items()},
-        )
+            peer, opened = self._open_link(pair, numbers, depth, unread)
+            for number, end in opened.items():
+                ends[number][peer] = end
+        senders, receivers = {}, {}
+        for number, by_peer in ends.items():
+            channel = self._channels[number]
+            if worker == channel.sender:
+                encode = partial(with_encoding, messages=self._messages, carries=channel.carries)
+                senders[number] = self._join(channel.receiver, {p: encode(end) for p, end in by_peer.items()}, True)
+            else:
+                decode = partial(with_decoding, messages=self._messages, carries=channel.carries)
+                receivers[number] = self._join(channel.sender, {p: decode(end) for p, end in by_peer.items()}, False)
+        return senders, receivers
 
     def open_result_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         """Returns the channels for results: (receiving worker -> sender, last-stage worker -> receiver)."""
-        connections, placement, worker = self._connections, self._placement, self._connections.worker_number
+        connections, workers, here = self._connections, self._placement.workers, self._connections.worker_number
         senders: dict[int, Sender] = {}
         receivers: dict[int, Receiver] = {}
-        for owner in placement.scorers:
-            for other in range(placement.workers):
-                if owner == other or worker not in (owner, other):
-                    continue
-                number = len(self._channels) + owner * placement.workers + other
-                if worker == owner:
+        for owner in self._placement.scorers:
+            for other in range(workers):
+                number = len(self._channels) + owner * workers + other
+                if here == owner != other:
                     peers = connections.peers(other)
                     ends = {peer: self._open_data_sender(peer, number, connections.everyone) for peer in peers}
-                    senders[other] = self._join_senders(other, ends)
-                else:
+                    senders[other] = self._join(other, ends, True)
+                elif here == other != owner:
                     peers = connections.peers(owner)
-                    receivers[owner] = self._join_receivers(
-                        owner, {peer: _open_data_receiver(peer, number, connections.everyone) for peer in peers}
-                    )
+                    sources = {peer: _open_data_receiver(peer, number, connections.everyone) for peer in peers}
+                    receivers[owner] = self._join(owner, sources, False)
         return senders, receivers
 
     def open_data_channels(self) -> tuple[dict[int, GlooSender], dict[int, GlooReceiver]]:
@@ -147,58 +140,32 @@ class Transport:
             return [], _open_data_receiver(0, group.rank(), group)
         return [self._open_data_sender(peer, peer, group) for peer in range(1, group.size())], None
 
-    def _make_pair(self, peer: int, sends: bool) -> tuple[int, int]:
-        process = self._connections.process
-        return (process, peer) if sends else (peer, process)
-
     def _open_link(
-        self,
-        pair: tuple[int, int],
-        numbers: Sequence[int],
-        depth: int,
-        max_unread: int,
-        senders: Mapping[int, dict[int, Sender]],
-        receivers: Mapping[int, dict[int, Receiver]],
-    ) -> None:
-        """Adds the ends of all channels from one rank to another that share an NCCL communicator."""
+        self, pair: tuple[int, int], numbers: Sequence[int], depth: int, max_unread: int
+    ) -> tuple[int, dict[int, Any]]:
+        """Returns the other rank, and by number the ends of all channels to or from it, which share a communicator."""
         sends, communicator = pair[0] == self._connections.process, self._links[pair]
         peer = pair[1] if sends else pair[0]
         headers = self._connect(peer, numbers[0], depth, max_unread, self._device.type)
         (link, *_) = list_offers("gpu_link")
         if sends:
-            for number, sender in link.open_senders(headers.open_sender(), communicator, numbers).items():
-                senders[number][peer] = sender
-        else:
-            ends = link.open_receivers(headers.open_receiver(), communicator, self._device, numbers)
-            for number, receiver in ends.items():
-                receivers[number][peer] = receiver
+            return peer, link.open_senders(headers.open_sender(), communicator, numbers)
+        return peer, link.open_receivers(headers.open_receiver(), communicator, self._device, numbers)
 
     def _connect(self, peer: int, number: int, depth: int, max_unread: int, separate: str = "") -> PeerConnection:
         return PeerConnection(self._connections, self._device, peer, number, depth, max_unread, separate)
 
-    def _join_senders(self, worker: int, ends: Mapping[int, Sender]) -> Sender:
-        """Returns the sending end of a channel to another worker, from those to its ranks."""
+    def _join(self, worker: int, ends: Mapping[int, Any], sends: bool) -> Any:
+        """Returns the end of a channel to or from another worker, from those to its ranks."""
         meshes, first = self._connections.meshes, min(ends)
         here, there = meshes[self._connections.worker_number], meshes[worker]
         if here == there:
             return ends[first]
-        by_rank = {peer - first: end for peer, end in ends.items()}
-        joined: Sender = list_offers("channel_ends")[0].join_senders(
-            here, there, self._connections.rank_in_worker, by_rank
-        )
-        return joined
-
-    def _join_receivers(self, worker: int, ends: Mapping[int, Receiver]) -> Receiver:
-        """Returns the receiving end of a channel from another worker, from those of its ranks."""
-        meshes, first = self._connections.meshes, min(ends)
-        there, here = meshes[worker], meshes[self._connections.worker_number]
-        if here == there:
-            return ends[first]
-        by_rank = {peer - first: end for peer, end in ends.items()}
-        joined: Receiver = list_offers("channel_ends")[0].join_receivers(
-            there, here, self._connections.rank_in_worker, by_rank
-        )
-        return joined
+        by_rank, rank = {peer - first: end for peer, end in ends.items()}, self._connections.rank_in_worker
+        (channel_ends, *_) = list_offers("channel_ends")
+        if sends:
+            return channel_ends.join_senders(here, there, rank, by_rank)
+        return channel_ends.join_receivers(there, here, rank, by_rank)
 
     def _open_data_sender(self, peer: int, number: int, group: dist.ProcessGroup) -> GlooSender:
         max_in_flight = max(max(*program.plan.in_flight, program.microbatches) for program in self._programs)
