@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,19 +27,6 @@ WEIGHT_ADVICE = (
 )
 
 
-class LeftOut(NamedTuple):
-    """A value of the targets that a loss weights differently.
-
-    Attributes:
-        leaf: index of the tensor.
-        share: how often the value is in the tensor, per sample.
-    """
-
-    leaf: int
-    value: int
-    share: float
-
-
 class PartsCheck:
     """Checks the parts of minibatches one after the other; those of the first minibatch are not compared.
 
@@ -54,7 +40,7 @@ class PartsCheck:
 
     def __init__(self, evaluate: Callable[[Any, Any], Any]) -> None:
         self._evaluate = evaluate
-        self._left_out: list[LeftOut] | None = None
+        self._left_out: dict[tuple[int, int], float] | None = None  # tensor and value -> how many per sample
         self._first_minibatch = -1
         self._parts = 0
         self._range_comparisons = 0
@@ -70,17 +56,16 @@ class PartsCheck:
         """
         output = map_tensors(output, torch.Tensor.detach)
         if self._left_out is None:
-            self._left_out = [
-                item._replace(share=count_share(received, item.leaf, item.value, samples))
-                for item in find_left_out(self._evaluate, output, targets, samples)
-            ]
+            left_out = find_left_out(self._evaluate, output, targets, samples)
+            self._left_out = {place: _count_share(received, *place, samples) for place in left_out}
             self._first_minibatch = minibatch
             self._ranges = _choose_ranges(received, samples)
             outputs = tensors_in(output)
-            if all(len(t) == samples for t in outputs if t.ndim) and self._is_mean(output, targets, samples):
-                self._earlier = [(targets, samples)] * 2
-        for leaf, value, share in self._left_out:
-            share_here = count_share(received, leaf, value, samples)
+            if all(len(t) == samples for t in outputs if t.ndim):
+                joined = self._join_losses(output, targets, samples, targets, samples)
+                self._earlier = [(targets, samples)] * 2 if joined is not None and joined.is_mean else []
+        for (leaf, value), share in self._left_out.items():
+            share_here = _count_share(received, leaf, value, samples)
             if share_here != share:
                 raise ValueError(
                     f"the loss leaves out targets that are {value}, and there are {share_here:g} of them per sample in "
@@ -98,18 +83,14 @@ class PartsCheck:
             self._is_due = self._is_due and not self._compare(output, targets, samples)
         self._earlier[1] = targets, samples
 
-    def _is_mean(self, output: Any, targets: Any, samples: int) -> bool:
-        joined = self._join_losses(output, targets, samples, targets, samples)
-        return joined is not None and joined.is_mean
-
     def _widen_ranges(self, received: Any) -> bool:
         """Returns whether a part has numbers beyond those before."""
-        old_ranges = self._ranges
-        tensors = tensors_in(received)
-        for number, (old_low, old_high) in old_ranges.items():
+        tensors, is_wider = tensors_in(received), False
+        for number, (old_low, old_high) in self._ranges.items():
             low, high = _measure_range(tensors[number]) if number < len(tensors) else (old_low, old_high)
-            self._ranges = {**self._ranges, number: (min(low, old_low), max(high, old_high))}
-        return self._ranges != old_ranges
+            is_wider |= low < old_low or high > old_high
+            self._ranges[number] = min(low, old_low), max(high, old_high)
+        return is_wider
 
     def _compare(self, output: Any, targets: Any, samples: int) -> bool:
         """Returns whether an earlier part could be joined; raises ValueError if this part does not count by samples."""
@@ -198,8 +179,10 @@ def _measure_range(tensor: torch.Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int) -> list[LeftOut]:
-    """Returns the values that keep a loss from being a mean over samples.
+def find_left_out(
+    evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int
+) -> list[tuple[int, int]]:
+    """Returns the values that keep a loss from being a mean over samples, each after the index of its tensor.
 
     A part is joined with a copy in which half of a tensor's elements have the value. The loss should be the mean of
     both losses.
@@ -208,7 +191,7 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
         evaluate: returns the loss for output and targets.
         samples: of the part; tensors with another size in dimension 0 are shared.
     """
-    left_out: list[LeftOut] = []
+    left_out: list[tuple[int, int]] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         doubled_output = _join(output, output, samples)
         try:
@@ -222,24 +205,20 @@ def find_left_out(evaluate: Callable[[Any, Any], Any], output: Any, targets: Any
             for value in MARKS if _may_be_marked(leaf, samples) else ():
                 marked = leaf.clone()
                 marked.view(-1)[: max(1, leaf.numel() // 2)] = value
-                marked_targets = map_tensors(targets, partial(_replace, leaf, marked))
+                marked_targets = map_tensors(targets, lambda tensor: tensor, replaced={id(leaf): marked})
                 try:
                     second = float(evaluate(output, marked_targets))
                     joined = float(evaluate(doubled_output, _join(targets, marked_targets, samples)))
                 except Exception:  # the loss does not know the value
                     continue
                 if math.isfinite(joined) and not is_close(joined, (first + second) / 2, tolerance):
-                    left_out.append(LeftOut(number, value, count_share(targets, number, value, samples)))
+                    left_out.append((number, value))
     return left_out
 
 
-def _replace(old: torch.Tensor, new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return new if tensor is old else tensor
-
-
-def count_share(targets: Any, leaf: int, value: int, samples: int) -> float:
+def _count_share(targets: Any, leaf: int, value: int, samples: int) -> float:
     """Returns how often a tensor of the targets has a value, per sample."""
-    return float((list(tensors_in(targets))[leaf] == value).sum()) / samples
+    return float((tensors_in(targets)[leaf] == value).sum()) / samples
 
 
 def _may_be_marked(leaf: torch.Tensor, samples: int) -> bool:

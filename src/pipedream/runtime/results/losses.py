@@ -79,8 +79,8 @@ class Loss:
         is_legacy = average is not None or reduce is not None
         self._legacy_reduction = _Reduction.legacy_get_string(average, reduce, emit_warning=False) if is_legacy else ""
         self._is_torch_loss = is_torch_loss(loss)
-        self._is_of_classes = _is_one_of(self._unwrapped, _CLASS_LOSSES, _CLASS_MODULES)
-        self._is_of_elements = _is_one_of(self._unwrapped, ELEMENT_LOSSES, _ELEMENT_MODULES)
+        self._is_of_classes = self._unwrapped in _CLASS_LOSSES or isinstance(self._unwrapped, _CLASS_MODULES)
+        self._is_of_elements = self._unwrapped in ELEMENT_LOSSES or isinstance(self._unwrapped, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
         self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
@@ -131,8 +131,8 @@ class Loss:
             ValueError: the weight of the model's own loss is unknown.
         """
         received = batch if received is None else received
-        calls = self._user_calls if minibatch is not None else None
-        if calls is not None and calls.recognised is False:
+        calls = self._user_calls
+        if minibatch is None or (calls is not None and calls.recognised is False):
             calls = None
         targets = zip(tensors_in(batch), tensors_in(received), strict=True) if calls is not None else ()
         with nullcontext() if calls is None else calls.watch((), samples, targets):
@@ -141,25 +141,24 @@ class Loss:
             if calls is not None:
                 calls.end()
             return *self._check_pair(result, output, batch), True
+        value = self._check_scalar(result)
         if calls is not None and minibatch is not None:
-            result = self._check_scalar(result)
-            amount, is_sum = self._weigh_user_loss(calls, result, samples, share, minibatch)
+            amount, is_sum = self._weigh_user_loss(calls, value, samples, share, minibatch)
             if calls.recognised is False:
                 self._parts_check.check(output, batch, received, samples, minibatch)
-            return result, amount, is_sum
+            return value, amount, is_sum
         if self.function is None and self.weight is None:
-            return self._check_scalar(result), *self._weigh_model_loss(result, samples, share, minibatch)
-        result = self._check_scalar(result)
+            return value, *self._weigh_model_loss(result, samples, share, minibatch)
         if self.weight is not None:
-            return result, float(self.weight(received)), False
+            return value, float(self.weight(received)), False
         if minibatch is not None and self._user_calls is not None:
             self._parts_check.check(output, batch, received, samples, minibatch)
         reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
-            return result, share, True
+            return value, share, True
         weight = self._weigh_torch_loss(output, received, reduction)
-        return result, float(samples if weight is None else weight), False
+        return value, float(samples if weight is None else weight), False
 
     def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
@@ -174,15 +173,13 @@ class Loss:
             return share, True
         if amounts is None or not max(amounts.full, default=1.0):
             return float(samples), False
-        first = self._first_part
-        if first is None or first[0] != minibatch or not max(first[1].values):
-            self._first_part = first = minibatch, amounts
-        per_sample_before, per_sample = (max(part.full, default=0.0) / part.samples for part in (first[1], amounts))
-        if not first[1].fits(amounts) or abs(per_sample_before - per_sample) > 1e-9 * per_sample_before:
-            text, first_text = (", ".join(f"{v:g}" for v in part.values) for part in (amounts, first[1]))
+        first = self._find_first_part(minibatch, amounts)
+        per_sample_before, per_sample = (max(part.full, default=0.0) / part.samples for part in (first, amounts))
+        if not first.fits(amounts) or abs(per_sample_before - per_sample) > 1e-9 * per_sample_before:
+            text, first_text = (", ".join(f"{v:g}" for v in part.values) for part in (amounts, first))
             raise ValueError(
                 f"the loss is a mean over {text} in a part of {samples} samples, and over {first_text} in a part of "
-                f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; "
+                f"{first.samples} of the same minibatch, so that its parts do not count by their samples; "
                 f"{WEIGHT_ADVICE}"
             )
         full, values = amounts.full or (float(samples),) * len(amounts.values), amounts.values
@@ -211,9 +208,7 @@ class Loss:
         if minibatch is None:
             mixed = min(amounts.values) != max(amounts.values) or amounts.read_terms()
             return float(samples) if mixed else amounts.values[0], False
-        if self._first_part is None or self._first_part[0] != minibatch or not max(self._first_part[1].values):
-            self._first_part = minibatch, amounts
-        if not self._first_part[1].fits(amounts):
+        if not self._find_first_part(minibatch, amounts).fits(amounts):
             amounts_here = ", ".join(f"{value:g}" for value in amounts.values) + f" for {samples} samples"
             raise ValueError(
                 f"the model's own loss is a sum of means over different amounts (here {amounts_here}), in a ratio that "
@@ -221,6 +216,12 @@ class Loss:
                 "stage, or give weight=..., a function from a batch to the amount by which its loss is to count"
             )
         return max(amounts.values), False
+
+    def _find_first_part(self, minibatch: int, amounts: Amounts) -> Amounts:
+        """Returns the amounts of the first part of a minibatch in which something counts; else these, of this part."""
+        if self._first_part is None or self._first_part[0] != minibatch or not max(self._first_part[1].values):
+            self._first_part = minibatch, amounts
+        return self._first_part[1]
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets' values."""
@@ -359,10 +360,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
     return type(value).__name__
-
-
-def _is_one_of(function: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
-    return function in functions or isinstance(function, modules)
 
 
 def _unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
