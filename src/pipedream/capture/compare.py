@@ -143,7 +143,7 @@ class _Trial:
                 tables = SliceTables(model, graph)
                 slices = {first: ModelSlice(model, graph, first, last, tables) for first, last in pairwise(ends)}
                 for part in slices.values():
-                    part.reseed = partial(_reseed, self.devices)
+                    part.reseed = lambda call: seed_generators(layer_seed(0, 0, call), self.devices)
                 attributes = dict.fromkeys([*slices, -1], Attributes([model]))
                 output: dict[str, torch.Tensor] = {}
                 for _ in range(self.rounds):
@@ -308,10 +308,6 @@ def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> tor
 def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:
     # Not cached: as large as an output.
     return _spread_numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
-
-
-def _reseed(devices: Sequence[int], call: str) -> None:
-    seed_generators(layer_seed(0, 0, call), devices)
 
 
 def _copy_inputs(inputs: Any) -> Any:

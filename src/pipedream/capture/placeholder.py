@@ -134,7 +134,10 @@ class Placeholder(torch.Tensor):
             return _read_type(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
-                return _note_origin(func, args, {}, _keep_place(func(*args), args[0]))
+                value = func(*args)
+                if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
+                    value = placeholder_like(value, args[0].real_device, False)
+                return _note_origin(func, args, {}, value)
             grad = torch.is_grad_enabled()
             with torch.no_grad():
                 return _note_origin(func, args, kwargs or {}, _evaluate(func, args, kwargs or {}, grad))
@@ -435,13 +438,6 @@ def plain_meta(placeholder: Placeholder) -> torch.Tensor:
     """Returns an ordinary meta tensor of the same storage."""
     with torch._C.DisableTorchFunctionSubclass():
         return placeholder.as_subclass(torch.Tensor).detach()
-
-
-def _keep_place(value: Any, like: Placeholder) -> Any:
-    """The result of reading an attribute."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
-        return placeholder_like(value, like.real_device, False)
-    return value
 
 
 def _is_dropping(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice, takewhile, zip_longest
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from pipedream.capture.slice_forward import SliceCalls, SliceForward
+from pipedream.capture.slice_forward import Places, SliceForward
 from pipedream.capture.split import list_skipped_calls
-from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
+from pipedream.capture.structure import SavedAttribute, unwrap_calls, wrap_calls
+from pipedream.core.model.graph import LayerGraph, Value, ValueSite
 
 _ABSENT = object()
 _SHARED = "_output_capturing_hooks_installed"  # Hugging Face's note that hooks are there, which stay
@@ -41,8 +43,8 @@ class SliceTables:
         self.leaves = [call for call, after in zip_longest(calls, calls[1:]) if after is None or after.start > call.end]
         self.inside: dict[str, list[str]] = {}
         for number, call in enumerate(calls):
-            within = takewhile(partial(_is_within, call), islice(calls, number + 1, None))
-            self.inside[call.name] = [inner.path for inner in within]
+            end = bisect_left(calls, call.end, key=attrgetter("start"))
+            self.inside[call.name] = [inner.path for inner in calls[number + 1 : end]]
         self.every = list(model.modules())
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -51,13 +53,35 @@ class SliceTables:
         self.evaluation = None if graph.evaluation is None else SliceTables(model, graph.evaluation)
 
 
-class ModelSlice(SliceCalls):
+class ModelSlice(nn.Module):
     """Layers first <= i < last of a model that runs by its own forward.
 
     Called with the model's inputs or the bundle of the previous slice, it returns the next one's bundle or the model's
     output. Its parameters and buffers are those of its layers, under the model's names.
+
+    Attributes:
+        on_begin: called when the slice's own part begins.
+        reseed: called with "" before the forward, and with the name of each call that is seeded before it.
+        begin_at, stop_at: the first call of the slice, and of the next one; None at the ends of the model.
+        received, sent: values that cross these cuts.
+        arrive_in, arrive_out: for each call, values whose placeholders it takes or returns before the slice begins.
+        leave_in, leave_out: for each call, values that it takes or returns in the slice and that are sent.
+        described: calls whose outputs' shapes the next slice needs.
+        calls_inside: how often each watched module is called inside a call that is skipped.
+        watched: modules whose calls are seen, with their paths.
+        seeded: paths of modules before whose calls the generator is seeded.
+        compiled: call -> what runs in place of its forward.
+        shared_modules: paths and modules with calls that begin or end outside of this slice.
+        foreign_glue: parameters and buffers that the forward reads but the slice does not own.
+        open_at_stop: calls that have begun and not ended at the end of the slice; "" is the model.
+        fills_in: what calls return is computed where they end (`postpone_returned`).
     """
 
+    model: Any
+    on_begin: Callable[[], None] | None = None
+    reseed: Callable[[str], None] | None = None
+    compiled: Mapping[str, Callable[..., Any]] = {}
+    fills_in: bool = False
     _evaluating: ModelSlice | None
 
     def __init__(
@@ -68,8 +92,6 @@ class ModelSlice(SliceCalls):
         self.__dict__["model"] = model  # not a submodule: the slice owns a part of it only
         self.graph = graph
         self.is_first, self.is_last = first == 0, last == len(graph.layers)
-        self.on_begin = None
-        self.reseed = None
         self.names = tuple(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
         starts, modules, tensors = tables.starts, tables.modules, tables.tensors
         self.begin_at = None if self.is_first else graph.layers[first].name
@@ -107,7 +129,6 @@ class ModelSlice(SliceCalls):
             [] if self.is_first and self.is_last else [(path, modules[path]) for path in sorted(shared)]
         )
         self._watched_calls, self._interval = watched, (begin, math.inf if self.is_last else stop)
-        self.compiled = {}
         self.calls_inside = {
             name: Counter(path for path in inside if path in paths)
             for name, inside in tables.inside.items()
@@ -173,12 +194,6 @@ class ModelSlice(SliceCalls):
                 ids.add(id(tensor))
                 yield name, tensor
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        return (buffer for _, buffer in self.named_buffers())
-
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Its own modules, and those around them; not those whose calls all belong to other stages."""
         return iter(self._modules_here)
@@ -191,7 +206,7 @@ class ModelSlice(SliceCalls):
     # -- the forward --------------------------------------------------------------------------------
 
     def forward(self, arriving: Any) -> Any:
-        part: SliceCalls = self
+        part = self
         if self._evaluating is not None and not self.model.training:
             part = self._evaluating
             part.on_begin, part.reseed = self.on_begin, self.reseed
@@ -200,6 +215,32 @@ class ModelSlice(SliceCalls):
             return run.result()
         with self._attributes.during(remain=self.is_last):
             return run.result()
+
+    @contextmanager
+    def repeating(
+        self, reseed: Callable[[str], None] | None, counts: dict[str, int], real_device: torch.device
+    ) -> Iterator[None]:
+        """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
+
+        Args:
+            counts: how often each module was called before.
+        """
+        saved: list[SavedAttribute] = []
+
+        def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            count = counts[path] = counts.get(path, 0) + 1
+            name = path if count == 1 else f"{path}@{count}"
+            if reseed is not None and path in self.seeded:
+                reseed(name)
+            return self.compiled.get(name, original)(*args, **kwargs)
+
+        with torch.random.fork_rng([real_device] if real_device.type == "cuda" else []):
+            try:
+                paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
+                wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
+                yield
+            finally:
+                unwrap_calls(saved)
 
 
 def _make_evaluating(
@@ -265,13 +306,9 @@ def _select_sites(values: Sequence[Value], condition: Callable[[ValueSite], bool
     return [(site, value) for value in values for site in value.sites if condition(site)]
 
 
-def _group_by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
-    places: dict[str, list[tuple[Value, str]]] = {}
+def _group_by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> Places:
+    places: Places = {}
     for site, value in sites:
         if site.end == end:
             places.setdefault(site.call, []).append((value, site.path))
     return places
-
-
-def _is_within(outer: Call, call: Call) -> bool:
-    return call.start < outer.end

@@ -10,14 +10,15 @@ Life of a forward:
    stages read is collected into the bundle that is sent on.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -51,8 +52,11 @@ from pipedream.capture.structure import (
     walk_arguments,
     wrap_calls,
 )
-from pipedream.core.model.graph import LayerGraph, Value
+from pipedream.core.model.graph import Value
 from pipedream.core.user_code import note_module, split_arguments
+
+if TYPE_CHECKING:
+    from pipedream.capture.slice import ModelSlice
 
 Places = dict[str, list[tuple[Value, str]]]
 """For each call, values with their paths in its arguments or its output."""
@@ -73,78 +77,6 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
     args, kwargs = split_arguments(inputs)
     return model(*args, **kwargs)
-
-
-class SliceCalls(nn.Module):
-    """What is done at which call of a slice; `pipedream.capture.slice.ModelSlice` fills it in.
-
-    Attributes:
-        on_begin: called when the slice's own part begins.
-        reseed: called with "" before the forward, and with the name of each call that is seeded before it.
-        begin_at, stop_at: the first call of the slice, and of the next one; None at the ends of the model.
-        received, sent: values that cross these cuts.
-        arrive_in, arrive_out: for each call, values whose placeholders it takes or returns before the slice begins.
-        leave_in, leave_out: for each call, values that it takes or returns in the slice and that are sent.
-        described: calls whose outputs' shapes the next slice needs.
-        calls_inside: how often each watched module is called inside a call that is skipped.
-        watched: modules whose calls are seen, with their paths.
-        seeded: paths of modules before whose calls the generator is seeded.
-        compiled: call -> what runs in place of its forward.
-        shared_modules: paths and modules with calls that begin or end outside of this slice.
-        foreign_glue: parameters and buffers that the forward reads but the slice does not own.
-        open_at_stop: calls that have begun and not ended at the end of the slice; "" is the model.
-        fills_in: what calls return is computed where they end (`postpone_returned`).
-    """
-
-    model: Any
-    graph: LayerGraph
-    is_first: bool
-    is_last: bool
-    on_begin: Callable[[], None] | None
-    reseed: Callable[[str], None] | None
-    begin_at: str | None
-    stop_at: str | None
-    received: list[Value]
-    sent: list[Value]
-    arrive_in: Places
-    arrive_out: Places
-    leave_in: Places
-    leave_out: Places
-    described: tuple[str, ...]
-    calls_inside: dict[str, Counter[str]]
-    watched: list[tuple[nn.Module, str]]
-    seeded: set[str]
-    compiled: dict[str, Callable[..., Any]]
-    shared_modules: list[tuple[str, nn.Module]]
-    foreign_glue: list[str]
-    open_at_stop: set[str]
-    fills_in: bool = False
-
-    @contextmanager
-    def repeating(
-        self, reseed: Callable[[str], None] | None, counts: dict[str, int], real_device: torch.device
-    ) -> Iterator[None]:
-        """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
-
-        Args:
-            counts: how often each module was called before.
-        """
-        saved: list[SavedAttribute] = []
-
-        def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            count = counts[path] = counts.get(path, 0) + 1
-            name = path if count == 1 else f"{path}@{count}"
-            if reseed is not None and path in self.seeded:
-                reseed(name)
-            return self.compiled.get(name, original)(*args, **kwargs)
-
-        with torch.random.fork_rng([real_device] if real_device.type == "cuda" else []):
-            try:
-                paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
-                wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
-                yield
-            finally:
-                unwrap_calls(saved)
 
 
 def _take_backward_hooks(
@@ -168,7 +100,7 @@ def _take_backward_hooks(
 class SliceForward:
     """One forward of a slice."""
 
-    def __init__(self, part: SliceCalls, arriving: Any) -> None:
+    def __init__(self, part: ModelSlice, arriving: Any) -> None:
         self.part = part
         self.begun = part.is_first  # its own part has begun
         self._errors = SliceErrors(part.model, part.graph, part.begin_at, part.stop_at)
@@ -179,11 +111,7 @@ class SliceForward:
             args, kwargs = split_arguments(arriving)
             self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
         else:
-            self.inputs, self.outputs, self.results = (
-                arriving["inputs"].value,
-                arriving["outputs"].value,
-                arriving["results"].value,
-            )
+            self.inputs, self.outputs, self.results = (arriving[k].value for k in ("inputs", "outputs", "results"))
             self.values = {v: t for v, t in zip(part.received, arriving["values"], strict=True) if t is not None}
         self._input_names = {
             path: find_prefix(path, part.graph.inputs) or path
@@ -337,7 +265,7 @@ class SliceForward:
             self.frames.pop()
         output = hook.setup_output_hook(output) if hook else output
         if self.begun:
-            leaving = list(_find_outputs(part.leave_out.get(name, ()), output))
+            leaving = list(_find_tensors(part.leave_out.get(name, ()), output))
             self.fill_in([tensor for _, tensor in leaving])
             self._keep(name, leaving)
             if name in part.described:
@@ -365,7 +293,7 @@ class SliceForward:
             return self._restore_placeholder(path, leaf)
 
         output = map_leaves(restored, self.outputs[name])
-        self._find(_find_outputs(part.arrive_out.get(name, ()), output))
+        self._find(_find_tensors(part.arrive_out.get(name, ()), output))
         return output
 
     def _find(self, placeholders: Iterator[tuple[Value, torch.Tensor]]) -> None:
@@ -528,7 +456,7 @@ def _has_placeholder(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, Placeholder) for _, leaf in walk_arguments(args, kwargs))
 
 
-def _copy_sent(part: SliceCalls, inputs: Any) -> Any:
+def _copy_sent(part: ModelSlice, inputs: Any) -> Any:
     """Copies those inputs that are sent on as they came: each stage runs the code that writes into them."""
     sent = {value.sites[0].path for value in part.sent if value.born < 0}
 
@@ -572,14 +500,13 @@ def _strip_numbers(leaf: Any) -> Any:
 
 
 def _find_argument(path: str, args: Any, kwargs: Any) -> Any:
-    return find_leaf(args if path.partition("/")[0].isdigit() else kwargs, path)
+    return find_leaf(dict(enumerate(args)) | kwargs, path)
 
 
 def _find_arguments(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> Iterator[tuple[Value, torch.Tensor]]:
-    leaves = ((value, _find_argument(path, args, kwargs)) for value, path in sites)
-    return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return _find_tensors(sites, dict(enumerate(args)) | kwargs)
 
 
-def _find_outputs(sites: Sequence[tuple[Value, str]], output: Any) -> Iterator[tuple[Value, torch.Tensor]]:
-    leaves = ((value, find_leaf(output, path)) for value, path in sites)
+def _find_tensors(sites: Sequence[tuple[Value, str]], holder: Any) -> Iterator[tuple[Value, torch.Tensor]]:
+    leaves = ((value, find_leaf(holder, path)) for value, path in sites)
     return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))

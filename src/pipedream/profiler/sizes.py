@@ -150,7 +150,6 @@ class Section:
 
     start_bytes: int
     peak_bytes: int
-    end_bytes: int
 
     @property
     def rise_bytes(self) -> int:
@@ -210,7 +209,7 @@ class Allocations:
     def _close(self) -> None:
         torch.cuda.synchronize(self._device)
         peak, now = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
-        self.sections.append(Section(self._start - self._first, peak - self._first, now - self._first))
+        self.sections.append(Section(self._start - self._first, peak - self._first))
         torch.cuda.reset_peak_memory_stats(self._device)
         self._start = now
 
@@ -222,6 +221,6 @@ def _split_sections(threads: Any) -> list[Section]:
             live += event.cpu_memory_usage()
             peak = max(peak, live)
         elif event.kind() == "push" and event.name() == _MARK:
-            sections.append(Section(start, peak, live))
+            sections.append(Section(start, peak))
             start = peak = live
-    return [*sections, Section(start, peak, live)]
+    return [*sections, Section(start, peak)]

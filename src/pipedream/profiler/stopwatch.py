@@ -68,7 +68,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
 
-class HostStopwatch:
+class HostStopwatch(Stopwatch):
     """Takes laps of the host, which end when it has launched everything.
 
     As in training, it does not wait for the GPU between them: a host that has just waited is slower. It does so once in
@@ -76,19 +76,15 @@ class HostStopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[float] = []
+        super().__init__(torch.device("cpu"))
+        self._launches_on = device
         self._runs = 0
 
     def start(self) -> None:
-        if self._device.type == "cuda" and (len(self._marks) // 2 + self._runs) % _HOST_LAPS == 0:
-            torch.cuda.synchronize(self._device)
-        self._marks.append(time.perf_counter())
-
-    def stop(self) -> None:
-        self._marks.append(time.perf_counter())
+        if self._launches_on.type == "cuda" and (len(self._marks) // 2 + self._runs) % _HOST_LAPS == 0:
+            torch.cuda.synchronize(self._launches_on)
+        super().start()
 
     def laps_s(self) -> list[float]:
-        marks, self._marks = self._marks, []
         self._runs += 1
-        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+        return super().laps_s()
