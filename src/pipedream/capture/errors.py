@@ -1,6 +1,8 @@
 """Errors of models that cannot be captured, and of a slice's forward."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,18 +11,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from pipedream.capture.placeholder import NumbersNeeded
 from pipedream.capture.structure import find_prefix, walk_arguments
 from pipedream.core.errors import CaptureError, parameter_hooked
-from pipedream.core.model.graph import LayerGraph, Value
+from pipedream.core.model.graph import Value
 from pipedream.core.user_code import note_module, source_of, user_line, with_place
+
+if TYPE_CHECKING:
+    from pipedream.capture.slice import ModelSlice
 
 _DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 class CutFailed(CaptureError):
-    """The forward cannot be cut before a call.
-
-    Attributes:
-        call: its name.
-    """
+    """The forward cannot be cut before a call, whose name is `call`."""
 
     def __init__(self, call: str, text: str) -> None:
         super().__init__(text)
@@ -28,17 +29,10 @@ class CutFailed(CaptureError):
 
 
 class SliceErrors:
-    """Says what went wrong in the forward of a slice, and what to do.
+    """Says what went wrong in the forward of a slice, and what to do."""
 
-    Args:
-        begin_at, stop_at: the first call of the slice, and of the next one.
-    """
-
-    def __init__(self, model: nn.Module, graph: LayerGraph, begin_at: str | None, stop_at: str | None) -> None:
-        self._model = model
-        self._graph = graph
-        self._begin_at = begin_at
-        self._stop_at = stop_at
+    def __init__(self, part: ModelSlice) -> None:
+        self._part = part
 
     def other_path(self, call: str, difference: str, last_call: str) -> CutFailed:
         last = f" after the call of {last_call!r}" if last_call else ""
@@ -52,17 +46,18 @@ class SliceErrors:
 
     def _locate_around(self, call: str) -> str:
         """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
-        start = next((call_record.start for call_record in self._graph.calls if call_record.name == call), 0)
-        paths = [call_record.path for call_record in self._graph.calls if call_record.start < start < call_record.end]
+        calls = self._part.graph.calls
+        start = next((record.start for record in calls if record.name == call), 0)
+        paths = [record.path for record in calls if record.start < start < record.end]
         return ", or inside it that of ".join(map(self._locate, ["", *paths[-1:]]))
 
     def _locate(self, path: str) -> str:
-        module = self._model.get_submodule(path)
+        module = self._part.model.get_submodule(path)
         place = source_of(type(module).forward)
         return type(module).__name__ + f" {path!r}" * bool(path) + f" ({place})" * bool(place)
 
     def caught_leaving(self) -> CutFailed:
-        call = self._stop_at or ""
+        call = self._part.stop_at or ""
         return CutFailed(
             call,
             f"a stage ends before the call of {call!r} by an exception, which the forward of "
@@ -71,20 +66,20 @@ class SliceErrors:
         )
 
     def numbers_needed(self, error: NumbersNeeded, frame: str) -> NumbersNeeded:
-        line, kind = user_line(error), type(self._model).__name__
+        line, kind, begin_at = user_line(error), type(self._part.model).__name__, self._part.begin_at
         operation = f"({error.function}, in the forward of {frame or kind!r}; {error.cause})"
         if error.needs:
             text = (
                 f"{line or 'the forward'} needs the numbers of a tensor that another stage computes and does not send "
-                f"{operation}. Cut elsewhere than before {self._begin_at!r}, or, in a forward of your own, put that "
+                f"{operation}. Cut elsewhere than before {begin_at!r}, or, in a forward of your own, put that "
                 "line and the modules that depend on it into one module; if the sample takes another path, capture "
                 "with one that takes this"
             )
         else:
             text = (
-                f"{line or 'the forward'} failed on the stage that begins with {self._begin_at!r}, where tensors of "
+                f"{line or 'the forward'} failed on the stage that begins with {begin_at!r}, where tensors of "
                 f"earlier stages have a shape, dtype and device, and no numbers {operation}. If the model alone runs "
-                f"on this batch, that line is right: cut elsewhere than before {self._begin_at!r}"
+                f"on this batch, that line is right: cut elsewhere than before {begin_at!r}"
             )
         return NumbersNeeded(error.function, text, error.cause, error.needs)
 
@@ -113,7 +108,7 @@ class SliceErrors:
 
     def _explain_change(self, inputs: Any) -> str:
         paths = (path for path, leaf in walk_arguments(*inputs) if isinstance(leaf, torch.Tensor))
-        new = [path for path in paths if find_prefix(path, self._graph.inputs) is None]
+        new = [path for path in paths if find_prefix(path, self._part.graph.inputs) is None]
         if new:
             return f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
         return (

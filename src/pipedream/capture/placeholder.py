@@ -169,11 +169,7 @@ def converting_placeholders() -> Iterator[None]:
 
 
 class MissingOutput(Placeholder):
-    """A part of the model's output that the last stage cannot compute.
-
-    Attributes:
-        reason: of the error that any use raises.
-    """
+    """A part of the model's output that the last stage cannot compute; a use raises an error with its `reason`."""
 
     reason: str
 
@@ -189,11 +185,7 @@ class MissingOutput(Placeholder):
 
 
 def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
-    """Makes the placeholders in a model's output raise an error on use.
-
-    Args:
-        reason: from the place in the output to the text.
-    """
+    """Makes placeholders in an output raise an error on use, whose text `reason` makes from their place in it."""
     for path, leaf in walk(output):
         if type(leaf) is Placeholder:
             leaf.__class__ = MissingOutput

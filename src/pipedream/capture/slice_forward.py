@@ -103,7 +103,7 @@ class SliceForward:
     def __init__(self, part: ModelSlice, arriving: Any) -> None:
         self.part = part
         self.begun = part.is_first  # its own part has begun
-        self._errors = SliceErrors(part.model, part.graph, part.begin_at, part.stop_at)
+        self._errors = SliceErrors(part)
         self.counts: dict[str, int] = {}
         self.values: dict[Value, Any] = {}
         self.placeholders: dict[Value, list[torch.Tensor]] = {}

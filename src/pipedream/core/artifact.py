@@ -40,11 +40,7 @@ class Artifact:
 
     @classmethod
     def from_json(cls, text: str, source: str = "the text") -> Self:
-        """Reads JSON text.
-
-        Raises:
-            ArtifactError: not JSON, another kind or format of artifact, or a wrong field.
-        """
+        """Reads JSON text. Raises ArtifactError: no JSON, another kind or format, or a wrong field."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -81,11 +77,7 @@ class Artifact:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file.
-
-        Raises:
-            ArtifactError: no such file, or see `from_json`.
-        """
+        """Reads a file. Raises ArtifactError if there is none, or as `from_json` does."""
         try:
             text = read_text(path)
         except FileNotFoundError:
@@ -126,11 +118,7 @@ class NamedKind:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a regular file of at most `MAX_TEXT_BYTES`.
-
-    Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-    """
+    """Reads a regular file of at most `MAX_TEXT_BYTES`. Raises OSError or UnicodeDecodeError."""
     status = os.stat(path)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError("it is a pipe or a device; give a regular file")

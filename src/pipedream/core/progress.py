@@ -52,11 +52,7 @@ def format_time_left(done: int, total: int, seconds: float) -> str:
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Shows progress, and yields the function that advances it by one step.
-
-    Args:
-        total: steps; None if unknown.
-    """
+    """Shows progress over `total` steps, if these are known; yields the function that advances it by one."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -69,11 +69,7 @@ class Tabular:
         return text.getvalue()
 
     def to_frame(self) -> Any:
-        """Returns the table as a pandas DataFrame.
-
-        Raises:
-            PipelineError: pandas is not installed.
-        """
+        """Returns the table as a pandas DataFrame. Raises PipelineError if pandas is not installed."""
         try:
             import pandas
         except ModuleNotFoundError:

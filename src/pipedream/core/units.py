@@ -17,11 +17,7 @@ _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"
 
 
 def parse_bytes(text: str | float) -> int:
-    """Reads ``16e9``, ``512MB`` or ``2 GiB``.
-
-    Raises:
-        ValueError: any other text, or a size that is not positive.
-    """
+    """Reads ``16e9``, ``512MB`` or ``2 GiB``. Raises ValueError: another text, or no positive size."""
     match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?[bB]?\s*", str(text))
     scale = {**_PREFIX, **_BINARY}
     if match is None or float(match[1]) <= 0:

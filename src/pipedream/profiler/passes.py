@@ -65,11 +65,7 @@ class Passes:
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
 
     def time_run(self, sample: Sample) -> list[float]:
-        """Returns the laps of one run.
-
-        Raises:
-            ProfileError: a layer or the loss fails; names it, its input shapes and the cause.
-        """
+        """Returns the laps of one run. Raises ProfileError: names what fails, its input shapes and the cause."""
         arguments: Sample = sample
         for index in range(len(self._layers)):
             arguments = (self.time_layer(index, arguments),)

@@ -332,11 +332,7 @@ class _Connector:
         return self.run(ranks, begin)
 
     def run(self, ranks: Sequence[int], function: Callable[[], Result]) -> Result | None:
-        """Returns the result of a function at these ranks; None on others, which do not run it.
-
-        Raises:
-            WorkerError: it failed, or took longer than `CONNECT_TIMEOUT_S`.
-        """
+        """Returns a function's result at these ranks, else None. Raises WorkerError if it fails or takes too long."""
         if self._rank not in ranks:
             return None
         outcome = Future[Result]()

@@ -9,11 +9,7 @@ from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender
 
 
 class Pair(Protocol):
-    """One rank's side of what two ranks share.
-
-    Attributes:
-        max_unread: the most messages that a channel may have under way.
-    """
+    """One rank's side of what two ranks share; at most `max_unread` messages of a channel may be under way."""
 
     max_unread: int
 
@@ -27,11 +23,7 @@ class Pair(Protocol):
 
 
 class Listener(Protocol):
-    """Lets receivers reach this rank.
-
-    Attributes:
-        name: which they need; '' if they cannot.
-    """
+    """Lets receivers reach this rank; they need its `name`, '' if they cannot."""
 
     name: str
 

@@ -573,11 +573,7 @@ def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
 
 
 def _list_tensors(value: Any, skipped: Iterable[int] = ()) -> list[Any]:
-    """Lists the tensors and packed sequences in a value.
-
-    Args:
-        skipped: ids of containers to leave out.
-    """
+    """Lists the tensors and packed sequences in a value, but not in containers whose ids are `skipped`."""
     if isinstance(value, _LEAVES):
         return [value]
     leaves: list[Any] = []

@@ -49,11 +49,7 @@ class PartsCheck:
         self._earlier: list[tuple[Any, int]] = []  # targets and samples of the first part and of the one before
 
     def check(self, output: Any, targets: Any, received: Any, samples: int, minibatch: int) -> None:
-        """Raises ValueError if a part does not count by its samples.
-
-        Args:
-            received: the targets on the CPU.
-        """
+        """Raises ValueError if a part does not count by its samples; `received`: the targets on the CPU."""
         output = map_tensors(output, torch.Tensor.detach)
         if self._left_out is None:
             left_out = find_left_out(self._evaluate, output, targets, samples)

@@ -188,11 +188,7 @@ class Results:
     # -- at the last stage --------------------------------------------------------------------------
 
     def add(self, key: int, message: Message, scores: Sequence[Score]) -> None:
-        """Adds a microbatch's scores; `key` is the minibatch's number in this stream.
-
-        Raises:
-            WorkerError: the loss is nan.
-        """
+        """Adds a microbatch's scores to minibatch `key` of this stream. Raises WorkerError if the loss is nan."""
         totals = self._open_totals.get(key)
         if totals is None:
             totals = self._open_totals[key] = MinibatchTotals(
