@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipedream.runtime.results.loss_calls import LossCalls
 from pipedream.runtime.results.losses import Loss, metric_scores
 
 N, C = 10, 4
@@ -84,14 +85,14 @@ def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, par
 
 def test_class_weights_are_copied_to_the_targets_device_once() -> None:
     weights = CLASSES.clone()
-    loss, elsewhere = Loss(nn.CrossEntropyLoss(weights)), torch.device("meta")
-    copy = loss._move_class_weights(elsewhere)
+    calls, elsewhere = LossCalls(), torch.device("meta")
+    copy = calls._copy_weights(weights, elsewhere)
     assert copy is not None
     assert copy.device == elsewhere
-    assert loss._move_class_weights(elsewhere) is copy
-    assert loss._move_class_weights(weights.device) is weights
+    assert calls._copy_weights(weights, elsewhere) is copy
+    assert calls._copy_weights(weights, weights.device) is weights
     weights.mul_(2.0)
-    assert loss._move_class_weights(elsewhere) is not copy
+    assert calls._copy_weights(weights, elsewhere) is not copy
 
 
 REFUSED: dict[str, tuple[Callable[..., Any] | None, str]] = {

@@ -18,12 +18,14 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 _Arguments = Mapping[str, Any]
@@ -74,7 +76,9 @@ class Amounts(NamedTuple):
         return not any(abs(a - b) > 1e-5 * abs(a) for a, b in terms)
 
 
-class _Note(NamedTuple):
+class LossNote(NamedTuple):
+    """How a loss, or what is computed from losses, follows from its elements; the fields are those of `Amounts`."""
+
     kind: str  # "mean", "sum" or "elements"
     amounts: tuple[_Amount, ...] = ()
     terms: tuple[torch.Tensor, ...] = ()
@@ -144,9 +148,6 @@ _AMOUNTS |= dict.fromkeys(
 if hasattr(F, "linear_cross_entropy"):
     _AMOUNTS[F.linear_cross_entropy] = _count_classes
 _CLASS_LOSSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _count_classes)
-ELEMENT_LOSSES = tuple(
-    function for function, amount in _AMOUNTS.items() if amount in (_count_pairs, _weigh_elements, _count_divergence)
-)
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for function in _AMOUNTS
@@ -179,11 +180,12 @@ class LossCalls(TorchFunctionMode):
         self._only_by_name = True
         self._by_name = False
         self._is_active = False
-        self._notes: dict[int, tuple[torch.Tensor, _Note]] = {}
+        self._notes: dict[int, tuple[torch.Tensor, LossNote]] = {}
         # By id; the values keep the tensors, so that no id is used again.
         self._inputs: dict[int, torch.Tensor] = {}
         self._input_numbers: set[float] = set()
         self._targets: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # where they are read, on the CPU, version
+        self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._samples = 1
         self._thread = 0
         self._names = {function.__name__: (function, self._watch_function(function)) for function in _AMOUNTS}
@@ -265,7 +267,7 @@ class LossCalls(TorchFunctionMode):
                 self._by_name = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
                 return function(*args, **keywords)
             result = function(*args, **keywords)
-            self._note_call(function, args, keywords, result)
+            self._notes[id(result)] = result, self._make_note(function, args, keywords)
             if not self._is_active:  # one loss may have called another
                 self._activate()
             return result
@@ -280,7 +282,7 @@ class LossCalls(TorchFunctionMode):
             self._only_by_name &= self._by_name
             self._by_name = False
             result = function(*args, **kwargs)
-            self._note_call(function, args, kwargs, result)
+            self._notes[id(result)] = result, self._make_note(function, args, kwargs)
             return result
         if not self._notes:
             return func(*args, **kwargs)
@@ -297,24 +299,28 @@ class LossCalls(TorchFunctionMode):
 
     # -- what is noted ------------------------------------------------------------------------------
 
-    def _note_call(self, function: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: torch.Tensor) -> None:
+    def note_torch_loss(self, loss: Any, output: Any, targets: torch.Tensor) -> LossNote | None:
+        """Returns what one of torch's own losses is a mean over, if it is known."""
+        function, keywords = unwrap_loss(loss)
+        if isinstance(function, nn.Module):
+            module, (function, names) = function, _read_forward(type(function).forward)
+            keywords = {name: getattr(module, name) for name in names}
+        return self._make_note(function, (output, targets), keywords) if function in _AMOUNTS else None
+
+    def _make_note(self, function: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> LossNote:
         defaults = _DEFAULTS[function]
         arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **keywords}
-        if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-            return
-        reduction = arguments["reduction"]
-        if reduction == "none":
-            note = _Note("elements")
-        elif reduction == "sum":
-            note = _Note("sum")
-        else:
-            if function in _CLASS_LOSSES and arguments["weight"] is None:
-                arguments["target"] = self._find_on_cpu(arguments["target"])
-            amount = partial(_AMOUNTS[function], arguments)
-            note = _Note(
-                "mean", (amount,), full=(partial(_count_targets, arguments) if function in _CLASS_LOSSES else amount,)
-            )
-        self._notes[id(result)] = (result, note)
+        average, reduce = arguments.get("size_average"), arguments.get("reduce")  # deprecated
+        is_legacy = average is not None or reduce is not None
+        reduction = legacy_get_string(average, reduce, emit_warning=False) if is_legacy else arguments["reduction"]
+        if reduction in ("none", "sum"):
+            return LossNote("elements" if reduction == "none" else "sum")
+        amount = full = partial(_AMOUNTS[function], arguments)
+        if function in _CLASS_LOSSES:
+            arguments["target"] = target = self._find_on_cpu(arguments["target"])
+            arguments["weight"] = self._copy_weights(arguments["weight"], target.device)
+            full = partial(_count_targets, arguments)
+        return LossNote("mean", (amount,), full=(full,))
 
     def _find_on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy on the CPU of one of the targets, or of a view of one; else the tensor itself."""
@@ -328,13 +334,22 @@ class LossCalls(TorchFunctionMode):
                 return on_cpu.as_strided(tensor.shape, tensor.stride(), offset)
         return tensor
 
-    def _find_note(self, item: Any) -> _Note | None:
+    def _copy_weights(self, weights: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Returns a loss's weights of classes on the targets' device; copies them there once."""
+        if weights is None or weights.device == device:
+            return weights
+        copied = self._copied_weights
+        if copied is None or copied[0] is not weights or copied[1] != weights._version:
+            copied = self._copied_weights = weights, weights._version, weights.to(device)
+        return copied[2]
+
+    def _find_note(self, item: Any) -> LossNote | None:
         entry = self._notes.get(id(item)) if isinstance(item, torch.Tensor) else None
         return None if entry is None else entry[1]
 
     def _derive_note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[torch.Tensor], _Note | None] | None:
+    ) -> Callable[[torch.Tensor], LossNote | None] | None:
         """Returns how to note a function's result; called before the function, which may write in place."""
         operands = [*iterate_leaves(args), *kwargs.values()]
         notes = [note for note in map(self._find_note, operands) if note is not None]
@@ -368,7 +383,7 @@ class LossCalls(TorchFunctionMode):
     def _note_input(self, result: torch.Tensor) -> None:
         self._inputs[id(result)] = result
 
-    def _divide_note(self, note: _Note, divided: torch.Tensor, divisor: Any) -> _Note | None:
+    def _divide_note(self, note: LossNote, divided: torch.Tensor, divisor: Any) -> LossNote | None:
         if note.kind == "elements":
             return note
         if not _is_number(divisor):
@@ -379,12 +394,12 @@ class LossCalls(TorchFunctionMode):
             if note.kind == "mean":
                 return _scale_amounts(note, divisor, 1)
             count, total = divisor.detach().clone(), divided.detach().clone()
-            return _Note("mean", (lambda: _read_count(count, total),))
+            return LossNote("mean", (lambda: _read_count(count, total),))
         if note.kind == "mean":
             return note
         number = float(divisor)
         if number == self._samples or (number not in self._input_numbers and not number % self._samples):
-            return _Note("mean", (lambda: number,))
+            return LossNote("mean", (lambda: number,))
         return note  # a factor that does not depend on the batch
 
 
@@ -402,16 +417,16 @@ def _is_part(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     return begin >= 0 and last < base.numel()
 
 
-def _reduce_note(note: _Note, name: str, argument: Any, result: torch.Tensor) -> _Note:
+def _reduce_note(note: LossNote, name: str, argument: Any, result: torch.Tensor) -> LossNote:
     if note.kind != "elements" or result.ndim:
         return note
     if name == "sum":
-        return _Note("sum")
+        return LossNote("sum")
     count = float(argument.numel())
-    return _Note("mean", (lambda: count,))
+    return LossNote("mean", (lambda: count,))
 
 
-def _scale_amounts(note: _Note, number: torch.Tensor, power: int) -> _Note:
+def _scale_amounts(note: LossNote, number: torch.Tensor, power: int) -> LossNote:
     """Returns the note of a mean that is divided by a number, such as the mean of weights; multiplied, for power -1."""
     if note.kind != "mean":
         return note
@@ -423,15 +438,15 @@ def _scale_amounts(note: _Note, number: torch.Tensor, power: int) -> _Note:
     return note._replace(amounts=tuple(partial(scale, amount) for amount in note.amounts), full=())
 
 
-def _join_notes(notes: list[_Note]) -> _Note | None:
+def _join_notes(notes: list[LossNote]) -> LossNote | None:
     if len({note.kind for note in notes}) > 1:
         return None
     amounts = tuple(amount for note in notes for amount in note.amounts)
     full = tuple(amount for note in notes for amount in note.full)
-    return _Note(notes[0].kind, amounts, tuple(term for note in notes for term in note.terms), full)
+    return LossNote(notes[0].kind, amounts, tuple(term for note in notes for term in note.terms), full)
 
 
-def _add_terms(note: _Note | None, others: list[Any]) -> _Note | None:
+def _add_terms(note: LossNote | None, others: list[Any]) -> LossNote | None:
     """Returns the note of a sum with terms that are not losses of torch."""
     if note is None or note.kind == "elements":
         return note
@@ -450,7 +465,7 @@ def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
     return float(divisor) if float(divisor) != 1.0 or float(divided) else 0.0
 
 
-def _evaluate_note(note: _Note, samples: int) -> Amounts | None:
+def _evaluate_note(note: LossNote, samples: int) -> Amounts | None:
     if note.kind == "mean":
         values, full = ([amount() for amount in amounts] for amounts in (note.amounts, note.full))
         return Amounts(False, samples, tuple(values), note.terms, tuple(full if len(full) == len(values) else ()))
@@ -460,6 +475,23 @@ def _evaluate_note(note: _Note, samples: int) -> Amounts | None:
 
 def _is_number(item: Any) -> bool:
     return item.numel() == 1 if isinstance(item, torch.Tensor) else isinstance(item, (int, float))
+
+
+@cache
+def _read_forward(forward: Any) -> tuple[Any, list[str]]:
+    """Returns the function that a module's forward calls, and its arguments that are the module's attributes."""
+    names = forward.__code__.co_names
+    function = next((function for name in names if (function := getattr(F, name, None)) in _AMOUNTS), None)
+    return function, [name for name in names if name in _DEFAULTS.get(function, ())]
+
+
+def unwrap_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns what a `functools.partial` calls, and its keywords; for another loss itself."""
+    keywords: dict[str, Any] = {}
+    while isinstance(loss, partial):
+        keywords = {**loss.keywords, **keywords}
+        loss = loss.func
+    return loss, keywords
 
 
 def iterate_leaves(value: Any) -> Iterator[Any]:

@@ -11,30 +11,20 @@ made of torch's is taken for a mean over samples; `probe_weight` checks that on 
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
-from pipedream.runtime.results.loss_calls import ELEMENT_LOSSES, Amounts, LossCalls, class_amount
+from pipedream.runtime.results.loss_calls import Amounts, LossCalls, LossNote, unwrap_loss
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
-
-_CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
-_CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_ELEMENT_MODULES = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
-    nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
-)  # fmt: skip
 
 
 class LossWeight(enum.StrEnum):
@@ -49,7 +39,7 @@ class LossWeight(enum.StrEnum):
 
 def is_torch_loss(loss: Any) -> bool:
     """Returns whether a loss is PyTorch's own, called with (output, targets)."""
-    function, _ = _unwrap(loss)
+    function, _ = unwrap_loss(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
     return getattr(function, "__module__", "") == "torch.nn.functional"
@@ -74,21 +64,16 @@ class Loss:
     ) -> None:
         self.function = loss
         self.weight = weight
-        self._unwrapped, self._keywords = _unwrap(loss)
-        average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))  # deprecated
-        is_legacy = average is not None or reduce is not None
-        self._legacy_reduction = _Reduction.legacy_get_string(average, reduce, emit_warning=False) if is_legacy else ""
         self._is_torch_loss = is_torch_loss(loss)
-        self._is_of_classes = self._unwrapped in _CLASS_LOSSES or isinstance(self._unwrapped, _CLASS_MODULES)
-        self._is_of_elements = self._unwrapped in ELEMENT_LOSSES or isinstance(self._unwrapped, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
-        self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
+        unwrapped, _ = unwrap_loss(loss)
+        self.module = unwrapped if isinstance(unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._user_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
+        self._torch_calls = LossCalls()
         self._is_watched = False
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
-        self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._has_checked_pair = False
         self._parts_check = PartsCheck(self._evaluate)
 
@@ -153,12 +138,16 @@ class Loss:
             return value, float(self.weight(received)), False
         if minibatch is not None and self._user_calls is not None:
             self._parts_check.check(output, batch, received, samples, minibatch)
-        reduction = self._reduction
-        if reduction == "sum" and self._is_torch_loss:
-            # The minibatch's loss is the sum of its parts: their weights sum to one.
-            return value, share, True
-        weight = self._weigh_torch_loss(output, received, reduction)
-        return value, float(samples if weight is None else weight), False
+        note = self._note_torch_loss(output, received)
+        if note is not None and note.kind == "sum":
+            return value, share, True  # the minibatch's loss is the sum of its parts: their weights sum to one
+        return value, float(samples) if note is None or not note.amounts else note.amounts[0](), False
+
+    def _note_torch_loss(self, output: Any, targets: Any) -> LossNote | None:
+        """Returns what one of torch's own losses is a mean over; None for another loss."""
+        if not self._is_torch_loss or not isinstance(targets, torch.Tensor):
+            return None
+        return self._torch_calls.note_torch_loss(self.function, output, targets)
 
     def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
@@ -225,13 +214,11 @@ class Loss:
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets' values."""
-        if self.weight is not None or not self._is_torch_loss:
-            return float(samples)
-        reduction = self._reduction
-        if reduction == "sum":
+        note = self._note_torch_loss(output, batch) if self.weight is None else None
+        if note is not None and note.kind == "sum":
             return share
-        count = self._count_in_torch_loss(output, batch, reduction) or 0
-        return float(count if count and count % samples == 0 else samples)
+        count = note.full[0]() if note is not None and note.full else 0.0
+        return count if count and count % samples == 0 else float(samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
         """Returns the value without the weight, which would need reading the targets."""
@@ -275,42 +262,6 @@ class Loss:
                     "with metrics=..."
                 )
         return total.reshape(()), float(weight)
-
-    def _weigh_torch_loss(self, output: Any, targets: Any, reduction: str) -> float | None:
-        count = self._count_in_torch_loss(output, targets, reduction)
-        if count is None or not self._is_of_classes or targets.is_floating_point():
-            return None if count is None else float(count)
-        return class_amount(targets, self._read_option("ignore_index", -100), self._move_class_weights(targets.device))
-
-    def _move_class_weights(self, device: torch.device) -> torch.Tensor | None:
-        """Returns the loss's weights of classes on the targets' device; copies them there once."""
-        weights: torch.Tensor | None = self._read_option("weight", None)
-        if weights is None or weights.device == device:
-            return weights
-        copied = self._copied_weights
-        if copied is None or copied[0] is not weights or copied[1] != weights._version:
-            copied = self._copied_weights = weights, weights._version, weights.to(device)
-        return copied[2]
-
-    def _count_in_torch_loss(self, output: Any, targets: Any, reduction: str) -> int | None:
-        if not self._is_torch_loss or not isinstance(targets, torch.Tensor):
-            return None
-        if self._is_of_classes:
-            if targets.is_floating_point():
-                return targets.numel() // targets.shape[1] if targets.ndim > 1 else 1
-            return targets.numel()
-        if self._is_of_elements:
-            return None if reduction == "batchmean" else max(output.numel(), targets.numel())
-        return None
-
-    @property
-    def _reduction(self) -> str:
-        return self._legacy_reduction or str(self._read_option("reduction", "mean"))
-
-    def _read_option(self, name: str, default: Any) -> Any:
-        if isinstance(self._unwrapped, nn.Module):
-            return getattr(self._unwrapped, name, default)
-        return self._keywords.get(name, default)
 
 
 def metric_scores(
@@ -360,14 +311,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
     return type(value).__name__
-
-
-def _unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
-    keywords: dict[str, Any] = {}
-    while isinstance(loss, functools.partial):
-        keywords = {**loss.keywords, **keywords}
-        loss = loss.func
-    return loss, keywords
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
