@@ -112,7 +112,7 @@ def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...], cl
     cost = measure_update(*what, scheduler=EndingSchedule, warmup=1, runs=5)
     assert ran == [number * (13.0 + 4 * sum(widths)) for number in range(6)], "between the steps over all parameters"
     assert cost.update_s == 13 + 4 * sum(widths)
-    assert cost.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
+    assert cost.update_fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
 
 
 def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:

@@ -6,7 +6,7 @@ With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is alloca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
-from pipedream.profiler.sizes import Sizes, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import Sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import OptimizerFactory, UpdateCost, all_parameters, estimate_update, named_parameters
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -69,9 +69,7 @@ def estimate(
         if loss is not None:
             passes.time_loss(arguments)
         loss_s = sum(costs.laps_s())
-        sizes, loss_bytes = measure_sizes(
-            layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
-        )
+        sizes, loss_bytes = passes.measure_sizes(fresh)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
@@ -84,10 +82,7 @@ def estimate(
         input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
         device=device.name,
-        update_s=update.update_s,
-        copy_s=update.copy_s,
-        optimizer=update.name,
-        optimizer_bytes=update.state_bytes,
+        **asdict(update),
         loss_s=loss_s,
         loss_bytes=loss_bytes,
         versions=versions(),
@@ -153,8 +148,8 @@ def _write_notes(
         "the operations are those that torch chooses on a CPU; some that are one kernel on a GPU are several here",
         "not checked: that the layers, run one after the other, give the values of the model",
     ]
-    if update.name:
-        notes.append(f"the state of {update.name} is that of steps on tensors without numbers, one of each shape")
+    if update.optimizer:
+        notes.append(f"the state of {update.optimizer} is that of steps on tensors without numbers, one of each shape")
     names = [layer.name for layer, more in zip(graph.layers, hidden, strict=True) if more]
     if names:
         kinds = sorted({kind for forward, _ in laps for kind in forward.opaque})

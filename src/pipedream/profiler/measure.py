@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
@@ -16,14 +17,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
 from pipedream.profiler.device import name_device, versions
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes, measure_launch_seconds
-from pipedream.profiler.sizes import (
-    Sizes,
-    largest_parameter_bytes,
-    list_matrices,
-    measure_sizes,
-    parameter_bytes,
-    tied_parameters,
-)
+from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, list_matrices, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -107,13 +101,19 @@ def measure(
     with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
-        sizes, loss_bytes = measure_sizes(
-            layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
-        )
-        steps, parameters = None, named_parameters(layers, graph)
+        sizes, loss_bytes = passes.measure_sizes(fresh)
+        laps_s, update, parameters = list[list[float]](), UpdateCost(), named_parameters(layers, graph)
+
+        def run_passes() -> None:
+            laps_s.append(_time_run(passes, advance, sample))
+
         if optimizer is not None and parameters:
-            steps = partial(measure_update, optimizer, parameters, Stopwatch(device), scheduler=scheduler)
-        laps_s, update = _time_runs(partial(_time_run, passes, advance, sample), steps, warmup, runs)
+            watch, counts = Stopwatch(device), {"warmup": warmup, "runs": runs}
+            update = measure_update(optimizer, parameters, watch, run_passes, scheduler=scheduler, **counts)
+        else:
+            for _ in range(warmup + runs):
+                run_passes()
+        del laps_s[:warmup]
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
         time_part = partial(_time_run, make_passes(None, Stopwatch(device, without_launches=True)), advance)
@@ -135,36 +135,14 @@ def measure(
         dtype=dtype_name(layers, autocast),
         device=name_device(device),
         runs=runs,
-        update_s=update.update_s,
-        update_fixed_s=update.fixed_s,
         parts=parts,
-        copy_s=update.copy_s,
-        optimizer=update.name,
-        optimizer_bytes=update.state_bytes,
+        **asdict(update),
         loss_s=max(loss_launch_s, 0.0 if loss_laps is None else median(map(sum, zip(*loss_laps, strict=True)))),
         loss_bytes=loss_bytes,
         loss_temporary_bytes=needs[-1].temporary_bytes,
-        update_temporary_bytes=update.temporary_bytes,
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
     )
-
-
-def _time_runs(
-    run: Callable[[], list[float]], steps: Callable[..., UpdateCost] | None, warmup: int, runs: int
-) -> tuple[list[list[float]], UpdateCost]:
-    """Returns the laps of the runs after the warm-up, and the cost of the updates between them, if there are any."""
-    laps_s: list[list[float]] = []
-
-    def run_passes() -> None:
-        laps_s.append(run())
-
-    if steps is not None:
-        update = steps(run_passes, warmup=warmup, runs=runs)
-        return laps_s[warmup:], update
-    for _ in range(warmup + runs):
-        run_passes()
-    return laps_s[warmup:], UpdateCost()
 
 
 def _time_run(passes: Passes, advance: Callable[[], None], sample: Sample) -> list[float]:

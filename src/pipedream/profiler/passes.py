@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.user_code import notes_of
-from pipedream.profiler.sizes import Allocations, Sizes
+from pipedream.profiler.sizes import Allocations, Sizes, measure_sizes
 from pipedream.profiler.stopwatch import Watch
 
 
@@ -110,6 +110,10 @@ class Passes:
                 return self._compute_loss(output)
         except Exception as error:
             raise _make_error("the loss", (output,), error) from error
+
+    def measure_sizes(self, sample: Sample) -> tuple[tuple[Sizes, ...], int]:
+        """Returns each layer's sizes, and the bytes that autograd keeps from the loss."""
+        return measure_sizes(self._layers, sample, self.run_layer, self.run_loss if self._loss is not None else None)
 
     def measure_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
         """Returns what each layer, and then the loss, needs in addition to what it keeps."""

@@ -25,20 +25,14 @@ OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """One optimizer step over all parameters, with the learning-rate schedule's; median seconds.
+    """Fields of a `Profile` about one optimizer step over all parameters, with the learning-rate schedule's."""
 
-    Attributes:
-        fixed_s: of `update_s`, what a step takes however few its parameters are.
-        copy_s: of copying all parameters.
-        temporary_bytes: in addition to state, weights and gradients.
-    """
-
-    name: str = ""
+    optimizer: str = ""
     update_s: float = 0.0
-    fixed_s: float = 0.0
+    update_fixed_s: float = 0.0
     copy_s: float = 0.0
-    state_bytes: int = 0
-    temporary_bytes: int = 0
+    optimizer_bytes: int = 0
+    update_temporary_bytes: int = 0
 
 
 def measure_update(
@@ -120,7 +114,7 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
             watch.stop()
             copy_s += len(same) * watch.laps_s()[-1]
             state_bytes += len(same) * _count_state_bytes(stepper.state[same[0]])
-    return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, state_bytes=state_bytes)
+    return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, optimizer_bytes=state_bytes)
 
 
 def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch, rates: Any = None) -> None:

@@ -100,7 +100,8 @@ class Reader(ABC):
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
             # All replicas stop before the same round, unless the data ended in the one before.
             until = number - number % self._cycle
-            if not until or self._has_loader_minibatch(self._base + until - 1):
+            last = self._base + until - 1
+            if not until or (self.has_minibatch(last) if self.count is None else last < self.count):
                 self.ended_at = until
                 return self.stopped
         if self.count is None:
@@ -138,9 +139,6 @@ class Reader(ABC):
             if next(self, None) is None:
                 return False
         return True
-
-    def _has_loader_minibatch(self, number: int) -> bool:
-        return self.has_minibatch(number) if self.count is None else number < self.count
 
 
 class LoaderReader(Reader):

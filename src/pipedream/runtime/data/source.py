@@ -166,8 +166,7 @@ class ReadingSource(Source):
                 self.ended_at = self._reader.ended_at
                 for follower in self._followers:
                     follower.send(self._make_end(minibatch))
-                for replica in list(self._open_senders):
-                    self._send_end(replica, minibatch)
+                self._send_ends(self._open_senders, minibatch)
                 return minibatch
             for follower in self._followers:
                 follower.send(make_notice(number, minibatch))
@@ -181,8 +180,7 @@ class ReadingSource(Source):
         self._reader.stop(stop_reason)
 
     def end(self) -> None:  # known before this reader comes to it
-        for replica in list(self._open_senders):
-            self._send_end(replica, StopReason.DATA)
+        self._send_ends(self._open_senders, StopReason.DATA)
 
     def resume(self) -> None:
         self._reader.resume()
@@ -194,8 +192,7 @@ class ReadingSource(Source):
         for replica in range(1, self._replicas):  # of the round's minibatches, the first is this replica's
             minibatch = self._reader.read(number + replica, replica)
             if isinstance(minibatch, StopReason):
-                for later in range(replica, self._replicas):
-                    self._send_end(later, minibatch)
+                self._send_ends(range(replica, self._replicas), minibatch)
                 return
             self._send(self.splitter.split(number + replica, minibatch))
 
@@ -205,8 +202,9 @@ class ReadingSource(Source):
             if sender is not None:
                 sender.send(_join(inputs, targets))
 
-    def _send_end(self, replica: int, stop_reason: StopReason) -> None:
-        self._open_senders.pop(replica).send(self._make_end(stop_reason))
+    def _send_ends(self, replicas: Iterable[int], stop_reason: StopReason) -> None:
+        for replica in list(replicas):
+            self._open_senders.pop(replica).send(self._make_end(stop_reason))
 
     def _make_end(self, stop_reason: StopReason) -> Message:
         return Message(self._reader.ended_at, Content.END, flags=int(stop_reason))
@@ -232,8 +230,7 @@ class TurnSource(ReadingSource):
             minibatch = self._reader.read(self._next)
             if isinstance(minibatch, StopReason):
                 self._ended, self.ended_at = minibatch, self._reader.ended_at
-                for later in list(self._open_senders):
-                    self._send_end(later, minibatch)
+                self._send_ends(self._open_senders, minibatch)
                 return
             parts = self.splitter.split(self._next, minibatch)
             if turn == 0:  # its minibatch before is taken: the others come to this round after later passes of that
@@ -495,7 +492,7 @@ class _DataRequest:
     adapt: AdaptBatch
     epochs: EpochRange
     state: Mapping[str, Any] | None
-    batch_dim: BatchDim = 0
+    batch_dim: BatchDim
 
     def count_samples(self, batch: Any, is_adapted: bool) -> int:
         """Returns the samples of a batch, without the user's functions, which may draw numbers."""

@@ -274,7 +274,7 @@ def split_minibatch(
         check("targets", [leaf for leaf in target_leaves if id(leaf[0]) not in whole_ids], count)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
-    split = _Split(count, _list_sizes(count, parts) if isinstance(parts, int) else parts)
+    split = _Split(count, parts)
     return split.sizes, split.flatten_parts(inputs, leaves), split.flatten_parts(targets, target_leaves)
 
 
@@ -289,8 +289,7 @@ def split_batch(value: Any, count: int, parts: int | Sequence[int], batch_dim: B
     """
     if parts == 1:
         return [value]
-    sizes = _list_sizes(count, parts) if isinstance(parts, int) else parts
-    return _Split(count, sizes).list_parts(value, _find_known_leaves(value, batch_dim, count=count)[0])
+    return _Split(count, parts).list_parts(value, _find_known_leaves(value, batch_dim, count=count)[0])
 
 
 def _list_sizes(count: int, parts: int) -> list[int]:
@@ -300,8 +299,8 @@ def _list_sizes(count: int, parts: int) -> list[int]:
 class _Split:
     """Splits values of one minibatch; a tensor that occurs twice is split once."""
 
-    def __init__(self, count: int, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
+    def __init__(self, count: int, parts: int | Sequence[int]) -> None:
+        self.sizes = _list_sizes(count, parts) if isinstance(parts, int) else list(parts)
         self._count = count
         self._pieces: dict[int, Sequence[Any]] = {}
 
@@ -434,12 +433,9 @@ def _is_tuple_of_samples(value: tuple[Any, ...], count: int | None) -> bool:
     """Returns whether targets are a tuple with an item for each sample, rather than of one for each kind of target."""
     if type(value) is not tuple or len(value) != count or not value:
         return False
-    sizes = {len(item) if isinstance(item, (list, tuple)) else _find_size(item, 0) for item in value if _has_size(item)}
+    lists = [item for item in value if isinstance(item, (list, tuple, *_LEAVES))]
+    sizes = {len(item) if isinstance(item, (list, tuple)) else _find_size(item, 0) for item in lists}
     return _holds_dicts(value) or count not in sizes
-
-
-def _has_size(item: Any) -> bool:
-    return isinstance(item, (list, tuple, *_LEAVES))
 
 
 def _count_by_lists(
