@@ -47,6 +47,7 @@ TORCH_PACKAGES = (
     "extensions.meshes",
     "extensions.nccl",
     "extensions.shared_memory",
+    "extensions.tied_weights",
     "extensions.offload",
     "extensions.recompute",
     "extensions.reducers.averages.average",

@@ -187,7 +187,7 @@ def train(
             on_done(pipeline, done)
         trained.skipped = max(pipeline.skipped_updates())
         trained.scale = next(
-            state.optimizer.scale
+            state.optimizer.loss_scale.value
             for worker in pipeline._session.workers_here.workers
             for state in worker.stage_states.values()
         )

@@ -49,9 +49,9 @@ from pipedream.runtime.session.state import collect_state_dict, load_state_dict,
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.stepped import LossFactor
-from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
+from pipedream.runtime.weights.tied import find_tied_weights
 from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.folders import SavedCheckpoint
 from pipedream.services.checkpoint.stores import Folder, open_store

@@ -409,7 +409,7 @@ def plain_scaled(
 
 
 def scale_of(pipeline: pd.Pipeline) -> float:
-    (scale,) = {state.optimizer.scale for state in stage_states(pipeline)}
+    (scale,) = {state.optimizer.loss_scale.value for state in stage_states(pipeline)}
     return float(scale)
 
 

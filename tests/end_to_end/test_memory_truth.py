@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import pipedream as pd
 from pipedream.extensions.shared_memory import pair_memory as shared_memory
 from pipedream.profiler.sizes import Allocations
-from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
+from pipedream.runtime.updates import OverlappedUpdate, UpdateThread
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.001)}
 WIDTH, BLOCKS, BATCH = 192, 6, 240

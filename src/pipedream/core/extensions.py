@@ -7,6 +7,7 @@ What may be offered, under the names of their modules:
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
+| `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `methods` | `METHODS` that need the extension | `schedules.registry` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
@@ -27,12 +28,21 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 
+from pipedream.core.errors import PlanError
+
 
 @cache
 def list_offers(name: str, package: str = "pipedream.extensions") -> tuple[ModuleType, ...]:
     """Returns the module of this name of each extension that has one, in the order of the folders' names."""
     names = [f"{folder}.{name}" for folder, is_package in _list_modules(package) if is_package]
     return tuple(import_module(module) for module in names if find_spec(module) is not None)
+
+
+def find_offer(name: str, need: str) -> ModuleType:
+    """Returns the module of this name of an extension. Raises a `PlanError` if none has one; `need` says for what."""
+    for module in list_offers(name):
+        return module
+    raise PlanError(f"{need}, for which an extension offers {name!r}, and none here does; add it, or leave that out")
 
 
 def import_folder(package: str) -> list[ModuleType]:

@@ -29,12 +29,12 @@ from pipedream.runtime.stage_parts import check_parts, make_parts
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
+from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
+from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates
 from pipedream.runtime.update.reducer import Reducer
 from pipedream.runtime.update.replica import make_reducer
-from pipedream.runtime.update.stepped import LossFactor, SteppedWeights
-from pipedream.runtime.update.tied_weights import TiedGradientSum
-from pipedream.runtime.update_barrier import UpdateBarrier
+from pipedream.runtime.update.stepped import LossFactor, MovingAverages, SteppedWeights
+from pipedream.runtime.updates import Updates
 from pipedream.runtime.worker import Worker
 
 
@@ -44,19 +44,17 @@ class StageMaterials:
 
     Attributes:
         programs: all that it will run.
-        make_optimizer, make_scheduler: return the same one each time.
-        ema: averages of the weights.
     """
 
     programs: Sequence[Program]
     source: StageSource
     module: StageModule
-    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    ema: dict[str, torch.Tensor]
+    stepped: SteppedWeights
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    averages: MovingAverages
     reducer: Reducer
     loss_scale: LossFactor
-    stepped: SteppedWeights
 
 
 @dataclass(frozen=True)
@@ -127,19 +125,20 @@ def _gather_stage_materials(
     plan, settings = blueprint.program.plan, blueprint.settings
     is_replicated = replica_group is not None
     module = _make_module(blueprint, source.layers, source.parameters, source.division, replicated=is_replicated)
-    ema = {} if settings.ema is None else {name: handle.detach().clone() for name, handle in handles.items()}
-    stepped = residence.settle(stage, source.replica, module, handles, ema)
+    averages = MovingAverages(handles, settings.ema)
+    stepped = residence.settle(stage, source.replica, module, handles, averages.tensors)
+    optimizer = make_optimizer(settings.optimizer, stepped)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
     return StageMaterials(
-        programs=programs,
-        source=source,
-        module=module,
-        make_optimizer=_call_once(settings.optimizer),
-        make_scheduler=None if settings.scheduler is None else _call_once(settings.scheduler),
-        ema=ema,
-        reducer=make_reducer(plan.choices.sums, handles, ema, replica_group, plan.replicas[stage], tied),
+        programs,
+        source,
+        module,
+        stepped,
+        optimizer,
+        scheduler=None if settings.scheduler is None else settings.scheduler(optimizer),
+        averages=averages,
+        reducer=make_reducer(plan.choices.sums, handles, averages.tensors, replica_group, plan.replicas[stage], tied),
         loss_scale=settings.make_loss_scale(),
-        stepped=stepped,
     )
 
 
@@ -164,18 +163,6 @@ def _make_module(
     )
 
 
-def _call_once(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that calls `make` once, and returns its result each time."""
-    results: list[Any] = []
-
-    def make_or_return(argument: Any) -> Any:
-        if not results:
-            results.append(make(argument))
-        return results[0]
-
-    return make_or_return
-
-
 def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
     """Returns the worker of the blueprint's program."""
     program, placement, settings, links = blueprint.program, blueprint.placement, blueprint.settings, materials.links
@@ -188,13 +175,6 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         stage: _build_passes_on_copies(blueprint, stage, links.rank, shared, row)
         for stage, row in materials.on_copies.items()
     }
-    trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
-    sums = [
-        TiedGradientSum(
-            weights, {stage: trained[stage] for stage in weights.among(stage_states).stages}, placement.replicas, group
-        )
-        for weights, group in materials.links.tied
-    ]
     results = Results(
         links.rank,
         placement,
@@ -217,31 +197,24 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         stage_states | on_copies,
         links.channels,
         Scorer(settings.loss, settings.metrics, results, program),
-        UpdateBarrier(settings.policy, program, links.everyone, stage_states, sums),
+        Updates(settings.policy, program, links.everyone, stage_states, links.tied),
     )
 
 
 def _build_stage_state(
     blueprint: Blueprint, rank: int, shared: dict[object, Any], materials: StageMaterials, residence: Residence
 ) -> StageState:
-    program, settings, module, source = blueprint.program, blueprint.settings, materials.module, materials.source
+    program, module, source = blueprint.program, materials.module, materials.source
     rule, stage, handles, replica_group = program.weights, source.stage, source.handles, source.replica_group
-    counted_elsewhere = [name for weights in blueprint.tied if stage in weights.stages[1:] for name in weights.names]
     single = rule.held_until is None or rule.kept_until(stage) is not None
     versions = residence.make_versions(stage, handles, watched=replica_group is not None, single=single)
     optimizer = Optimizer(
-        handles,
-        materials.make_optimizer,
-        StageUpdates.of(program, stage),
-        scheduler=materials.make_scheduler,
-        replicas=program.placement.replicas[stage],
+        materials.stepped,
+        RateSchedule(materials.optimizer, materials.scheduler, StageUpdates.of(program, stage)),
         reducer=materials.reducer,
-        ema=materials.ema,
-        ema_decay=settings.ema or 0.0,
-        counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
+        averages=materials.averages,
         loss_scale=materials.loss_scale,
         division=module.division,
-        stepped=materials.stepped,
     )
     facts = StageFacts(stage, rank, materials.programs, module, shared, versions, versions, optimizer, replica_group)
     choice, parts = choose_weights(rule, versions), (*source.parts, *make_parts(facts, program))

@@ -21,7 +21,7 @@ from pipedream.runtime.data.source import DataChannels
 from pipedream.runtime.division import Division
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.replicas import CopiedAttributes
-from pipedream.runtime.update.tied_weights import copy_tied
+from pipedream.runtime.weights.tied import copy_tied
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.core.errors import PlanError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import find_offer
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.stage.stage_module import StageModule
@@ -57,13 +56,8 @@ def find_residence(blueprint: Blueprint, programs: Sequence[Program], group: dis
         programs: all that are trained.
         group: of all ranks; None in a single process.
     """
-    plan, offers = blueprint.program.plan, list_offers("residence")
-    if not (blueprint.placement.shares_weights or plan.choices.hosts_optimizers):
+    if not (blueprint.placement.shares_weights or blueprint.program.plan.choices.hosts_optimizers):
         return Residence()
-    if not offers:
-        raise PlanError(
-            f"{blueprint.program.name!r} keeps weights or optimizers in the memory of the machine, and no extension "
-            "here does; add 'host_weights', or choose another method or optimizer_state='device'"
-        )
-    residence: Residence = offers[0].make_residence(blueprint, programs, group)
+    offer = find_offer("residence", "weights or optimizers were to be kept in the memory of the machine")
+    residence: Residence = offer.make_residence(blueprint, programs, group)
     return residence

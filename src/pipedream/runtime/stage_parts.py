@@ -7,6 +7,7 @@ from pipedream.core.extensions import list_offers
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.replicas import EqualReplicas
+from pipedream.runtime.update.compensator import check_optimizer
 
 _NEEDED: Mapping[str, Callable[[Program, int], object]] = {
     "delays": lambda program, stage: program.weights.predictions(stage) or program.weights.backward_rule == "graph",
@@ -37,7 +38,7 @@ def check_parts(facts: StageFacts) -> None:
                 )
         for part in _list_parts():
             part.check(facts, program)
-        facts.optimizer.check(program.updates)
+        check_optimizer(program.updates.compensation, facts.optimizer.optimizer)
 
 
 def make_parts(facts: PassFacts, program: Program) -> Iterator[StagePart]:

@@ -8,7 +8,6 @@ import torch
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
@@ -18,7 +17,6 @@ from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
 from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer
-from pipedream.runtime.update.overlapped import OverlappedUpdate, UpdateThread
 
 
 class StageState(StagePasses):
@@ -28,14 +26,10 @@ class StageState(StagePasses):
 
     1. `begin` starts a stream.
     2. Passes run (`StagePasses`). In a backward in which a sum begins, `gradient_ready` takes gradients to the reducer.
-    3. `choose_version` and `step` make the next version from the gradients that the update barrier has put into
-       the handles. A thread may make it (`step_in_thread`) until `join_update`.
+    3. `choose_version` and `step` make the next version from the gradients that `Updates` has put into the handles.
     4. `end` ends a stream, at a drain.
 
     The `parts` take part in all of it, and in checkpoints.
-
-    Attributes:
-        overlapped: an update that a thread makes.
     """
 
     def __init__(
@@ -50,7 +44,6 @@ class StageState(StagePasses):
         versions.averages = optimizer.ema
         self.versions = versions
         self.optimizer = optimizer
-        self.overlapped: OverlappedUpdate | None = None
 
     def take_over(self, former: "StageState", input_updates: int) -> None:
         """Continues where another program has drained, when one version of the weights is left.
@@ -101,17 +94,6 @@ class StageState(StagePasses):
             self.versions.check_handles()  # first: its error, such as for a hook, explains a difference
         self.observer.before_update(self.versions.handles)
 
-    def join_update(self, recorder: Recorder, activity: Activity) -> None:
-        """Waits for the update that a thread makes; raises its error."""
-        assert self.overlapped is not None, "no update has begun"
-        update, start = self.overlapped, recorder.mark()
-        activity.begin("an update")
-        seconds = update.finish()
-        activity.end()
-        self.overlapped = None
-        recorder.note("wait", update.op.stage, update.number, start)
-        recorder.note_step(update.op.stage, update.number, *seconds)
-
     def choose_version(self, program: Program, op: Op, total: int | None) -> list[tuple[int, int, int, int]]:
         """Chooses the place of an update's weights; `step` follows.
 
@@ -134,7 +116,7 @@ class StageState(StagePasses):
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
         readable = program.weights.readable(stage, first, newest, step=step, total=total)
         self.versions.choose_storage(readable)
-        self.optimizer.step_schedule()
+        self.optimizer.schedule.step()
         versions = [(*row, newest) for row in self.gradient_versions]
         self.gradient_versions.clear()
         return versions
@@ -152,25 +134,6 @@ class StageState(StagePasses):
         self.versions.after_step()
         for part in self.parts:
             part.after_step()
-
-    def step_in_thread(
-        self, thread: UpdateThread, op: Op, number: int, prepare: Callable[[Gradients], None] | None
-    ) -> None:
-        """Lets a thread call `prepare` with the gradients, unless they are in the handles, and `step`."""
-        assert self.overlapped is None, f"{self.overlapped} has not ended"
-        gradients, self.gradients = self.collect_gradients(), self.gradients.make_next()
-        self.versions.announce()
-
-        def make() -> None:
-            try:
-                if prepare is not None:
-                    prepare(gradients)
-                self.step(1.0)
-            except BaseException:
-                self.versions.withdraw()
-                raise
-
-        self.overlapped = thread.begin(op, number, make)
 
     def average_replicas(self, recorder: Recorder, stage: int, index: int) -> Waiting[None]:
         """Averages the weights over the replicas if a period of updates has ended; yields where it would wait."""

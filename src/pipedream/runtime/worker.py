@@ -35,7 +35,7 @@ from pipedream.runtime.stage_state import (
     fetch_gradients,
     find_not_finite,
 )
-from pipedream.runtime.update_barrier import UpdateBarrier
+from pipedream.runtime.updates import Updates
 
 _ADVICE = {
     "modified by an inplace operation": (
@@ -108,7 +108,7 @@ class Worker:
         stage_passes: dict[int, StagePasses],
         channels: WorkerChannels,
         scorer: Scorer,
-        update_barrier: UpdateBarrier,
+        updates: Updates,
     ) -> None:
         rank, program, recorder, activity = context.rank, context.program, context.recorder, context.activity
         self.rank = rank
@@ -119,7 +119,7 @@ class Worker:
         self._evaluation = evaluation
         self.senders, self.receivers = channels.senders, channels.receivers
         self.results = context.results
-        self.update_barrier = update_barrier
+        self.updates = updates
         self.recorder = recorder
         self._activity = activity
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -147,8 +147,8 @@ class Worker:
             moves.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
             moves.REPEAT: backwards.repeat_forward,
             moves.BEGIN_SUM: backwards.begin_sum,
-            moves.BEGIN_UPDATE: update_barrier.begin_thread,
-            moves.JOIN_UPDATE: lambda s, n: stage_states[s].join_update(self.recorder, activity),
+            moves.BEGIN_UPDATE: updates.begin_thread,
+            moves.JOIN_UPDATE: lambda s, n: updates.join(s, recorder, activity),
             **dict.fromkeys((moves.SYNC, moves.TIED, moves.NORM), _skip_sum),
             moves.AVERAGE: self._average,
             **{move: partial(move.run or _wait_for_all, self) for move in program.moves},
@@ -163,10 +163,10 @@ class Worker:
         """Continues where a worker with another program has drained."""
         for stage, stage_state in self.stage_states.items():
             stage_state.take_over(former.stage_states[stage], former.input_updates)
-        self.update_barrier.norm_square = former.update_barrier.norm_square
+        self.updates.clipping.norm_square = former.updates.clipping.norm_square
         self.done_minibatches, self.stop_requested = former.done_minibatches, former.stop_requested
         former.close_parts()
-        former.update_barrier.thread.close(wait=True)
+        former.updates.thread.close(wait=True)
         former.stage_states.clear()  # frees tensors now: the rest of the worker refers to itself
         former.stage_passes.clear()
 
@@ -198,10 +198,10 @@ class Worker:
         self._begin_stream(stream, data, self.program.round_minibatches, until)
         for passes in self._list_passes():
             passes.begin()
-        yield from self.update_barrier.begin(self.program.placement)
+        yield from self.updates.begin(self.program.placement)
         yield from self._run(self.program)
         self.results.finish()
-        yield from self.update_barrier.finish()
+        yield from self.updates.clipping.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
         yield from self._collect(0)
@@ -216,7 +216,7 @@ class Worker:
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin_stream(DataStream(ema=ema), data)
-        yield from self.update_barrier.begin(self.program.placement)
+        yield from self.updates.begin(self.program.placement)
         yield from self._run(self._evaluation)
         if self.rank in self._evaluation.placement.scorers:
             self.results.complete(0)
@@ -225,7 +225,7 @@ class Worker:
     def predict(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin_stream(DataStream(predicts=True, ema=ema), data)
-        yield from self.update_barrier.begin(self.program.placement)
+        yield from self.updates.begin(self.program.placement)
         yield from self._run(self._evaluation)
         while self.rank == 0 and self._forwards.received_outputs < (self._microbatches or 0):
             yield (yield from self._forwards.receive_output())
@@ -240,7 +240,7 @@ class Worker:
     @property
     def rate(self) -> float:
         """The learning rate, before the stages' factors."""
-        return self.stage_states[min(self.stage_states)].optimizer.rate
+        return self.stage_states[min(self.stage_states)].optimizer.schedule.rate
 
     # -- the loop -----------------------------------------------------------------------------------
 
@@ -302,10 +302,10 @@ class Worker:
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state, wait_start = self.stage_states[stage], self.recorder.mark()
-        is_in_thread, prepared = self.update_barrier.ask_thread(stage), None
-        if not is_in_thread or self.update_barrier.couples_stages or stage_state.observer.observes:
+        is_in_thread, prepared = self.updates.ask_thread(stage), None
+        if not is_in_thread or self.updates.couples_stages or stage_state.observer.observes:
             stop_request = self._replicas[stage] > 1 and self.stop_requested()
-            prepared = yield from self.update_barrier.prepare(stage, float(stop_request))
+            prepared = yield from self.updates.prepare(stage, float(stop_request))
             if stage in self._waiting_stages:
                 self.recorder.note("wait", stage, index, wait_start)
         start = self.recorder.mark()
@@ -316,7 +316,7 @@ class Worker:
         rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
         if is_in_thread:
-            self.update_barrier.overlap(op, number, is_prepared=prepared is not None)
+            self.updates.overlap(op, number, is_prepared=prepared is not None)
         else:
             stage_state.step(present_share)
         self._activity.end()
@@ -392,7 +392,7 @@ def abandon(worker: Worker, *, wait: bool) -> None:
     `wait`: waits for the worker's last update, which writes weights.
     """
     worker._data = None
-    worker.update_barrier.thread.close(wait=wait)
+    worker.updates.thread.close(wait=wait)
     for channels in (worker.senders, worker.receivers, worker.results.senders, worker.results.receivers):
         channels.clear()
 
@@ -419,11 +419,11 @@ def _find_waiting_stages(program: Program) -> set[int]:
 
 def _wait_for_all(worker: Worker, number: int, index: int) -> Waiting[None]:
     """Waits until all workers do."""
-    yield from worker.update_barrier.meet()
+    yield from worker.updates.meet()
 
 
 def _skip_sum(number: int, index: int) -> None:
-    """Runs an instruction of a sum, for which the update after it waits (`UpdateBarrier.prepare`).
+    """Runs an instruction of a sum, for which the update after it waits (`Updates.prepare`).
 
     A sum over replicas has begun inside the update's last backward (`BackwardRunner.begin_sum`). That is safe: the
     replicas of a stage have a group of their own, and all start their buckets in the same order.

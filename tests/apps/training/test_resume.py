@@ -125,7 +125,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     with cases.pipeline_of(other) as pipeline:
         pipeline.load(str(checkpoint))
         for optimizer in (stage_state.optimizer for stage_state in cases.stage_states(pipeline)):
-            assert (optimizer.updates, optimizer.rounds) == (0, rounds)
+            assert (optimizer.schedule.updates, optimizer.schedule.rounds) == (0, rounds)
             for name, state in optimizer.compensator.state.items():
                 assert all(torch.equal(tensors[f"compensation/{name}/{key}"], state[key]) for key in state), name
         # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).

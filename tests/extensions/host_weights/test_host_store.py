@@ -28,7 +28,7 @@ from training import plan_of
 import pipedream as pd
 from pipedream.extensions.host_weights import host_store, residence
 from pipedream.extensions.host_weights.roundpipe import homes
-from pipedream.runtime.update.overlapped import UpdateThread
+from pipedream.runtime.updates import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DELAYED = "roundpipe[delay=1]"

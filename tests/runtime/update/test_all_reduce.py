@@ -9,8 +9,9 @@ from hypothesis import given, strategies as st
 import pipedream as pd
 from pipedream.apps.emulate.emulated import make_emulated_model
 from pipedream.core.plan.stage import TiedWeights
+from pipedream.extensions.tied_weights.gradient_sums import TiedGradientSum
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
-from pipedream.runtime.update import all_reduce, tied_weights
+from pipedream.runtime.update import all_reduce
 
 Sizes = list[tuple[int, torch.dtype]]
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -93,9 +94,7 @@ def test_the_host_reads_no_number_from_the_device() -> None:
     reduction.close([torch.empty_like(handles[0]), None], 3.0, 2, 1.0)
     sums, *counts = run_alone(reduction.take())
     assert (sums[0].is_meta, sums[1], *counts) == (True, None, 3.0, 2, 1.0)
-    tied = tied_weights.TiedGradientSum(
-        TiedWeights(("a",), (0, 1), 8), {0: {"a": handles[0]}}, (1, 1), LocalGroup(1).member(0)
-    )
+    tied = TiedGradientSum(TiedWeights(("a",), (0, 1), 8), {0: {"a": handles[0]}}, (1, 1), LocalGroup(1).member(0))
     local_sums = {0: [torch.empty_like(handles[0])]}
     run_alone(tied.all_reduce(local_sums))
     assert local_sums[0][0].is_meta

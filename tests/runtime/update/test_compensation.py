@@ -13,7 +13,9 @@ import pipedream as pd
 from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.extensions.compensations import basis_rotation, gap_aware
 from pipedream.extensions.compensations.velocity import Generalised, Nesterov, SpikeCompensation, VelocityPrediction
-from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
+from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates
+from pipedream.runtime.update.stepped import SteppedWeights
 
 ROWS, COLUMNS = 4, 3
 RATE = 0.01
@@ -30,7 +32,8 @@ def start() -> Tensor:
 def following(handle: nn.Parameter, factory: Factory, *chosen: Compensation, staleness: int = 0) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
     rule = pd.schedules.UpdateRule((1,), compensation=chosen)
-    return Optimizer({"w": handle}, factory, StageUpdates(rule, staleness=staleness))
+    schedule = RateSchedule(factory([("w", handle)]), None, StageUpdates(rule, staleness=staleness))
+    return Optimizer(SteppedWeights({"w": handle}), schedule)
 
 
 def step_by(handle: nn.Parameter, optimizer: Any, gradient: Tensor) -> Tensor:

@@ -17,9 +17,12 @@ from pipedream.core.schedule import coupling
 from pipedream.extensions.compensations.error_feedback import ErrorFeedback
 from pipedream.extensions.delays.predictions import add_velocity
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
+from pipedream.runtime.update.clipping import find_norm_square
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.optimizer import Optimizer, StageUpdates
-from pipedream.runtime.update_barrier import UpdateBarrier
+from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
+from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates
+from pipedream.runtime.update.stepped import SteppedWeights
+from pipedream.runtime.updates import Updates
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ONE_STAGE = pd.Plan.uniform(1)
@@ -27,6 +30,10 @@ ONE_STAGE = pd.Plan.uniform(1)
 
 def make_handles() -> dict[str, nn.Parameter]:
     return {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(2, 2))}
+
+
+def stepping(handles: Any, optimizer: Any, updates: StageUpdates | None = None) -> Optimizer:
+    return Optimizer(SteppedWeights(handles), RateSchedule(optimizer, None, updates))
 
 
 @pytest.mark.parametrize(
@@ -38,31 +45,31 @@ def make_handles() -> dict[str, nn.Parameter]:
 )
 def test_what_cannot_step_a_stage_is_refused(factory: Any, words: str) -> None:
     with pytest.raises(pd.PipelineError, match=words):
-        Optimizer(make_handles(), factory)
+        make_optimizer(factory, SteppedWeights(make_handles()))
 
 
 def test_large_gradients_that_are_finite_have_a_norm() -> None:
     handles = make_handles()
-    optimizer, gradients = Optimizer(handles, SGD), Gradients(2)
+    optimizer, gradients = stepping(handles, SGD(handles.values())), Gradients(2)
     gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
     run_alone(optimizer.prepare(gradients))
-    assert float(optimizer.norm_square) == pytest.approx(3e40 + 4e76, rel=1e-6)
+    assert float(find_norm_square(optimizer)) == pytest.approx(3e40 + 4e76, rel=1e-6)
     for value, is_finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
         handles["a"].grad = torch.full((3,), value)
-        assert isfinite(optimizer.norm_square) == is_finite
+        assert isfinite(find_norm_square(optimizer)) == is_finite
 
 
 def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> None:
     """y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})); after a phase without error feedback u_{t-1} is 0 again."""
     handles = {"a": nn.Parameter(torch.zeros(1))}
     sgd = torch.optim.SGD(handles.values(), lr=1.0)
-    optimizer = Optimizer(handles, lambda _: sgd)
+    optimizer = stepping(handles, sgd)
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
         rule = pd.schedules.UpdateRule((1,), compensation=(ErrorFeedback(strength),))
-        former, optimizer = optimizer, Optimizer(handles, lambda _: sgd, StageUpdates(rule, staleness=1))
+        former, optimizer = optimizer, stepping(handles, sgd, StageUpdates(rule, staleness=1))
         optimizer.take_over(former, input_updates=min(number, 1))
-        rounds.append(optimizer.rounds)
+        rounds.append(optimizer.schedule.rounds)
         handles["a"].grad = torch.full((1,), gradient)
         before = float(handles["a"].detach())
         optimizer.step()
@@ -74,17 +81,16 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
 def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     """On the meta device, where the host cannot read a number."""
     handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in make_handles().items()}
-    optimizer, gradients = Optimizer(handles, partial(torch.optim.AdamW, lr=0.1)), Gradients(len(handles))
+    optimizer, gradients = stepping(handles, torch.optim.AdamW(handles.values(), 0.1)), Gradients(len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(
         optimizer=optimizer, collect_gradients=lambda: gradients, compare_first_update=lambda: None
     )
     policy, program = coupling.Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
-    barrier = UpdateBarrier(policy, program, LocalGroup(1).member(0), {0: stage_state})
-    run_alone(barrier.prepare(0, 0.0))
+    run_alone(Updates(policy, program, LocalGroup(1).member(0), {0: stage_state}).prepare(0, 0.0))
     assert all(handle.grad is not None for handle in handles.values())
     with pytest.raises(RuntimeError):
-        float(optimizer.norm_square)
+        float(find_norm_square(optimizer))
 
 
 def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:

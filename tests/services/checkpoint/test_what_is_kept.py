@@ -189,7 +189,7 @@ def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
         optimizer = stage_states(pipeline)[0].optimizer
         of_group = {"rows": optimizer.optimizer.param_groups[0]["rows"], "by": {"a": [{"b": 1}]}}
         of_weights = [state["kept"] for state in optimizer.optimizer.state.values()]
-        return [model.kept, diary.state, optimizer.scheduler.kept, of_group, *of_weights]
+        return [model.kept, diary.state, optimizer.schedule.scheduler.kept, of_group, *of_weights]
 
     monkeypatch.setattr(writer, "write_tensors", write_late)
     data, extra = [(torch.ones(2, 2), torch.zeros(2, 2)) for _ in range(3)], fresh()

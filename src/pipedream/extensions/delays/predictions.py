@@ -153,9 +153,9 @@ class WeightPredictions(StagePart):
             for target, step in zip(targets, self._update_steps[prediction.by], strict=True):
                 target.add_(step, alpha=horizon)
             return
-        self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the learning rate of the coming update
+        self._optimizer.schedule.step()  # the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
-        add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
+        add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.schedule.factor)
 
 
 class _PredictedChoice(WeightChoice):

@@ -31,9 +31,8 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
     def __init__(
         self, handles: Mapping[str, torch.nn.Parameter], places: Mapping[str, torch.Tensor], copy_gradients: CopyTensors
     ) -> None:
-        self._handles = dict(handles)
         self._copy_gradients = copy_gradients
-        super().__init__({name: _make_like(handle, places[name]) for name, handle in handles.items()})
+        super().__init__(handles, {name: _make_like(handle, places[name]) for name, handle in handles.items()})
         self.begin()
 
     @classmethod
@@ -58,11 +57,11 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
     def begin(self) -> None:
         """Copies the weights, which may have been loaded, from the handles."""
         for name, copy in self.weights.items():
-            copy.data.copy_(self._handles[name].data)
+            copy.data.copy_(self.handles[name].data)
 
     def take_gradients(self) -> None:
         """Copies the gradients from the handles."""
-        gradients, ready = self._copy_gradients([handle.grad for handle in self._handles.values()])
+        gradients, ready = self._copy_gradients([handle.grad for handle in self.handles.values()])
         if ready is not None:
             ready.synchronize()
         for copy, gradient in zip(self.weights.values(), gradients, strict=True):
@@ -72,7 +71,7 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
         """Copies the weights into the handles, without waiting for a GPU."""
         for name, copy in self.weights.items():
             copy.grad = None
-            self._handles[name].data.copy_(copy.data, non_blocking=True)
+            self.handles[name].data.copy_(copy.data, non_blocking=True)
 
 
 def check_movable(optimizer: torch.optim.Optimizer) -> None:

@@ -172,17 +172,19 @@ class LocalWorkers:
     def rate(self) -> tuple[float, int]:
         """The learning rate, before the stages' factors, and the input stage's rounds."""
         lead = self.lead
-        return lead.rate, lead.stage_states[min(lead.stage_states)].optimizer.rounds
+        return lead.rate, lead.stage_states[min(lead.stage_states)].optimizer.schedule.rounds
 
     @property
     def follows_evaluations(self) -> bool:
         """Whether the learning-rate schedule steps at evaluations."""
-        return any(stage_state.optimizer.follows_evaluations for stage_state in self.lead.stage_states.values())
+        return any(
+            stage_state.optimizer.schedule.follows_evaluations for stage_state in self.lead.stage_states.values()
+        )
 
     def step_schedules(self, value: float) -> None:
         """Steps schedules that follow evaluations; every rank calls it with the same value."""
         for _, stage_state in self.stage_states:
-            stage_state.optimizer.step_after_evaluation(value)
+            stage_state.optimizer.schedule.step_after_evaluation(value)
 
     def note_call(self, name: str, minibatches: int) -> None:
         """Records a call that every rank must make, once its loop has received `minibatches`."""

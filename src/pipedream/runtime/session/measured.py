@@ -189,7 +189,7 @@ def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | 
             division = stage_state.module.division
             if division.is_first and division.collectives:
                 program = workers_here.programs[min(worker.recorder.trained)]
-                needs_norms = worker.update_barrier.needs_norms
+                needs_norms = worker.updates.clipping.needs_norms
                 local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
     by_stage: dict[int, StageCollectives] = {}
     for text in gather_texts(json.dumps(local_stages), workers_here.group):

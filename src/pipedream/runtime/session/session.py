@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.schedule.program import Program
@@ -44,10 +44,10 @@ from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.unguarded import Unguarded
-from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.files import fit_names, open_weights
 from pipedream.runtime.weights.initial_values import materialise, named_state
+from pipedream.runtime.weights.tied import broadcast_tied
 
 Weights = str | os.PathLike[str] | None
 MakeGuard = Callable[[int, int, Activity], Unguarded]
@@ -218,12 +218,9 @@ def _divide_stages(
     """Divides the stages of this process over the ranks of its worker, if a worker has several."""
     if not any(mesh.dimensions for mesh in workers_here.blueprint.meshes):
         return
-    if not (offers := list_offers("division")):
-        raise PlanError(
-            "the plan has meshes, and no extension here divides tensors over several ranks; plan without meshes"
-        )
+    offer = find_offer("division", "the plan has meshes")
     for stage, handles in trained.items():
-        workers_here.divisions[stage] = offers[0].divide_stage(workers_here, graph, connections, stage, handles)
+        workers_here.divisions[stage] = offer.divide_stage(workers_here, graph, connections, stage, handles)
 
 
 def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int], local_stages: Sequence[int]) -> None:

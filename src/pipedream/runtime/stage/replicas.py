@@ -36,7 +36,7 @@ class EqualReplicas(StagePart):
         if not isinstance(facts, StageFacts) or facts.replica_group is None:
             return None
         optimizer = facts.optimizer
-        return cls(facts.module, facts.versions, facts.replica_group, optimizer.replicas, optimizer.reducer)
+        return cls(facts.module, facts.versions, facts.replica_group, optimizer.rule.replicas, optimizer.reducer)
 
     def begin(self) -> None:
         norms = self._list_norms()

@@ -3,7 +3,7 @@
 Within an update, after the gradients have been summed, normalised and clipped:
 
 1. changes of the gradients that need the weights at which they were computed, while these still exist;
-2. changes of the learning rate (`Optimizer.rate_factor`) and other changes of the gradients;
+2. changes of the learning rate (`RateSchedule.factor`) and other changes of the gradients;
 3. the optimizer's own step, followed by a further move of the weights.
 
 The stored weights are the compensated ones, y of `core.schedule.delay_compensation`; `unpredicted` computes the others.

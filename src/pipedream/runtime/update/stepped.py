@@ -1,4 +1,4 @@
-"""What an optimizer steps, and the factor on the loss of its gradients."""
+"""What an optimizer steps, the averages of it over time, and the factor on the loss of its gradients."""
 
 from collections.abc import Mapping
 
@@ -9,17 +9,40 @@ class SteppedWeights:
     """The weights that a stage's optimizer steps. Of this base class they are the handles.
 
     Attributes:
-        weights: by the names of the handles.
+        handles: by name.
+        weights: by the same names.
     """
 
-    def __init__(self, handles: Mapping[str, torch.nn.Parameter]) -> None:
-        self.weights = dict(handles)
+    def __init__(
+        self, handles: Mapping[str, torch.nn.Parameter], weights: Mapping[str, torch.nn.Parameter] | None = None
+    ) -> None:
+        self.handles = dict(handles)
+        self.weights = self.handles if weights is None else dict(weights)
 
     def take_gradients(self) -> None:
         """Takes the gradients of the handles."""
 
     def write(self) -> None:
         """Writes the weights into the handles."""
+
+
+class MovingAverages:
+    """Exponential averages over the updates of a stage's weights; none are kept without a `decay`.
+
+    Attributes:
+        tensors: by name.
+    """
+
+    def __init__(self, handles: Mapping[str, torch.Tensor], decay: float | None = None) -> None:
+        self._handles = list(handles.values())
+        self._decay = decay or 0.0
+        self.tensors = {} if decay is None else {name: handle.detach().clone() for name, handle in handles.items()}
+
+    def follow(self) -> None:
+        """Takes the weights into the averages, after an update."""
+        if self.tensors:
+            weights = [handle.detach() for handle in self._handles]
+            torch._foreach_lerp_(list(self.tensors.values()), weights, 1.0 - self._decay)
 
 
 class LossFactor:

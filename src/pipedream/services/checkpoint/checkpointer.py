@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -24,7 +23,6 @@ from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_st
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.state import list_copies, share_with_replicas
-from pipedream.runtime.update.optimizer import Optimizer
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.runtime.weights.parameters import set_extra_states
@@ -61,13 +59,12 @@ class Checkpointer(SessionService):
     def check_savable(self) -> None:
         """Raises a `PipelineError` if a local stage's optimizer or scheduler cannot be saved, now or after a step."""
         self._is_checked, settings = True, self._workers_here.blueprint.settings
-        make = partial(Optimizer, optimizer=settings.optimizer, scheduler=settings.scheduler)
         with self._workers_here.reporting("checking what a checkpoint would hold"):
             for stage, stage_state in self._workers_here.stage_states:
                 optimizer_state.collect_tensors(stage_state.optimizer)
                 optimizer_state.to_saved_stage(stage_state.optimizer)
                 if stage not in self._workers_here.shardings:
-                    optimizer_state.check_after_step(stage_state.optimizer, make)
+                    optimizer_state.check_after_step(stage_state.optimizer, settings.optimizer, settings.scheduler)
 
     def save(
         self,
@@ -210,7 +207,7 @@ class Checkpointer(SessionService):
             own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(
                 optimizer_state.to_saved_stage(stage_state.optimizer),
-                norm_square=self._workers_here.workers[0].update_barrier.norm_square,
+                norm_square=self._workers_here.workers[0].updates.clipping.norm_square,
                 modules={} if replica else extra_states[stage],
                 generators={name: read_state(g) for name, g in self._generators.items() if id(g) in own_ids},
             )
@@ -306,7 +303,7 @@ class Checkpointer(SessionService):
                 ) from None
         for worker in self._workers_here.workers:
             worker.done_minibatches = manifest.minibatches
-            worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
+            worker.updates.clipping.norm_square = manifest.stages[0].norm_square  # of all stages
             worker.input_updates = manifest.stages[0].updates if same_stages else 0
         if manifest.random:
             restore_rng(manifest.random[self._workers_here.worker_rank % len(manifest.random)], self._device)

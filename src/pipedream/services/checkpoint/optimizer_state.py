@@ -18,7 +18,9 @@ from pipedream.core.artifact import copy_json, decode, encode
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.rng import from_json, to_json
-from pipedream.runtime.update.optimizer import Optimizer
+from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
+from pipedream.runtime.update.rate_schedule import RateSchedule
+from pipedream.runtime.update.stepped import SteppedWeights
 
 _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 """Attributes of torch's schedulers with one value for each parameter group."""
@@ -67,7 +69,7 @@ def collect_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     Raises:
         PipelineError: the optimizer's state dict cannot be kept in a checkpoint.
     """
-    counted_here = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
+    counted_here = optimizer.named.keys() - optimizer.rule.counted_elsewhere
     tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in counted_here}
     for name, memory in optimizer.compensator.state.items():
         if name in counted_here:
@@ -93,48 +95,53 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         if key not in block.names and isinstance(key, str)
     }
     scheduler = None
-    if optimizer.scheduler is not None:
-        state = _to_plain(optimizer.scheduler.state_dict())
-        scheduler = copy_json(state, f"the state of {type(optimizer.scheduler).__name__}")
+    if optimizer.schedule.scheduler is not None:
+        state = _to_plain(optimizer.schedule.scheduler.state_dict())
+        scheduler = copy_json(state, f"the state of {type(optimizer.schedule.scheduler).__name__}")
     rest = _drop_blocks(state_dict)
     return SavedStage(
         groups[()] if () in groups else _describe_groups(optimizer).saved_groups(kind),
         {name: state for name, state in numbers.items() if state},
         scheduler,
-        optimizer.updates,
-        optimizer.scheduled,
+        optimizer.schedule.updates,
+        optimizer.schedule.scheduled,
         skipped=optimizer.skipped,
         loss_scale=optimizer.loss_scale.saved,
-        rounds_before=optimizer.rounds_before,
+        rounds_before=optimizer.schedule.rounds_before,
         since_average=optimizer.reducer.updates,
         common=common,
         nested={block.prefix: groups[block.path] for block in blocks if block.path},
         rest=to_json(rest, f"the state dict of {kind}") if _collect_leaves(rest) else None,
         optimizer_class=kind,
-        scheduler_class="" if optimizer.scheduler is None else type(optimizer.scheduler).__name__,
+        scheduler_class="" if optimizer.schedule.scheduler is None else type(optimizer.schedule.scheduler).__name__,
     )
 
 
-def check_after_step(optimizer: Optimizer, make: Callable[[dict[str, Parameter]], Optimizer]) -> None:
+def check_after_step(
+    optimizer: Optimizer, factory: Callable[[Any], torch.optim.Optimizer], scheduler: Callable[[Any], Any] | None
+) -> None:
     """Raises a `PipelineError` if the optimizer's state after a step cannot be saved, or cannot be loaded again.
 
     Tries it with small parameters; accepts an optimizer that cannot step with these.
 
     Args:
-        make: returns a new optimizer of the same kind for given parameters, with its scheduler.
+        factory, scheduler: make the user's optimizer and its scheduler, if any.
     """
     trials = []
     with fork_rng(devices=[]):
         for _ in range(2):
             try:
-                trials.append(make({name: _shrink(handle) for name, handle in optimizer.stepped.weights.items()}))
+                small = SteppedWeights({n: _shrink(handle) for n, handle in optimizer.stepped.weights.items()})
+                trial = make_optimizer(factory, small)
+                schedule = RateSchedule(trial, None if scheduler is None else scheduler(trial))
+                trials.append(Optimizer(small, schedule))
             except Exception:
                 return
         stepped, fresh = trials
         try:
             stepped.switch_mode("train")
             stepped.optimizer.step()
-            stepped.step_scheduler(1)
+            stepped.schedule.step_scheduler(1)
             stepped.switch_mode("eval")
         except Exception:
             return
@@ -171,9 +178,9 @@ def restore(
         ArtifactError: the checkpoint has another optimizer or scheduler; parameters of one group were saved with
             different options; or the state dict holds tensors in a form that another plan cannot divide.
     """
-    inner = optimizer.optimizer
+    inner, schedule = optimizer.optimizer, optimizer.schedule
     _check_class("optimizer", stages[0].optimizer_class, inner)
-    _check_class("scheduler", stages[0].scheduler_class, optimizer.scheduler)
+    _check_class("scheduler", stages[0].scheduler_class, schedule.scheduler)
     saved_stage = stages[0 if stage is None else stage]
     state_dict = inner.state_dict()
     blocks = _find_blocks(state_dict, optimizer)
@@ -397,22 +404,22 @@ def _restore_groups(
 def _restore_scheduler(
     optimizer: Optimizer, stages: Sequence[SavedStage], sources: Sequence[tuple[int, int]], stage: int | None
 ) -> None:
-    source = stages[sources[0][0]] if stage is None else stages[stage]
-    if (optimizer.scheduler is None) != (source.scheduler is None):
+    source, schedule = stages[sources[0][0]] if stage is None else stages[stage], optimizer.schedule
+    if (schedule.scheduler is None) != (source.scheduler is None):
         raise ArtifactError(
             "the checkpoint was saved with"
             f"{'out' if source.scheduler is None else ''} a learning-rate scheduler, this run has "
-            f"{'none' if optimizer.scheduler is None else 'one'}; resume with the same optimizer and scheduler"
+            f"{'none' if schedule.scheduler is None else 'one'}; resume with the same optimizer and scheduler"
         )
-    if optimizer.scheduler is not None:
+    if schedule.scheduler is not None:
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
-        kind = type(optimizer.scheduler).__name__
-        current = optimizer.scheduler.state_dict()
+        kind = type(schedule.scheduler).__name__
+        current = schedule.scheduler.state_dict()
         try:
             state = source.scheduler
             if stage is None or len(source.groups) != len(sources):
                 state = _RemappedGroups(stages, sources, kind).remap(current, state)
-            optimizer.scheduler.load_state_dict(_restore_types(current, state))
+            schedule.scheduler.load_state_dict(_restore_types(current, state))
         except (KeyError, AttributeError, TypeError, IndexError) as error:
             raise ArtifactError(
                 f"the checkpoint's scheduler state does not fit {kind}: {error}; resume with the same scheduler"
@@ -420,17 +427,17 @@ def _restore_scheduler(
         for group, rate in zip(optimizer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     if stage is not None:
-        optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
-        optimizer.rounds_before = source.rounds_before
-    due = optimizer.scheduler_steps_due if stage is not None else stages[0].updates - source.scheduled
+        schedule.updates, schedule.scheduled = source.updates, source.scheduled
+        schedule.rounds_before = source.rounds_before
+    due = schedule.steps_due if stage is not None else stages[0].updates - source.scheduled
     if due > _MAX_STEPS_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
-    optimizer.step_scheduler(due)
+    schedule.step_scheduler(due)
     if stage is None:
         # Another plan counts its rounds from 0. Stage 0 makes one scheduler step per update; the other stages catch up
         # before their next update.
-        optimizer.updates = optimizer.scheduled = 0
-        optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
+        schedule.updates = schedule.scheduled = 0
+        schedule.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
 class _RemappedGroups(NamedTuple):

@@ -1,0 +1,1 @@
+"""Weights that several stages hold and train."""
