@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from pipedream.apps.cli import presets
 from pipedream.core.errors import PipelineError
-from pipedream.core.hardware import presets
 from pipedream.workflows import plan as planning
 
 sys.path.append(str(Path(__file__).parents[1]))

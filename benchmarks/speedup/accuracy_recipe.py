@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from pipedream import Recipe
-from pipedream.recipe import load_recipe
+from pipedream.apps.training.recipe import load_recipe
 
 ASKED = "PIPEDREAM_SPEEDUP_ASKED"
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,8 @@ from worker_processes import Workers, worker_processes
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
+from pipedream.apps.cli import presets
 from pipedream.apps.emulate.emulate import scale_plan
-from pipedream.core.hardware import presets
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.slow_links import Network, slow_network, why_not
 from pipedream.workflows.methods import score

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         testing as testing,
     )
     from pipedream.apps.emulate.emulate import emulate as emulate
+    from pipedream.apps.training.recipe import Recipe as Recipe
     from pipedream.apps.training.train import run as run
     from pipedream.core import errors as errors
     from pipedream.core.errors import PipelineError as PipelineError
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
         register_operator as register_operator,
     )
     from pipedream.pipeline import Pipeline as Pipeline
-    from pipedream.recipe import Recipe as Recipe
     from pipedream.runtime.results.results import Done as Done
     from pipedream.runtime.stage.auxiliary import (
         add_auxiliary_loss as add_auxiliary_loss,
@@ -77,7 +77,7 @@ _HOMES = {
     "Plan": "core.plan.plan",
     "Profile": "core.model.profile",
     "Program": "core.schedule.program",
-    "Recipe": "recipe",
+    "Recipe": "apps.training.recipe",
     "Schedule": "core.schedule.schedule",
     "Stage": "core.plan.stage",
     "Timeline": "core.schedule.timeline",

@@ -1,7 +1,7 @@
 """The only list of training options, each with its default, its meaning and its checks.
 
     ModelOptions      how a model is trained, whoever runs it, with its `ChoiceOptions`
-      Recipe          ... with the model and its data (`pipedream.recipe`)
+      Recipe          ... with the model and its data (`pipedream.apps.training.recipe`)
     MethodOptions     how workers run it
       PipelineOptions both: the keyword arguments of `pipedream.Pipeline`
       TrainingOptions what one run of a recipe chooses: `pipedream.run` and the command `pipedream train`

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.hardware import devices, presets
+from pipedream.apps.cli import presets
+from pipedream.core.hardware import devices
 
 DEVICES, Device = devices.DEVICES, devices.Device
 

@@ -18,8 +18,8 @@ import torch
 import pipedream
 import pipedream as pd
 from pipedream.apps import cli
+from pipedream.apps.training.recipe import load_recipe
 from pipedream.core.units import MUCH_SLOWER
-from pipedream.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
 DIGITS = str(FOLDER / "digits.py")
@@ -222,7 +222,8 @@ def test_four_ways_to_start_give_the_same_losses(
     rest = ("train", DIGITS, "--plan", plan, "--minibatches", "30", "--evaluate-every", "0")
     file = tmp_path / "mine.py"
     file.write_text(
-        f"import pipedream\nfrom pipedream.recipe import load_recipe\nplan = pipedream.Plan.load({plan!r})\n"
+        "import pipedream\nfrom pipedream.apps.training.recipe import load_recipe\n"
+        f"plan = pipedream.Plan.load({plan!r})\n"
         f"pipedream.run(lambda seed: load_recipe({DIGITS!r}, seed=seed), plan=plan, minibatches=30, evaluate_every=0,\n"
         "              out='file')\n",
         encoding="utf-8",

@@ -20,7 +20,7 @@ from marks import slow
 from torch import nn
 
 import pipedream as pd
-from pipedream import recipe as recipes
+from pipedream.apps.training import recipe as recipes
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.services.checkpoint import folders

@@ -18,7 +18,7 @@ from two_machines import machines, on_both, started_on_both
 
 import pipedream
 import pipedream as pd
-from pipedream.recipe import load_recipe
+from pipedream.apps.training.recipe import load_recipe
 from pipedream.slow_links import LINK, Network
 
 __all__ = ["machines"]  # the fixture
@@ -30,7 +30,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 SCRIPT = f"""
 import sys, pipedream, torch
 from functools import partial
-from pipedream.recipe import load_recipe
+from pipedream.apps.training.recipe import load_recipe
 pipedream.run(lambda seed: load_recipe({DIGITS!r}, seed=seed), shape="straight", minibatches=45, out="run")
 print("trained", file=sys.stderr)
 batch = torch.randn(8, 64)

@@ -17,8 +17,8 @@ import pytest
 
 import pipedream
 import pipedream as pd
-from pipedream import recipe as recipes
 from pipedream.apps import cli
+from pipedream.apps.training import recipe as recipes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,9 +9,9 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
+from pipedream.apps.cli import presets
 from pipedream.apps.cli.options import make_cluster, read_cluster
 from pipedream.apps.training import train
-from pipedream.core.hardware import presets
 
 DIGITS = str(Path(__file__).parents[3] / "examples" / "digits.py")
 

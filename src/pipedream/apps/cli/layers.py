@@ -21,7 +21,7 @@ def layers(
       pipedream layers examples/resnet_digits.py
     """
     from pipedream.apps.training.job import capture_recipe
-    from pipedream.recipe import load_recipe
+    from pipedream.apps.training.recipe import load_recipe
 
     capture = capture_recipe(load_recipe(recipe, seed=seed), device=device, finest=finest)
     if not as_json:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedream.apps.cli import presets
 from pipedream.apps.cli.retired import refuse_retired
 from pipedream.core import units
 from pipedream.core.artifact import read_text, writing
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option, option_of
-from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan

@@ -62,7 +62,7 @@ def profile(
       pipedream profile examples/digits.py -o digits.profile.json
     """
     from pipedream.apps.training.job import profile_recipe, with_layout
-    from pipedream.recipe import load_recipe
+    from pipedream.apps.training.recipe import load_recipe
 
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")

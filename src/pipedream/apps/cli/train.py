@@ -131,8 +131,8 @@ def train(
     if options.cluster is None:
         options = replace(options, memory_bytes=common.read_memory(links.memory))
     with pause_collection(freeze="torch" not in sys.modules):
+        from pipedream.apps.training.recipe import Recipe, load_recipe
         from pipedream.apps.training.train import train_recipe
-        from pipedream.recipe import Recipe, load_recipe
         from pipedream.workflows.prepare import read_run_phases
 
     def make(seed: int) -> Recipe:

@@ -24,11 +24,11 @@ from pipedream.apps.compare.variants import Variant
 from pipedream.apps.training import run_folder
 from pipedream.apps.training.job import capture_recipe, profile_recipe
 from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.apps.training.recipe import load_recipe
 from pipedream.apps.training.train import train_recipe
 from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
-from pipedream.recipe import load_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.failure.guard import guard_job

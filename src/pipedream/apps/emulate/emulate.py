@@ -11,11 +11,11 @@ from typing import Any
 
 from pipedream import schedules
 from pipedream.apps.training import run_folder
+from pipedream.apps.training.summary_text import slowness_text
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
-from pipedream.core.summary_text import slowness_text
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes

@@ -12,11 +12,11 @@ from pipedream.apps.report import html_tables as tables
 from pipedream.apps.report.charts import curve_svg
 from pipedream.apps.report.lanes import Window, match_waits, middle_window, start_window
 from pipedream.apps.report.svg import LEFT, RIGHT, SPAN_NAMES, timeline_svg
+from pipedream.apps.training.summary_text import describe_losses, slowness_text
 from pipedream.core.artifact import write_text
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.summary_text import describe_losses, slowness_text
 from pipedream.core.units import format_number, format_seconds
 
 _WIDTH_PX = 1180

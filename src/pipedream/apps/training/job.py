@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipedream.apps.training.recipe import Recipe, blaming
 from pipedream.apps.training.run_folder import ResumePoint, find_resume_point
 from pipedream.capture import Captured, capture
 from pipedream.core.errors import PlanError, RecipeError, ScheduleError
@@ -24,7 +25,6 @@ from pipedream.core.plan.ranks import choose_layout, meshes_of, ranks_of
 from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
-from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter

@@ -12,13 +12,13 @@ from rich.live import Live
 from rich.text import Text
 
 from pipedream.apps.training.checkpoint_cost import CheckpointCost
+from pipedream.apps.training.recipe import Recipe
 from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, format_time_left, is_live
 from pipedream.core.units import format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
-from pipedream.recipe import Recipe
 from pipedream.runtime.comm.process_group import gather_texts, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.services.checkpoint.stores.store import CheckpointStore

@@ -121,8 +121,8 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     The batch goes to the model's device, which may be 'meta'.
     """
     from pipedream.apps.training.job import make_batch_loss, make_model_input
+    from pipedream.apps.training.recipe import blaming, load_recipe
     from pipedream.extensions.meshes.layouts import describe_step
-    from pipedream.recipe import blaming, load_recipe
     from pipedream.runtime.comm.values import to_device
 
     recipe = load_recipe(path, seed=seed)
