@@ -21,7 +21,7 @@ from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.choices import Chooser
+from pipedream.core.plan.choices import FurtherOptions
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout, meshes_of, ranks_of
 from pipedream.core.schedule.coupling import Policy
@@ -36,7 +36,7 @@ _ELSEWHERE = "the recipe's or the plan's"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions(Chooser):
+class ChoiceOptions(FurtherOptions):
     """What to trade otherwise than a recipe or a plan does, as in `PlanRequest` (docs/less_communication.md).
 
     Attributes:

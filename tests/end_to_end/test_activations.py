@@ -241,7 +241,7 @@ DISK = "activations='disk:/x' was asked for, and disks are no longer used; take 
     [
         ("host", "the workers are CPUs, whose memory is the host's; give none"),
         ("disk:/x", DISK),
-        ("ram", "activations='ram' was asked for; give 'host' or 'none'"),
+        ("ram", "activations='ram' was asked for; give none or host"),
     ],
 )
 def test_a_place_that_cannot_hold_activations_is_refused(where: str, words: str, tmp_path: Path) -> None:

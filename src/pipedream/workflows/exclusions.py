@@ -7,9 +7,10 @@ from typing import Any
 
 from pipedream import schedules
 from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.plan.choices import DEFAULTS
 
-_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate"}
-_DEFAULTS |= {"sums": "full", "activations": "none"}
+_DEFAULTS = {"shape": "any", "in_flight": "noam", "strategy": "simulate"}
+_DEFAULTS |= {name: str(choice) or "none" for name, choice in DEFAULTS.named.items()}
 
 
 def check_options(
@@ -115,11 +116,6 @@ strategy=2bw | shape cuts update_delay in_flight chunks activations
 strategy=2bw | schedule!=pipedream|2bw|pipedream_2bw
     PipeDream-2BW's planner plans for pipedream_2bw only
     leave one of them out
-recompute=always | activations
-    a stage that recomputes keeps nothing but its input
-    leave one of them out
-activations | mesh
-    the ranks of a mesh keep parts of tensors
 schedule=auto | cuts chunks strategy=search
     the search for the fastest method chooses the stages
     leave out OTHERS, or name the method
@@ -172,6 +168,8 @@ device=meta | microbatches
 
 
 EXCLUSIONS = tuple(
-    Exclusion(*map(str.strip, re.split(r" \| |\n", row))) for row in re.split(r"\n(?! )", _TABLE.strip())
+    Exclusion(*map(str.strip, re.split(r" \| |\n", row)))
+    for table in (_TABLE, *(choice.exclusions for choice in DEFAULTS.named.values() if choice.exclusions))
+    for row in re.split(r"\n(?! )", table.strip())
 )
-"""The rows of the table. The first that applies is reported."""
+"""The rows of the table, and those of choices. The first that applies is reported."""

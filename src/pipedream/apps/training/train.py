@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -18,7 +19,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
 from pipedream.metrics import run_metrics
-from pipedream.options import TrainingOptions, keywords, model_options, plain
+from pipedream.options import ChoiceOptions, TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
@@ -153,10 +154,7 @@ def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:
                 "phases": planned.phases,
                 "compensation": planned.compensation,
                 "compile": job.compile,
-                "sums": None,  # the plan has these
-                "messages": None,
-                "activations": None,
-                "optimizer_state": None,
+                **dict.fromkeys(field.name for field in fields(ChoiceOptions)),  # the plan has these
                 "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
                 "sample": None if names_layers else make_model_input(recipe, recipe.first_batch()),
             },

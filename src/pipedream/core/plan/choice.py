@@ -1,7 +1,7 @@
 """The Choice: one thing that a plan trades, exactness for bytes on the wire or seconds for memory.
 
 Each kind reads its text, refuses what it cannot do, says what it costs and describes itself. By default it costs and
-refuses nothing. `Choices` has one of each.
+refuses nothing. `Choices` has one of each; the files of `extensions/choices/` have further ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
+from pipedream.core.errors import PlanError
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.stage import Stage
@@ -18,10 +19,15 @@ class Choice:
     """A value of one choice.
 
     Attributes:
+        option: its name; `help` is that of its flag. Both are of further choices and of words.
         approximates: it may change results.
+        exclusions: rows about it of the table in `workflows/exclusions.py`.
     """
 
+    option: ClassVar[str]
+    help: ClassVar[str] = ""
     approximates: ClassVar[bool] = False
+    exclusions: ClassVar[str] = ""
 
     @classmethod
     def list_texts(cls) -> str:
@@ -56,6 +62,10 @@ class Choice:
         """Returns the value with which a plan begins that a search makes."""
         return self
 
+    def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
+        """Returns the text that may save memory where a plan with these `Choices` does not fit; '' if there is none."""
+        return ""
+
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         """Returns terms with its own.
 
@@ -72,3 +82,24 @@ class Choice:
     def describe(self, plan: Any) -> Iterator[str]:
         """Yields a line of the description of a `Plan`, if it differs from the default."""
         yield from ()
+
+
+class WordChoice(str, Choice):
+    """A choice whose values are words, the default first."""
+
+    texts: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def list_texts(cls) -> str:
+        return "|".join(cls.texts)
+
+    @classmethod
+    def read(cls, text: Any) -> Self:
+        if text not in cls.texts:
+            words = f"{', '.join(cls.texts[:-1])} or {cls.texts[-1]}"
+            raise PlanError(f"{cls.option}={text!r} was asked for; give {words}")
+        return cls(text)
+
+    @classmethod
+    def parse(cls, text: Any) -> Self:
+        return cls.read(text)

@@ -1,17 +1,18 @@
 """Choices: what a plan trades, exactness for bytes on the wire, seconds for memory.
 
-The only place that decides whose text counts. A further choice is a subclass of `Choice`, and a further field of
-`Choices` and of the user's options (`PlanRequest`, `ModelOptions`, `TrainingOptions`).
+The only place that decides whose text counts. Each file of `extensions/choices/` declares further choices, by their
+defaults: ``CHOICES = (Packing("none"),)``. They are fields of `Choices` and of the user's options, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from typing import Any, TypeVar, cast
 
 from pipedream.core.artifact import NOT_STORED
-from pipedream.core.flags import option
+from pipedream.core.extensions import import_folder
+from pipedream.core.flags import Panel, option
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choice import Choice
@@ -30,11 +31,30 @@ from pipedream.core.plan.residence import (
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sum_method import FullSum, SumMethod
 
+_Options = TypeVar("_Options")
+
 
 def _choice(default: Choice, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def with_further_choices(make: Callable[[Choice], Any]) -> Callable[[type[_Options]], type[_Options]]:
+    """Returns a decorator that gives a frozen dataclass a field for each choice of `extensions/choices/`.
+
+    `make` makes it of the default. Type checkers do not know these fields.
+    """
+
+    def extend(options: type[_Options]) -> type[_Options]:
+        offered = [choice for module in import_folder("pipedream.extensions.choices") for choice in module.CHOICES]
+        columns = [(choice.option, Any, make(choice)) for choice in offered]
+        extended = make_dataclass(options.__name__, columns, bases=(options,), frozen=True, kw_only=True)
+        extended.__module__ = options.__module__
+        return extended if columns else options
+
+    return extend
+
+
+@with_further_choices(_choice)
 @dataclass(frozen=True)
 class Choices:
     """What a plan trades; each may be given as its text.
@@ -42,9 +62,9 @@ class Choices:
     Attributes:
         sums: how the replicas of a stage agree.
         messages: how messages between workers are encoded.
+        recompute: which stages a search lets repeat their forward. In a plan its stages say it, and this is 'never'.
         activations: 'host' if those of the stages with `Stage.offload` wait in the memory of the machine.
         optimizer_state: 'host' if optimizers and their state are in the memory of the machine.
-        recompute: which stages a search lets repeat their forward. In a plan its stages say it, and this is 'never'.
 
     Raises:
         PlanError: no such text.
@@ -52,9 +72,9 @@ class Choices:
 
     sums: SumMethod = _choice(FullSum())
     messages: MessageEncoding = _choice(MessageEncoding())
+    recompute: Recomputation = _choice(Recomputation(NEVER), **NOT_STORED)
     activations: Activations = _choice(Activations(""))
     optimizer_state: OptimizerState = _choice(OptimizerState(DEVICE))
-    recompute: Recomputation = _choice(Recomputation(NEVER), **NOT_STORED)
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
@@ -120,6 +140,11 @@ class Choices:
         for choice in self.named.values():
             runtime = choice.add_costs(runtime)
         return runtime
+
+    def list_smaller(self, *, on_gpus: bool) -> dict[str, str]:
+        """Returns the texts of single choices that may save a worker's memory where a plan does not fit."""
+        texts = {name: choice.suggest_smaller(self, on_gpus=on_gpus) for name, choice in self.named.items()}
+        return {name: text for name, text in texts.items() if text}
 
     def describe(self, plan: Any) -> list[str]:
         """Returns lines for the description of a `Plan`."""
@@ -201,3 +226,11 @@ class Chooser:
 def option_of_choice(name: str, default: Any, help: str, **settings: Any) -> Any:
     """Declares the option of a choice, see `core.flags.option`."""
     return option(default, help, metavar=KINDS[name].list_texts(), **settings)
+
+
+@with_further_choices(
+    lambda choice: option_of_choice(choice.option, None, choice.help, unset=str(choice), kind=str, panel=Panel.METHOD)
+)
+@dataclass(frozen=True, kw_only=True)
+class FurtherOptions(Chooser):
+    """Options with the texts of all further choices."""

@@ -44,6 +44,23 @@ class SumCosts(NamedTuple):
     kept_tensors: int = 0
 
 
+class MemoryTerms(NamedTuple):
+    """What `Choices` do to the memory of one replica of a stage.
+
+    Attributes:
+        kept_tensors: tensors that it keeps for each trained weight.
+        state_share: bytes of the optimizer's state for each byte of the profile's.
+        waiting_share: bytes that wait for a backward for each byte of activations.
+        optimizer_on_host: optimizers step copies of the weights in the memory of the machine; without a GPU, the
+            worker's own.
+    """
+
+    kept_tensors: int = 0
+    state_share: float = 1.0
+    waiting_share: float = 1.0
+    optimizer_on_host: bool = False
+
+
 class Terms(NamedTuple):
     """What `Choices` cost a stage.
 
@@ -54,6 +71,7 @@ class Terms(NamedTuple):
 
     sums: SumCosts = SumCosts()
     message_shares: tuple[float, float] = (1.0, 1.0)
+    memory: MemoryTerms = MemoryTerms()
 
     @property
     def message_share(self) -> float:

@@ -134,6 +134,15 @@ def bucket_bytes(sizes: StageSizes, peers: MessageBuffers) -> Numbers:
     return np.minimum(FIRST_BUCKET_BYTES, sizes.trained_bytes) if peers.sums else 0
 
 
+WINDOW_SHARE = 1 / 8
+"""Share of a microbatch's offloaded bytes that may still be on the GPU to be copied; as many may be copied ahead."""
+
+
+def window_bytes(moved_bytes: Numbers) -> Numbers:
+    """Returns how many of a microbatch's offloaded bytes are on the GPU."""
+    return moved_bytes // round(0.5 / WINDOW_SHARE)
+
+
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool, peers: MessageBuffers) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.choice import Choice
+from pipedream.core.plan.choice import WordChoice
+from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
@@ -16,55 +17,62 @@ RECOMPUTING = {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}
 DEVICE, HOST, NONE = "device", "host", "none"
 
 
-class Activations(str, Choice):
+class Activations(WordChoice):
     """'host' if those of the stages with `Stage.offload` wait in the memory of the machine, else ''."""
 
-    @classmethod
-    def list_texts(cls) -> str:
-        return f"{NONE}|{HOST}"
+    option = "activations"
+    texts = NONE, HOST
+    exclusions = """
+recompute=always | activations
+    a stage that recomputes keeps nothing but its input
+    leave one of them out
+activations | mesh
+    the ranks of a mesh keep parts of tensors
+"""
 
     @classmethod
     def read(cls, text: Any) -> Self:
-        if text in ("", NONE, HOST):
-            return cls("" if text == NONE else text)
         if isinstance(text, str) and text.startswith("disk"):
             raise PlanError(
                 f"activations={text!r} was asked for, and disks are no longer used; take schedule='roundpipe', "
                 "recompute='auto' or more microbatches"
             )
-        raise PlanError(f"activations={text!r} was asked for; give 'host' or 'none'")
-
-    parse = read
+        return cls("") if text in ("", NONE) else super().read(text)
 
     def of_new_plan(self) -> Self:
         return type(self)("")  # the search has moved none yet
 
+    def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
+        return HOST if on_gpus and not self and choices.recompute != ALWAYS else ""
+
     def check_machine(
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
     ) -> int:
-        if not self:
-            return free_bytes
-        return free_bytes - check_activations_room(sum(stage.memory.moved_bytes for stage in stages), free_bytes)
+        need_bytes = sum(stage.memory.moved_bytes for stage in stages) if self else 0
+        if need_bytes > free_bytes:
+            raise PlanError(
+                f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "
+                f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
+                "microbatches, or recompute"
+            )
+        return free_bytes - need_bytes
 
     def describe(self, plan: Any) -> Iterator[str]:
         if self:
             yield describe_offloads(plan.stages)
 
 
-class OptimizerState(str, Choice):
+class OptimizerState(WordChoice):
     """'host' if optimizers and their state are in the memory of the machine, else 'device'."""
 
-    @classmethod
-    def list_texts(cls) -> str:
-        return f"{DEVICE}|{HOST}"
+    option = "optimizer_state"
+    texts = DEVICE, HOST
 
-    @classmethod
-    def read(cls, text: Any) -> Self:
-        if text not in (DEVICE, HOST):
-            raise PlanError(f"optimizer_state={text!r} was asked for; give {DEVICE} or {HOST}")
-        return cls(text)
+    def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
+        return terms._replace(memory=terms.memory._replace(optimizer_on_host=self == HOST))
 
-    parse = read
+    def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
+        return HOST if on_gpus and self != HOST else ""
 
     def check_machine(
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
@@ -80,23 +88,21 @@ class OptimizerState(str, Choice):
             yield f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}"
 
 
-class Recomputation(str, Choice):
+class Recomputation(WordChoice):
     """Which stages a search lets repeat their forward. In a plan its stages say it, and this is 'never'."""
 
-    @classmethod
-    def list_texts(cls) -> str:
-        return "|".join(RECOMPUTING)
+    option = "recompute"
+    texts = NEVER, AUTOMATIC, ALWAYS
 
     @classmethod
     def read(cls, text: Any) -> Self:
-        if text is not True and text not in RECOMPUTING:
-            raise PlanError(f"unknown recompute {text!r}; give {', '.join(RECOMPUTING)}")
-        return cls(ALWAYS if text is True else text)
-
-    parse = read
+        return super().read(ALWAYS if text is True else text)
 
     def of_new_plan(self) -> Self:
         return type(self)(NEVER)
+
+    def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
+        return AUTOMATIC if self == NEVER else ""
 
 
 def describe_offloads(stages: Sequence[Stage]) -> str:
@@ -133,14 +139,3 @@ def check_host_memory(
         f"and need {format_bytes(need_bytes)}, {format_bytes(need_bytes - free_bytes)} more than the "
         f"{format_bytes(free_bytes)} that are free; {advice or f'nothing smaller fits: {otherwise}'}"
     )
-
-
-def check_activations_room(need_bytes: int, free_bytes: int) -> int:
-    """Returns the bytes of offloaded activations on one machine; raises a PlanError if they exceed the free bytes."""
-    if need_bytes > free_bytes:
-        raise PlanError(
-            f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "
-            f"{format_bytes(free_bytes)} are free: {format_bytes(need_bytes - free_bytes)} are missing; use more "
-            "microbatches, or recompute"
-        )
-    return need_bytes

@@ -28,9 +28,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from pipedream.core.plan.activations import window_bytes
-from pipedream.core.plan.cost import Numbers
-from pipedream.core.plan.memory import MessageBuffers, StageMemory, StageSizes, bucket_bytes, message_bytes
+from pipedream.core.plan.cost import PLAIN, Numbers, Terms
+from pipedream.core.plan.memory import (
+    MessageBuffers,
+    StageMemory,
+    StageSizes,
+    bucket_bytes,
+    message_bytes,
+    window_bytes,
+)
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.rules import Rules
@@ -74,29 +80,30 @@ class StageBytes:
         sizes: StageSizes,
         usage: StageOccupancy,
         peers: MessageBuffers,
+        terms: Terms = PLAIN,
         *,
         recompute: bool = False,
         offload: bool = False,
-        hosts_optimizers: bool = False,
         on_gpus: bool = False,
-        sum_tensors: int = 0,
         matrix_bytes: tuple[Numbers, Numbers] = (0, 0),
     ) -> StageBytes:
         """Returns the bytes of a stage.
 
         Args:
             offload: the activations are offloaded, except for two windows.
-            hosts_optimizers: they step copies of the weights in the memory of the machine; without a GPU, the worker's
-                own.
-            sum_tensors: tensors that sums over replicas keep for each weight, as compensations do (`kept_tensors`); an
-                update temporarily needs one more.
             matrix_bytes: further bytes that compensations keep, such as bases, and that they need in an update before
                 the step.
         """
-        trained, kept_tensors = sizes.trained_bytes, usage.kept_tensors + sum_tensors
+        trained, memory = sizes.trained_bytes, terms.memory
+        # Those of compensations, of sums and of other choices; an update temporarily needs one more.
+        kept_tensors = usage.kept_tensors + peers.sums * terms.sums.kept_tensors + memory.kept_tensors
         weights_on_host = usage.weights_on_host and on_gpus
-        cpu_optimizer = hosts_optimizers and not usage.weights_on_host
-        state = sizes.optimizer_bytes + (kept_tensors + cpu_optimizer) * trained + matrix_bytes[0]
+        cpu_optimizer = memory.optimizer_on_host and not usage.weights_on_host
+        state = (
+            _take_share(sizes.optimizer_bytes, memory.state_share)
+            + (kept_tensors + cpu_optimizer) * trained
+            + matrix_bytes[0]
+        )
         weights: dict[str, Numbers] = {"weight_bytes": sizes.parameter_bytes, "optimizer_bytes": state}
         if weights_on_host or (cpu_optimizer and on_gpus):  # with a place for the gradients
             weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
@@ -115,7 +122,8 @@ class StageBytes:
         ):
             fixed, update = _add([(1, fixed), (1, update)]), StageMemory()
         moved = sizes.activation_bytes if offload else 0
-        waiting = (sizes.input_bytes if recompute else sizes.activation_bytes) - moved
+        waiting = sizes.input_bytes if recompute else _take_share(sizes.activation_bytes, memory.waiting_share)
+        waiting = waiting - moved
         return cls(
             sizes=sizes,
             fixed=fixed,
@@ -145,11 +153,10 @@ class StageBytes:
             sizes,
             usage,
             peers,
+            plan.costs.terms[stage],
             recompute=row.recompute,
             offload=row.offload,
-            hosts_optimizers=plan.choices.hosts_optimizers,
             on_gpus=plan.costs.on_gpus,
-            sum_tensors=(row.replicas > 1) * plan.costs.terms[stage].sums.kept_tensors,
             matrix_bytes=usage.matrix_bytes(row.matrices),
         )
 
@@ -212,6 +219,10 @@ class StageBytes:
 _Parts = list[tuple[int, StageMemory]]
 _ADDING = Kind.BACKWARD, Kind.WEIGHT_GRADIENT
 """What adds to the sums of gradients."""
+
+
+def _take_share(size_bytes: Numbers, share: float) -> Numbers:
+    return size_bytes if share == 1 else np.ceil(size_bytes * share).astype(np.int64)
 
 
 def _memory(**kinds: Numbers) -> StageMemory:

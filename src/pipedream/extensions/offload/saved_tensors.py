@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipedream.core.plan.activations import WINDOW_SHARE
+from pipedream.core.plan.memory import WINDOW_SHARE
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.offload.block_mover import Block, BlockMover

@@ -28,7 +28,7 @@ from pipedream.core.plan.memory import (
     peers_of,
 )
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.residence import ALWAYS, AUTOMATIC, HOST, NEVER
+from pipedream.core.plan.residence import AUTOMATIC, HOST
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
@@ -258,10 +258,9 @@ class SearchSpace(PrefixTables):
     def _stage_bytes(
         self, span: Span, occupancy: StageOccupancy, peers: MessageBuffers, sizes: StageSizes, **moves: bool
     ) -> StageBytes:
-        matrix_bytes, sum_tensors = self.matrix_bytes(occupancy.updates, *span), self.terms.sums.kept_tensors
-        where = {"hosts_optimizers": self.choices.hosts_optimizers, "on_gpus": self._on_gpus, **moves}
-        sum_tensors *= peers.sums
-        return StageBytes.of(sizes, occupancy, peers, sum_tensors=sum_tensors, matrix_bytes=matrix_bytes, **where)
+        matrix_bytes = self.matrix_bytes(occupancy.updates, *span)
+        moves["on_gpus"] = self._on_gpus
+        return StageBytes.of(sizes, occupancy, peers, self.terms, matrix_bytes=matrix_bytes, **moves)
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         return self.occupancy_rule.of_stage(in_flight, update_delay, replicas)
@@ -467,24 +466,20 @@ def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recomp
 
     Only GPUs have a machine's memory besides theirs.
     """
-    choices, cluster, others = space.choices, space.cluster, {}
-    if choices.recompute == NEVER:
-        others[f"--recompute {recompute}"] = choices.choosing(recompute=recompute)
-    if space._on_gpus and not choices.activations and choices.recompute != ALWAYS:
-        others["--activations host"] = choices.choosing(activations=HOST)
-    if space._on_gpus and not choices.hosts_optimizers:
-        others["--optimizer-state host"] = choices.choosing(optimizer_state=HOST)
+    choices, cluster = space.choices, space.cluster
+    texts = choices.list_smaller(on_gpus=space._on_gpus)
+    texts |= {"recompute": recompute} if "recompute" in texts else {}
     rated = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
     before, savings = count(space), {}
-    for option, other in others.items():
-        saved_bytes = 0
+    for name, text in texts.items():
+        other, saved_bytes = choices.choosing(**{name: text}), 0
         with suppress(PipelineError):  # of a method that does not work so
             saved_bytes = before - count(
                 replace(space, choices=other, cluster=rated, needs=Tables(), shared_tables={}, _stages={})
             )
-        moves = other.recompute == choices.recompute
-        if saved_bytes > 0 and not (moves and cluster.host_bytes is not None and saved_bytes > cluster.host_bytes):
-            savings[option] = saved_bytes
+        moves = text == HOST and cluster.host_bytes is not None
+        if saved_bytes > 0 and not (moves and saved_bytes > (cluster.host_bytes or 0)):
+            savings[f"--{name.replace('_', '-')} {text}"] = saved_bytes
     return savings
 
 

@@ -1,0 +1,1 @@
+"""Further choices of plans, one file each (`core.plan.choice`)."""
