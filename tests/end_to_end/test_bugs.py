@@ -3,9 +3,12 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,3 +124,11 @@ def test_complex_weights_are_clipped_as_torch_does(replicas: tuple[int, ...], co
     profile = pd.profile(model, data[0][0], warmup=0, runs=1)
     plan = pd.plan(profile, pd.Cluster.flat(sum(replicas)), schedule="gpipe", microbatches=2, shape=replicas, cuts=(1,))
     torch.testing.assert_close(train(model, plan, data, clip_grad_norm=0.01).state, expected.state)
+
+
+def test_a_saved_program_is_read_where_no_method_was_named(tmp_path: Path) -> None:
+    """The rule for the weights is in the method's file, which nothing had imported."""
+    program = pd.lower(pd.schedules.build("timeprest_interpolated", pd.Plan.uniform(2)))
+    code = "import sys, pipedream as pd\nprint(pd.Program.load(sys.argv[1]).name)"
+    command = [sys.executable, "-c", code, str(program.save(tmp_path / "program.json"))]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == program.name

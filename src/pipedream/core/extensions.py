@@ -50,6 +50,12 @@ def import_folder(package: str) -> list[ModuleType]:
     return [import_module(name) for name, _ in _list_modules(package)]
 
 
+def import_methods() -> list[ModuleType]:
+    """Returns the modules that declare methods; those of extensions last."""
+    folders = "pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.extensions.methods"
+    return [module for folder in folders for module in import_folder(folder)] + [*list_offers("methods")]
+
+
 def _list_modules(package: str) -> Iterator[tuple[str, bool]]:
     """Yields the name of each module of a package, and whether it is a package itself."""
     if find_spec(package) is not None:

@@ -18,7 +18,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.door import run_file
 from pipedream.core.errors import PipelineError, ScheduleError
-from pipedream.core.extensions import import_folder, list_offers
+from pipedream.core.extensions import import_methods
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
@@ -212,18 +212,9 @@ def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
     return methods
 
 
-_FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.extensions.methods")
-"""Packages of methods, one per file; imported only here, and skipped if missing."""
-
-
 def _collect_methods() -> dict[str, Method]:
     """Returns the methods of all files, those of older papers first."""
-    methods: list[Method] = []
-    for folder in _FOLDERS:
-        for module in import_folder(folder):
-            methods += getattr(module, "METHODS", ())
-    for offer in list_offers("methods"):
-        methods += offer.METHODS
+    methods = [method for module in import_methods() for method in getattr(module, "METHODS", ())]
     return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}
 
 

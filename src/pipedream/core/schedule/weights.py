@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from math import exp, isfinite, lcm
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pipedream.core.artifact import NamedKind
+from pipedream.core.extensions import import_methods
 from pipedream.core.schedule.op import Kind
 
 VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
@@ -81,6 +82,12 @@ class WeightRule(NamedKind, ABC):
     backward_rule: ClassVar[str] = "stash"
     forward_prediction: ClassVar[WeightPrediction | None] = None
     backward_prediction: ClassVar[WeightPrediction | None] = None
+
+    @classmethod
+    def decoded(cls, value: dict[str, Any], where: str) -> Self:
+        if value.get(cls.KEY) not in cls.kinds:  # perhaps that of a method's file
+            import_methods()
+        return super().decoded(value, where)
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
@@ -358,70 +365,3 @@ class Latest(WeightRule):
 
     def _count_late_microbatches(self, stage: int) -> int:
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
-
-
-@dataclass(frozen=True)
-class NewerBackward(WeightRule):
-    """Several versions, and backwards that read the newest; for the order nF1B.
-
-    A forward is W_s r_s microbatches ahead of the next backward, at most as many as in earlier stages.
-
-    Attributes:
-        per_update: m, over all replicas, at every stage.
-    """
-
-    warmup: tuple[int, ...]
-    replicas: tuple[int, ...]
-    per_update: int
-    backward_rule: str = field(default="graph", kw_only=True)  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        if len(self.warmup) != len(self.replicas):
-            raise ValueError(
-                f"each argument needs one number per stage, found {len(self.warmup)} and {len(self.replicas)}"
-            )
-        if self.per_update < max(self.replicas):
-            raise ValueError(
-                f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
-            )
-        late = [self._count_late_microbatches(stage) for stage in range(len(self.warmup))]
-        if sorted(late, reverse=True) != late:
-            raise ValueError(f"no stage may have more warm-up microbatches than an earlier one, found {late}")
-        if self.backward_rule not in BACKWARD_RULES[1:]:
-            raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES[1:])}, found {self.backward_rule!r}")
-
-    def backward_version(self, stage: int, microbatch: int) -> int:
-        return microbatch // self.per_update
-
-    def _count_late_microbatches(self, stage: int) -> int:
-        return self.warmup[stage] * self.replicas[stage]
-
-
-@dataclass(frozen=True)
-class Stamped(NewerBackward):
-    """Vertical sync without a horizontal stash: forwards read a stamped version, backwards the newest.
-
-    A microbatch's stamp is the version that it reads at the input stage.
-
-    TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A later stage makes its updates sooner than the input stage, so it
-    keeps ceil((W_0 r_0 - W_s r_s) / m) versions besides the newest for forwards still to come: the input stage none,
-    the last stage the most, the reverse of PipeDream. All stages are equally stale.
-    """
-
-    name: ClassVar[str] = "stamped"
-
-    def forward_version(self, stage: int, microbatch: int) -> int:
-        return max(0, (microbatch - self._count_late_microbatches(0)) // self.per_update)
-
-    def versions(self, stage: int) -> int:
-        return -(-(self._count_late_microbatches(0) - self._count_late_microbatches(stage)) // self.per_update) + 1
-
-    def staleness(self, stage: int) -> int:
-        return -(-self._count_late_microbatches(0) // self.per_update)
-
-    def mean_staleness(self, stage: int) -> float:
-        return self._count_late_microbatches(0) / self.per_update
-
-    @property
-    def held_until(self) -> Kind:
-        return Kind.FORWARD

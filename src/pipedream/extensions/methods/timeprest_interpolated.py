@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, ClassVar
 
-from pipedream.core.schedule.weights import NewerBackward
 from pipedream.schedules import kit
-from pipedream.schedules.asynchronous.timeprest import nf1b
+from pipedream.schedules.asynchronous.timeprest import NewerBackward, nf1b
 
 
 @dataclass(frozen=True)
