@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from pipedream.pipeline import Pipeline as Pipeline
     from pipedream.runtime.results.results import Done as Done
-    from pipedream.runtime.stage.auxiliary import (
+    from pipedream.tensors.auxiliary_loss import (
         add_auxiliary_loss as add_auxiliary_loss,
         auxiliary_loss_scale as auxiliary_loss_scale,
     )
@@ -81,8 +81,8 @@ _HOMES = {
     "Schedule": "core.schedule.schedule",
     "Stage": "core.plan.stage",
     "Timeline": "core.schedule.timeline",
-    "add_auxiliary_loss": "runtime.stage.auxiliary",
-    "auxiliary_loss_scale": "runtime.stage.auxiliary",
+    "add_auxiliary_loss": "tensors.auxiliary_loss",
+    "auxiliary_loss_scale": "tensors.auxiliary_loss",
     "emulate": "apps.emulate.emulate",
     "errors": "core",
     "lay_out": "extensions.meshes.layouts",

@@ -23,6 +23,7 @@ from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
+from pipedream.core.extensions import find_offer
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.choices import Choices
@@ -47,7 +48,6 @@ from pipedream.runtime.session import measured
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
-from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.stepped import LossFactor
 from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
@@ -105,7 +105,7 @@ class Pipeline:
         plan = follow_moves(with_choices(plan, choices), plan, phases)
         self.phases = add_compensation(plan, phases, options.compensation)
         self._request = _make_run_request(plan, phases, options)
-        captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
+        captured, scaling = find_plan_layers(model, plan, options.sample), _read_scaling(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
@@ -392,6 +392,11 @@ def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOpti
     )
 
 
+def _read_scaling(scaler: Any) -> Any:
+    """Returns how losses are scaled (`extensions.loss_scale`); None if they are not."""
+    return None if scaler is None else find_offer("scaler", "grad_scaler= was given").LossScaleOptions.of(scaler)
+
+
 def _build_session(
     model: Any,
     captured: Captured,
@@ -399,7 +404,7 @@ def _build_session(
     phases: Sequence[Prepared],
     options: PipelineOptions,
     policy: Policy,
-    scaling: LossScaleOptions | None,
+    scaling: Any,
 ) -> Session:
     loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
     if any(needs_weights(phase.program) for phase in phases):
@@ -423,7 +428,7 @@ def _build_session(
         ema=options.ema,
         autocast=dtype_of(options.autocast),
         compile=compile_arguments(options.compile),
-        make_loss_scale=LossFactor if scaling is None else partial(LossScale, scaling),
+        make_loss_scale=LossFactor if scaling is None else scaling.make,
         batch_dim=options.batch_dim,
         planned_samples=plan.batch if options.check else 1,
         layout=_check_layout(options, phases, model, captured.graph),

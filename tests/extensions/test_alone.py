@@ -48,7 +48,7 @@ MISSING = {
     "pd.schedules.load_schedule('mine.csv')": "no extension here reads such files",
     "cli.load('layout')": "the command 'layout' was given, and no extension here",
     "pd.schedules.build('roundpipe', pd.Plan.uniform(2))": "schedule 'roundpipe' is not known",
-    "next(iter(small_trainings('spectrain'))).check(0.0)": "needs the extension 'delays', which is not here",
+    "next(iter(small_trainings('spectrain'))).check(0.0)": "predicts weights, for which no extension here has a part",
 }
 """A call -> words of its refusal."""
 

@@ -18,6 +18,8 @@ What may be offered, under the names of their modules:
 | `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
 | `residence` | to `make_residence` of weights and optimizers in the memory of the machine | `runtime.residence` |
 | `rules` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
+| `scaler` | the `LossScaleOptions` of a `grad_scaler` | `pipeline` |
+| `split` | to `split_backward` into two halves | `runtime.stage.stage_module` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """
 

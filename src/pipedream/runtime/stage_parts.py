@@ -3,20 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from pipedream.core.errors import PlanError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import find_offer, list_offers
+from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart, Task
 from pipedream.runtime.stage.replicas import EqualReplicas
+from pipedream.runtime.stage.stage_module import SPLITS
 from pipedream.runtime.update.compensator import check_optimizer
 
-_NEEDED: Mapping[str, Callable[[Program, int], object]] = {
-    "delays": lambda program, stage: program.weights.predictions(stage) or program.weights.backward_rule == "graph",
-    "offload": lambda program, stage: program.plan.choices.activations and program.plan.stages[stage].offload,
-    "recompute": lambda program, stage: (
+_NEEDS: Mapping[Task, Callable[[Program, int], object]] = {
+    Task.PREDICT: lambda program, stage: program.weights.predictions(stage),
+    Task.USE_NEWER: lambda program, stage: program.weights.backward_rule == "graph",
+    Task.OFFLOAD: lambda program, stage: program.plan.choices.activations and program.plan.stages[stage].offload,
+    Task.REPEAT: lambda program, stage: (
         program.plan.stages[stage].recompute or program.placement.runs_backward_elsewhere(stage)
     ),
 }
-"""Extension -> whether a stage computes something else without it, or needs more memory."""
 
 
 def _list_parts() -> Iterator[type[StagePart]]:
@@ -28,14 +30,16 @@ def _list_parts() -> Iterator[type[StagePart]]:
 
 def check_parts(facts: StageFacts) -> None:
     """Raises an error before a run if an extension is missing, or the optimizer or a part does not fit a method."""
-    names = {module.__name__.split(".")[-2] for module in list_offers("parts")}
+    tasks = {part.task for part in _list_parts()}
     for program in facts.programs:
-        for name, is_needed in _NEEDED.items():
-            if name not in names and is_needed(program, facts.stage):
+        for task, is_needed in _NEEDS.items():
+            if task not in tasks and is_needed(program, facts.stage):
                 raise PlanError(
-                    f"{program.name!r} with this plan needs the extension {name!r}, which is not here; add it, or "
-                    "choose another method or plan"
+                    f"{program.name!r} with this plan {task}, for which no extension here has a part; add one that "
+                    "does, or choose another method or plan"
                 )
+        if Kind.INPUT_GRADIENT in program.kinds:
+            find_offer("split", SPLITS)
         for part in _list_parts():
             part.check(facts, program)
         check_optimizer(program.updates.compensation, facts.optimizer.optimizer)

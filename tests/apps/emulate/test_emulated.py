@@ -8,7 +8,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import pipedream as pd
 from pipedream.apps.emulate import emulated
-from pipedream.runtime.stage import split_backward as split
+from pipedream.extensions.split_backward import split
 
 MIB = 1 << 20
 

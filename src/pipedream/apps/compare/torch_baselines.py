@@ -27,8 +27,8 @@ from pipedream.runtime.data.splitter import BatchAdapter, count_samples, split_b
 from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Done, Score
-from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import restoring_modes
+from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 
 Part = tuple[Any, Any, int]
 """Inputs, targets and number of samples of a microbatch."""

@@ -18,7 +18,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
-from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart
+from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart, Task
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
@@ -28,6 +28,8 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 class WeightPredictions(StagePart):
     """The weight predictions of one stage, whose optimizer `check` has passed."""
+
+    task = Task.PREDICT
 
     def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
         self._stage = stage

@@ -30,7 +30,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.graph_tensors import SavedTensor, find_saving_hook, list_saved_tensors, unpack
-from pipedream.runtime.stage.part import PassFacts, RunLayers, StagePart
+from pipedream.runtime.stage.part import PassFacts, RunLayers, StagePart, Task
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage.versions import WeightChoice, WeightSet
 from pipedream.tensors.parts import like_part, local_part, spec_of
@@ -51,6 +51,8 @@ class SavedTensorHooks(StagePart):
         autocasts: the forward runs under autocast, which saves casts of weights.
         redirects: graphs keep references to weights, which backwards look up in another version.
     """
+
+    task = Task.USE_NEWER
 
     def __init__(self, autocasts: bool = False, redirects: bool = False) -> None:
         self.redirects = redirects

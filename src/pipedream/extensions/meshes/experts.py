@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.extensions.meshes.sharding.functions import all_to_all, sum_partials
 from pipedream.extensions.meshes.sharding.parts import SUM, WHOLE, Table, compute_on_parts, make_dtensors
-from pipedream.runtime.stage.auxiliary import add_auxiliary_loss
+from pipedream.tensors.auxiliary_loss import add_auxiliary_loss
 
 _MIN_CAPACITY = 4
 

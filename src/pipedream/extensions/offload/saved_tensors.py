@@ -19,7 +19,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.offload.block_mover import Block, BlockMover
 from pipedream.runtime.stage.graph_tensors import SavedTensor, unpack
-from pipedream.runtime.stage.part import PassFacts, Resident, StagePart
+from pipedream.runtime.stage.part import PassFacts, Resident, StagePart, Task
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _MIN_BYTES = 1 << 16
@@ -171,6 +171,8 @@ class Offload:
 
 class OffloadedStage(StagePart):
     """A stage whose forwards save tensors in the memory of the host."""
+
+    task = Task.OFFLOAD
 
     def __init__(self, offload: Offload, stage: int) -> None:
         self._offload = offload

@@ -33,7 +33,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.data.rng import read_state, set_state
-from pipedream.runtime.stage.part import ForwardFunction, PassFacts, StagePart
+from pipedream.runtime.stage.part import ForwardFunction, PassFacts, StagePart, Task
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
@@ -61,6 +61,8 @@ class _BufferSlot:
 
 class Recomputation(StagePart):
     """The two forwards of one stage that recomputes."""
+
+    task = Task.REPEAT
 
     def __init__(self, module: StageModule) -> None:
         self._module = module

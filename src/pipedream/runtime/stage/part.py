@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,17 @@ _NOTHING = nullcontext()
 RunLayers = Callable[[], Any]
 Resident = Callable[[], Iterable[torch.Tensor]]
 Override = TypeVar("Override", bound=Callable[..., Any])
+
+
+class Task(StrEnum):
+    """What a program may need of a stage's parts, because the stage would compute something else or take more memory
+    without: a phrase of errors.
+    """
+
+    PREDICT = "predicts weights"
+    USE_NEWER = "uses newer weights in a backward than in its forward"
+    OFFLOAD = "keeps activations in the memory of the machine"
+    REPEAT = "repeats forwards"
 
 
 class ForwardFunction(Protocol):
@@ -64,7 +76,13 @@ class StageFacts(PassFacts):
 
 
 class StagePart:
-    """Takes part in a stage's passes, streams, updates and checkpoints. By default it does nothing."""
+    """Takes part in a stage's passes, streams, updates and checkpoints. By default it does nothing.
+
+    Attributes:
+        task: what it does, of what a program may need.
+    """
+
+    task: ClassVar[Task | None] = None
 
     @classmethod
     def check(cls, facts: StageFacts, program: Program) -> None:

@@ -8,7 +8,7 @@ Life of a microbatch at a stage:
 3. Before each layer that may draw random numbers the generator is seeded from (run seed, microbatch, layer name);
    after the last one the user's generator has its earlier state again.
 4. The backward computes the gradients of the leaves, which autograd adds to the sums of the coming update, and of the
-   received tensors: at once, or in two halves (`runtime.stage.split_backward`).
+   received tensors: at once, or in two halves (`extensions.split_backward`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
+from pipedream.core.extensions import find_offer
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.division import Division
-from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, OtherGenerators, list_own_generators, never_draws
-from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet, requires_grad_changed
+from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 
 
 @contextmanager
@@ -78,6 +78,7 @@ class _GraphInput(torch.autograd.Function):
         return None, None
 
 
+SPLITS = "the method splits backwards"
 _NOTHING = nullcontext()
 _ANCHOR = torch.empty((), requires_grad=True)
 
@@ -112,7 +113,7 @@ class SavedForward:
     auxiliary_scale: float = 0.0
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
-    deferred: Deferred | None = None
+    deferred: Any = None
     gradient_structure: str = ""
 
     @property
@@ -323,7 +324,9 @@ class StageModule:
         outputs, output_gradients = _select_with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
         with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("backward"):
-            input_gradients, saved.deferred = split_backward(outputs, output_gradients, entries)
+            halves = find_offer("split", SPLITS).split_backward(outputs, output_gradients, entries)
+        input_gradients: list[torch.Tensor | None]
+        input_gradients, saved.deferred = halves
         saved.graph_inputs = ()
         saved.outputs = ()  # they would keep the part of the graph that the second half does not need
         return input_gradients

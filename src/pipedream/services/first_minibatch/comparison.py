@@ -31,7 +31,6 @@ from pipedream.runtime.division import Division
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
-from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
@@ -39,6 +38,7 @@ from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
+from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
 _log = logging.getLogger("pipedream")

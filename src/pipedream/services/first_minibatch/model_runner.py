@@ -26,10 +26,10 @@ from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.results.metric_means import Row
 from pipedream.runtime.results.scoring import choose_unit, has_units, needs_weights
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, list_own_generators
 from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.plain_model import PlainModel
+from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 

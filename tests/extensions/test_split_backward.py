@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipedream.runtime.stage import split_backward, stage_module, versions
+from pipedream.extensions.split_backward import split as split_backward
+from pipedream.runtime.stage import stage_module, versions
 
 WIDTH = 4
 CALLS: list[Any] = []

@@ -38,6 +38,10 @@ class LossScaleOptions:
     interval: int = 1
     good: int = 0
 
+    def make(self) -> LossScale:
+        """Returns the scale of one stage."""
+        return LossScale(self)
+
     @property
     def kind(self) -> str:
         return "constant" if self.growth == self.backoff == 1.0 else "dynamic"

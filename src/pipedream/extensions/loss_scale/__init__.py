@@ -1,0 +1,1 @@
+"""A factor on the loss that keeps small low-precision gradients from vanishing."""

@@ -1,0 +1,1 @@
+"""Backwards in two halves: gradients for the stage before first, those of the weights later."""
