@@ -149,13 +149,9 @@ class FollowedEvaluations:
             )
 
 
-def monitored(callbacks: Any) -> list[str]:
+def monitored(callbacks: Iterable[Callback]) -> list[str]:
     """Returns the metrics that early stopping monitors."""
-    return (
-        [callback.monitor for callback in callbacks if isinstance(callback, EarlyStopping)]
-        if isinstance(callbacks, Sequence)
-        else []
-    )
+    return [callback.monitor for callback in callbacks if isinstance(callback, EarlyStopping)]
 
 
 def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:

@@ -161,16 +161,16 @@ class ModelOptions(ChoiceOptions):
                 f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers, None or "
                 "'items'"
             )
+        has_callbacks = isinstance(self.callbacks, Sequence) and all(isinstance(c, Callback) for c in self.callbacks)
+        if not has_callbacks:
+            yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
+        followed = {self.monitor, *monitored(self.callbacks if has_callbacks else ())}
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
-        elif wrong := {self.monitor, *monitored(self.callbacks)} - {"loss", *self.metrics}:
+        elif wrong := followed - {"loss", *self.metrics}:
             yield f"monitor is {min(wrong)!r}, but an evaluation has {', '.join(['loss', *self.metrics])}"
         if not isinstance(self.loggers, Iterable) or isinstance(self.loggers, str):
             yield f"loggers is {self.loggers!r}, not a list of loggers"
-        if not isinstance(self.callbacks, Sequence) or not all(
-            isinstance(callback, Callback) for callback in self.callbacks
-        ):
-            yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
         if self.layout is not None and not isinstance(self.layout, TensorLayout):
             yield f"layout is {self.layout!r}, not a pipedream.Layout"
 

@@ -112,7 +112,10 @@ class Pipeline:
         self.prepared = prepare(self.plan, self.phases, policy)
         compared = _make_compared_model(model, captured, self.plan, options)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
-        self._saver = _add_services(self._session, compared)
+        self._saver = Checkpointer(self._session.workers_here)
+        self._session.services.append(self._saver)
+        if compared is not None:
+            self._session.services.append(Comparison(self._session.workers_here, compared))
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
@@ -474,15 +477,6 @@ def _make_compared_model(model: Any, captured: Captured, plan: Plan, options: Pi
     return PlainModel(model, captured, [stage.first for stage in plan.stages[1:]])
 
 
-def _add_services(session: Session, compared: PlainModel | None) -> Checkpointer:
-    """Adds what accompanies a session; returns what saves it."""
-    saver = Checkpointer(session.workers_here)
-    session.services.append(saver)
-    if compared is not None:
-        session.services.append(Comparison(session.workers_here, compared))
-    return saver
-
-
 def _check_gradients_split(model: Any) -> None:
     """Raises a `ScheduleError` if gradients of microbatches do not add up to that of their minibatch."""
     for name, module in model.named_modules():
@@ -515,9 +509,7 @@ def _check_layout(
     meshes = plan.meshes
     if layout is None and not any(mesh.dimensions for mesh in meshes):
         return None
-    if layout is None:
-        layout = choose_layout(None, None, None)
-    layout = layout.of_model(model)
+    layout = (layout or choose_layout(None, None, None)).of_model(model)
     if plan.ranks > plan.workers and options.compile:
         raise PlanError(
             f"compile={options.compile!r} was asked for with the plan {plan.config}, but layers on a mesh are not "

@@ -236,7 +236,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
         else:
             has_meshes = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
         if profile is None or not has_meshes:
-            with blaming("while its model was profiled on its first batch"):
+            with blaming("the recipe failed while its model was profiled on its first batch"):
                 profile = profile_recipe(
                     recipe,
                     device=str(process.device),
@@ -338,7 +338,7 @@ def profile_recipe(
 
 def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
     """Measures the costs of the runtime and of the recipe's loader on these workers."""
-    with blaming("while its training batches were made"):
+    with blaming("the recipe failed while its training batches were made"):
         load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
     costs = measure_runtime(device).costs
     return replace(costs, load_s=costs.load_s + load_s)
@@ -346,7 +346,7 @@ def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
 
 def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:
     """Splits a recipe's model into layers, by running it on its first training batch."""
-    with blaming("while its model was run on its first batch"):
+    with blaming("the recipe failed while its model was run on its first batch"):
         inputs = to_device(make_model_input(recipe, recipe.first_batch()), process_group.process_device(device))
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))

@@ -141,11 +141,8 @@ def load_recipe(path: str, *, seed: int = 0) -> Recipe:
     sys.modules[spec.name] = module  # so that pickle finds what the recipe defines
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise RecipeError(f"the recipe {path} does not import: {with_place(error)}{install_advice(error)}") from error
+        with blaming(f"the recipe {path} does not import", passes=()):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     make = getattr(module, "recipe", None)
@@ -161,14 +158,8 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
         RecipeError: it fails, or does not return a Recipe.
     """
     takes_seed = "seed" in inspect.signature(make).parameters
-    try:
+    with blaming(f"the recipe's function {make.__name__}() failed", passes=(RecipeError,)):
         recipe = make(seed=seed) if takes_seed else make()
-    except (RecipeError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise RecipeError(
-            f"the recipe's function {make.__name__}() failed: {with_place(error)}{install_advice(error)}"
-        ) from error
     if not isinstance(recipe, Recipe):
         raise RecipeError(
             f"the recipe's function {make.__name__}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
@@ -181,14 +172,14 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
 
 
 @contextmanager
-def blaming(when: str) -> Iterator[None]:
-    """Turns an exception of the recipe's code into a `RecipeError` with its location.
+def blaming(what: str, passes: tuple[type[PipelineError], ...] = (PipelineError,)) -> Iterator[None]:
+    """Turns an exception of the recipe's code into a `RecipeError` that says what failed, and where.
 
-    `when` continues the sentence "the recipe failed". This library's own errors pass.
+    `passes`: errors that say enough.
     """
     try:
         yield
-    except (PipelineError, KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:
-        raise RecipeError(f"the recipe failed {when}: {with_place(error)}{install_advice(error)}") from error
+        if isinstance(error, (*passes, KeyboardInterrupt, GeneratorExit)):
+            raise
+        raise RecipeError(f"{what}: {with_place(error)}{install_advice(error)}") from error

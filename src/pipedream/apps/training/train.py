@@ -138,7 +138,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
 def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:
     job, plan, options, recipe = planned.job, planned.plan, planned.job.options, planned.job.recipe
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
-    with blaming("while the pipeline was built"):
+    with blaming("the recipe failed while the pipeline was built"):
         return Pipeline(
             recipe.model,
             plan,

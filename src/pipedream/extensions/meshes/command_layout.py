@@ -129,7 +129,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     device = next((parameter.device for parameter in recipe.model.parameters()), None)
     batch = recipe.first_batch()
     loss = make_batch_loss(recipe, batch, device)
-    with blaming("while its step was described on its first batch"):
+    with blaming("the recipe failed while its step was described on its first batch"):
         sample = make_model_input(recipe, batch)
         sample = sample if device is None else to_device(sample, device)
         batch_dim = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
