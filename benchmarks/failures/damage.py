@@ -15,7 +15,7 @@ from torch import nn
 import pipedream
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
-from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint import folders, pieces, stores
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scaffold import format_table, make_parser
@@ -47,7 +47,7 @@ def saved(folder: Path) -> Path:
 
 def read(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
     """Reads all of a checkpoint."""
-    checkpoint = folders.SavedCheckpoint.at(path)
+    checkpoint = stores.open_store(path)
     manifest = folders.read_manifest(checkpoint)
     tensors = pieces.read_tensors(checkpoint, manifest, manifest.tensors)
     return manifest, {name: bytes(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()}

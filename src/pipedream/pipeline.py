@@ -53,8 +53,8 @@ from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
 from pipedream.runtime.weights.tied import find_tied_weights
 from pipedream.services.checkpoint.checkpointer import Checkpointer
-from pipedream.services.checkpoint.folders import SavedCheckpoint
 from pipedream.services.checkpoint.stores import Folder, open_store
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
@@ -121,7 +121,7 @@ class Pipeline:
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
         self._options, self._adapt_batch = options, _make_batch_adapter(options)
-        self._checkpoint: SavedCheckpoint | None = None
+        self._checkpoint: CheckpointStore | None = None
         self.check_savable, self.is_saving = self._saver.check_savable, self._saver.writer.is_writing
         self._callbacks, self.extra = tuple(options.callbacks), cast(Mapping[str, Any], {})
         self.rank, self.distributed = self._local.rank, self._local.distributed
@@ -279,9 +279,9 @@ class Pipeline:
         if checkpoint != self._checkpoint and listening:
             self._local.any_rank(False)  # rank 0 has completed it
             for callback in listening:
-                callback.on_checkpoint(self, cast(Path, checkpoint.location))
+                callback.on_checkpoint(self, cast(Path, checkpoint.locate("")))
         self._checkpoint = checkpoint
-        return checkpoint.location
+        return checkpoint.locate("")
 
     def load(self, folder: Folder) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.

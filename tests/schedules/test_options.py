@@ -19,7 +19,8 @@ from zoo import alike_layers
 import pipedream as pd
 from pipedream.apps.cli.sweep import _split_values
 from pipedream.schedules.registry import options_of
-from pipedream.services.checkpoint.folders import SavedCheckpoint, read_manifest
+from pipedream.services.checkpoint.folders import read_manifest
+from pipedream.services.checkpoint.stores import open_store
 from pipedream.workflows import methods, phases as phase_files
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -211,7 +212,7 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         for done in pipeline.train(animal.batches):
             if done.number == 2:
                 saved = pipeline.save(tmp_path)
-    schedule = read_manifest(SavedCheckpoint.at(saved)).schedule
+    schedule = read_manifest(open_store(saved)).schedule
     assert schedule == "pb_lwp[by=difference]"
     with pd.Pipeline(animal.model, plan, phases=[pd.Phase(schedule)], **how) as again:
         again.load(tmp_path)

@@ -15,7 +15,7 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
 
 def save(
     folder: stores.Folder, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
-) -> list[folders.SavedCheckpoint]:
+) -> list[stores.CheckpointStore]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
     return folders.list_checkpoints(folder)
@@ -26,7 +26,7 @@ def run(
     counts: tuple[int, ...] = (1, 1),
     epochs: int = 4,
     keep: int | None = None,
-    resume: stores.Folder | folders.SavedCheckpoint | None = None,
+    resume: stores.Folder | None = None,
 ) -> dict[str, torch.Tensor]:
     """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
     animal = zoo.make("mlp")
@@ -39,29 +39,29 @@ def run(
         return trained.state_dict()
 
 
-def load(folder: stores.Folder | folders.SavedCheckpoint) -> tuple[int, int]:
+def load(folder: stores.Folder) -> tuple[int, int]:
     """Loads the newest checkpoint into a new pipeline; returns the position."""
     with pipeline(zoo.make("mlp")) as loaded:
         return loaded.load(str(folder))
 
 
-def names(folder: stores.Folder | folders.SavedCheckpoint) -> list[str]:
+def names(folder: stores.Folder) -> list[str]:
     """Returns the names of all that is in a folder."""
     return stores.open_store(str(folder)).list_names()
 
 
-def read(checkpoint: folders.SavedCheckpoint, file: str) -> bytes:
+def read(checkpoint: stores.CheckpointStore, file: str) -> bytes:
     """Returns what is in a file of a checkpoint."""
     with checkpoint.open(file) as opened:
         return opened.read()
 
 
-def write(checkpoint: folders.SavedCheckpoint, file: str, data: bytes) -> None:
+def write(checkpoint: stores.CheckpointStore, file: str, data: bytes) -> None:
     """Writes a file of a checkpoint that is there already."""
-    with checkpoint.store.create(f"{checkpoint.name}/{file}") as opened:
+    with checkpoint.create(file) as opened:
         opened.write(data)
 
 
-def delete(checkpoint: folders.SavedCheckpoint, file: str) -> None:
+def delete(checkpoint: stores.CheckpointStore, file: str) -> None:
     """Deletes a file of a checkpoint."""
-    checkpoint.store.delete(f"{checkpoint.name}/{file}")
+    checkpoint.delete(file)

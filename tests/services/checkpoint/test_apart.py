@@ -43,7 +43,7 @@ def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
     assert [path.name for path in folders.list_checkpoints(two)] == ["minibatch-00000020"]
     # Gathered, they are a checkpoint like any other.
     gathered = folders.gather_parts([first, two / newest], tmp_path / "gathered")
-    assert gathered.location == tmp_path / "gathered" / newest
+    assert gathered.locate("") == tmp_path / "gathered" / newest
     assert pieces.verify_checkpoint(gathered) == folders.read_shared_manifest(gathered, None)[0]
     # One of them is lost.
     shutil.rmtree(first / newest)

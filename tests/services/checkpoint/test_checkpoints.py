@@ -103,7 +103,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
         drawn = draw()
         trained.load(tmp_path)
         assert draw() == drawn
-        manifest_with(lambda manifest: manifest.update(random=["{}"]))(folders.SavedCheckpoint.at(path))
+        manifest_with(lambda manifest: manifest.update(random=["{}"]))(stores.open_store(path))
         with pytest.raises(pd.PipelineError, match="random state is damaged"):
             trained.load(tmp_path)
 
@@ -111,10 +111,10 @@ def test_generators_come_back(tmp_path: Path) -> None:
 # -- damage -----------------------------------------------------------------------------------------
 
 
-def in_file(change: Callable[[bytes], bytes]) -> Callable[[folders.SavedCheckpoint], None]:
+def in_file(change: Callable[[bytes], bytes]) -> Callable[[stores.CheckpointStore], None]:
     """Returns a way to change the file of a checkpoint."""
 
-    def rewrite(checkpoint: folders.SavedCheckpoint) -> None:
+    def rewrite(checkpoint: stores.CheckpointStore) -> None:
         write(checkpoint, "__0_0.distcp", change(read(checkpoint, "__0_0.distcp")))
 
     return rewrite
@@ -123,18 +123,18 @@ def in_file(change: Callable[[bytes], bytes]) -> Callable[[folders.SavedCheckpoi
 scrambled = in_file(lambda data: bytes(len(data)))
 
 
-def linked(checkpoint: folders.SavedCheckpoint) -> None:
+def linked(checkpoint: stores.CheckpointStore) -> None:
     """Moves a file out of the folder and leaves a link."""
-    file, elsewhere = Path(checkpoint.locate("__0_0.distcp")), Path(checkpoint.store.locate("__0_0.distcp"))
+    file, elsewhere = Path(checkpoint.locate("__0_0.distcp")), Path(checkpoint.above().locate("__0_0.distcp"))
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
 
 
-def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[folders.SavedCheckpoint], None]:
+def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[stores.CheckpointStore], None]:
     """Returns a way to change a manifest, whose checksum is removed."""
 
-    def rewrite(checkpoint: folders.SavedCheckpoint) -> None:
-        manifest = json.loads(checkpoint.read_manifest_text())
+    def rewrite(checkpoint: stores.CheckpointStore) -> None:
+        manifest = json.loads(checkpoint.read_text(folders.MANIFEST))
         manifest.pop("crc32", None)
         change(manifest)
         write(checkpoint, folders.MANIFEST, json.dumps(manifest).encode())
@@ -142,11 +142,11 @@ def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[folde
     return rewrite
 
 
-def tensors_with(**wrong: Any) -> Callable[[folders.SavedCheckpoint], None]:
+def tensors_with(**wrong: Any) -> Callable[[stores.CheckpointStore], None]:
     return manifest_with(lambda manifest: [stored.update(wrong) for stored in manifest["tensors"].values()])
 
 
-def options_with(**wrong: Any) -> Callable[[folders.SavedCheckpoint], None]:
+def options_with(**wrong: Any) -> Callable[[stores.CheckpointStore], None]:
     return manifest_with(lambda manifest: manifest["stages"][0]["groups"][0]["options"].update(wrong))
 
 
@@ -187,12 +187,12 @@ ON_DISK: list[tuple[Any, str]] = [
     indirect=["folder"],
 )
 def test_damage_is_told(
-    two_saved: Path, folder: CheckpointStore, change: Callable[[folders.SavedCheckpoint], None], words: str
+    two_saved: Path, folder: CheckpointStore, change: Callable[[stores.CheckpointStore], None], words: str
 ) -> None:
     for file in two_saved.glob("*/*"):
         if folder.on_disk:
             Path(folder.locate(file.parent.name)).mkdir(parents=True, exist_ok=True)
-        write(folders.SavedCheckpoint(folder, file.parent.name), file.name, file.read_bytes())
+        write(folder.within(file.parent.name), file.name, file.read_bytes())
     old, new = folders.list_checkpoints(folder)
     change(new)
     with pytest.raises(pd.PipelineError, match=words) as caught:
@@ -238,8 +238,8 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert load(tmp_path) == (1, 0)
     torch.save(evil, path / "__0_0.distcp")
     size = (path / "__0_0.distcp").stat().st_size
-    tensors_with(offset=0, length=size)(folders.SavedCheckpoint.at(path))
-    manifest_with(lambda manifest: manifest["files"].update({"__0_0.distcp": size}))(folders.SavedCheckpoint.at(path))
+    tensors_with(offset=0, length=size)(stores.open_store(path))
+    manifest_with(lambda manifest: manifest["files"].update({"__0_0.distcp": size}))(stores.open_store(path))
     with pytest.raises(pd.PipelineError, match="cannot be read: UnpicklingError: a tensor's bytes") as caught:
         load(tmp_path)
     assert "weights_only" not in str(caught.value), "torch advises to run it"
@@ -302,7 +302,7 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(
     monkeypatch.setattr(torch, "save", lambda *args: done.append(("save", threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
     background = writer.Writer(0, False, torch.device("cuda", 1))
-    manifest = folders.read_manifest(folders.SavedCheckpoint.at(two_saved / "minibatch-00000005"))
+    manifest = folders.read_manifest(stores.open_store(two_saved / "minibatch-00000005"))
     background.begin(writer.Save(stores.open_store(tmp_path), manifest, {"model/a": torch.ones(2)}, None))
     background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]
@@ -346,7 +346,7 @@ def test_what_is_saved_in_the_background_is_copied_to_the_cpu(tmp_path: Path, mo
         for tensor in (weight, step):
             tensor.fill_(2.0)  # as training would
         checkpointer.writer.finish()
-    checkpoint = folders.SavedCheckpoint.at(path)
+    checkpoint = stores.open_store(path)
     saved = pieces.read_tensors(checkpoint, folders.read_manifest(checkpoint), more)
     assert saved["model/weight"].tolist() == [1.0] * 3
     assert saved["optimizer/weight/step"].tolist() == [1.0] * 2

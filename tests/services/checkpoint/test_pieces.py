@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import pipedream as pd
 from pipedream.core.box import Box, box_of
 from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage
-from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.checkpoint import folders, pieces, stores
 from tests.services.checkpoint.saving import load, read, save, write
 
 BYTES = 512
@@ -63,15 +63,11 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
         manifest = Checkpoint.from_json(manifest.to_json())
         for box in boxes(shape, *data.draw(cuts(len(shape)))):
             part_boxes = {"model/a": box}
-            shares = pieces.read_shares(
-                folders.SavedCheckpoint.at(folder), manifest, pieces.list_shares(manifest, part_boxes)
-            )
+            shares = pieces.read_shares(stores.open_store(folder), manifest, pieces.list_shares(manifest, part_boxes))
             part = pieces.assemble(manifest, part_boxes, shares)["model/a"]
             assert part.dtype == tensor.dtype
             assert torch.equal(part, tensor[_slices(box)])
-        assert torch.equal(
-            pieces.read_tensors(folders.SavedCheckpoint.at(folder), manifest, ["model/a"])["model/a"], tensor
-        )
+        assert torch.equal(pieces.read_tensors(stores.open_store(folder), manifest, ["model/a"])["model/a"], tensor)
 
 
 def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +81,7 @@ def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
             Counted.sizes.clear()
             list(
                 pieces.read_shares(
-                    folders.SavedCheckpoint.at(tmp_path), manifest, pieces.list_shares(manifest, {"model/a": box})
+                    stores.open_store(tmp_path), manifest, pieces.list_shares(manifest, {"model/a": box})
                 )
             )
             assert tensor.nbytes // 4 < sum(Counted.sizes) < 1.1 * tensor.nbytes / 4

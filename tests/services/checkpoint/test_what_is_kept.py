@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import plan_of
 
 import pipedream as pd
-from pipedream.services.checkpoint import folders, writer
+from pipedream.services.checkpoint import folders, stores, writer
 
 
 class Scale(nn.Module):
@@ -218,6 +218,6 @@ def test_what_a_callback_adds_while_the_pipeline_drains_is_in_the_checkpoint(tmp
     numbers: list[int] = []
     with make_pipeline("mlp", callbacks=[Numbers()]) as trained:
         next(iter(trained.train(zoo.make("mlp").batches)))
-        manifest = folders.read_manifest(folders.SavedCheckpoint.at(trained.save(tmp_path, extra={"numbers": numbers})))
+        manifest = folders.read_manifest(stores.open_store(trained.save(tmp_path, extra={"numbers": numbers})))
     assert manifest.extra["numbers"] == list(range(manifest.minibatches))
     assert manifest.minibatches > 1

@@ -187,7 +187,7 @@ class Training:
         assert len(saved) >= len(save_at)
         for checkpoint in saved[: -1 if other is None else None]:
             rest_folder = folder / "rest"
-            shutil.copytree(checkpoint.location, rest_folder / checkpoint.name)
+            shutil.copytree(checkpoint.locate(""), rest_folder / checkpoint.name)
             rest = run(other or self, folder=rest_folder, resume=rest_folder, save_at=save_at)
             begin = checkpoint.minibatches
             expected = replace(whole, losses={n: loss for n, loss in whole.losses.items() if n >= begin})

@@ -36,7 +36,6 @@ from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.weights.files import save_weights
 from pipedream.services.checkpoint.folders import (
-    SavedCheckpoint,
     find_newest_checkpoint,
     find_newest_of_all,
     list_checkpoints,
@@ -261,7 +260,7 @@ def write_run(folder: Path, files: RunFiles, run_folder: CheckpointStore | None 
 class ResumePoint:
     """The checkpoint that a run continues from, and its run folder, if any."""
 
-    checkpoint: SavedCheckpoint
+    checkpoint: CheckpointStore
     manifest: Checkpoint
     folder: CheckpointStore | None
 
@@ -292,7 +291,7 @@ class ResumePoint:
         return rows
 
 
-def find_checkpoints(folder: Folder) -> list[SavedCheckpoint]:
+def find_checkpoints(folder: Folder) -> list[CheckpointStore]:
     """Returns the complete checkpoints of a run folder or a folder of checkpoints, oldest first; or the given one.
 
     Raises:
@@ -341,18 +340,18 @@ def find_resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathL
         )
     if resume is not None:
         warn_of_unfinished(checkpoint, open_store(resume), int(os.environ.get("RANK", "0")))
-    is_in_run = checkpoint.resolve().store.name == CHECKPOINTS
+    is_in_run = checkpoint.resolve().above().name == CHECKPOINTS
     manifest, _ = read_shared_manifest(checkpoint, group)
-    return ResumePoint(checkpoint, manifest, checkpoint.store.above() if is_in_run else None)
+    return ResumePoint(checkpoint, manifest, checkpoint.above().above() if is_in_run else None)
 
 
-def _continues(newest: SavedCheckpoint | None, first: SavedCheckpoint | None, group: Any) -> bool:
+def _continues(newest: CheckpointStore | None, first: CheckpointStore | None, group: Any) -> bool:
     """Returns whether a run folder's newest checkpoint continues `first`.
 
     Raises:
         ArtifactError: it is of another run.
     """
-    if newest is None or first is None or newest.resolve().store == first.resolve().store:
+    if newest is None or first is None or newest.resolve().above() == first.resolve().above():
         return newest is not None and first is None
     drains, earlier = (read_shared_manifest(checkpoint, group)[0].drains for checkpoint in (newest, first))
     if drains[: len(earlier)] != earlier:

@@ -27,7 +27,6 @@ from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.runtime.weights.parameters import set_extra_states
 from pipedream.services.checkpoint import folders, optimizer_state, pieces, replica_state, writer
-from pipedream.services.checkpoint.folders import SavedCheckpoint
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class Checkpointer(SessionService):
         keep: int | None,
         wait: bool,
         extra: Mapping[str, Any],
-    ) -> SavedCheckpoint:
+    ) -> CheckpointStore:
         """Writes a checkpoint.
 
         Args:
@@ -116,7 +115,7 @@ class Checkpointer(SessionService):
                 self.writer.finish()
             return checkpoint
 
-    def read_newest(self, store: CheckpointStore) -> tuple[SavedCheckpoint, Checkpoint]:
+    def read_newest(self, store: CheckpointStore) -> tuple[CheckpointStore, Checkpoint]:
         """Returns the newest checkpoint in a store, or the folder if it is one, with its manifest.
 
         Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
@@ -130,7 +129,7 @@ class Checkpointer(SessionService):
             manifest, self._file_owners = folders.read_shared_manifest(checkpoint, self._workers_here.group)
         return checkpoint, manifest
 
-    def restore(self, checkpoint: SavedCheckpoint, manifest: Checkpoint) -> None:
+    def restore(self, checkpoint: CheckpointStore, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule.
 
         Every rank raises the same `ArtifactError` if it is damaged or belongs to another model or optimizer.
@@ -231,7 +230,7 @@ class Checkpointer(SessionService):
         return next((box for box in boxes if box != whole), whole)
 
     def _fetch(
-        self, checkpoint: SavedCheckpoint, manifest: Checkpoint, boxes: Mapping[str, Box]
+        self, checkpoint: CheckpointStore, manifest: Checkpoint, boxes: Mapping[str, Box]
     ) -> dict[str, torch.Tensor]:
         """Returns parts of tensors, read from this machine's files or received from ranks that have the files."""
         missing_files = folders.find_file_problems(checkpoint, manifest)
@@ -264,7 +263,7 @@ class Checkpointer(SessionService):
         """Returns the rank that reads a share for ranks whose machines lack its file."""
         return self._file_owners[share.stored_in(manifest).file]
 
-    def _restore(self, checkpoint: SavedCheckpoint, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    def _restore(self, checkpoint: CheckpointStore, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
         parameters.load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
         for saved_stage in manifest.stages:

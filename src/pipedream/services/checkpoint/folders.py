@@ -1,4 +1,4 @@
-"""The checkpoints in a store: their manifests, and which one is the newest.
+"""The checkpoints in a store: their manifests, and which one is the newest. Each is a store of files itself.
 
 A rank that does not see rank 0's folder has a checkpoint of the same name on its machine, without a manifest, and
 commits it before rank 0 does. On resuming, a rank gets what its machine lacks from a rank that has it.
@@ -11,9 +11,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
-from typing import IO, NamedTuple
+from contextlib import suppress
 from uuid import uuid4
 
 import torch
@@ -23,83 +21,39 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.comm.process_group import broadcast_text, gather_json, gather_texts
 from pipedream.services.checkpoint.stores import Folder, open_store
-from pipedream.services.checkpoint.stores.store import COPY_BYTES, MANIFEST, CheckpointStore, parse_minibatches
+from pipedream.services.checkpoint.stores.store import COPY_BYTES, MANIFEST, CheckpointStore
 
 
-class SavedCheckpoint(NamedTuple):
-    """A checkpoint in a store."""
-
-    store: CheckpointStore
-    name: str
-
-    @classmethod
-    def at(cls, folder: Folder) -> "SavedCheckpoint":
-        """Returns the checkpoint that a folder is."""
-        store = open_store(folder)
-        return cls(store.above(), store.name)
-
-    def __str__(self) -> str:
-        return str(self.location)
-
-    @property
-    def location(self) -> Path | str:
-        """Its path, or elsewhere than on disk its address."""
-        return self.store.locate(self.name)
-
-    @property
-    def minibatches(self) -> int:
-        """The number in its name; 0 if it was renamed."""
-        return parse_minibatches(self.resolve().name) or 0
-
-    def resolve(self) -> "SavedCheckpoint":
-        """Returns the checkpoint that this link leads to, or itself."""
-        return SavedCheckpoint(*self.store.resolve(self.name))
-
-    def locate(self, file: str) -> Path | str:
-        return self.store.locate(f"{self.name}/{file}")
-
-    def open(self, file: str) -> AbstractContextManager[IO[bytes]]:
-        """Context with one of its files."""
-        return self.store.open(f"{self.name}/{file}")
-
-    def read_manifest_text(self) -> str:
-        return self.store.read_text(f"{self.name}/{MANIFEST}")
-
-    @property
-    def is_complete(self) -> bool:
-        return self.store.has_file(f"{self.name}/{MANIFEST}")
-
-
-def list_checkpoints(folder: Folder, *, parts: bool = False) -> list[SavedCheckpoint]:
+def list_checkpoints(folder: Folder, *, parts: bool = False) -> list[CheckpointStore]:
     """Returns a store's complete checkpoints, the oldest first; with `parts` also those without a manifest."""
     store = open_store(folder)
-    checkpoints = [SavedCheckpoint(store, name) for name in store.names()]
-    return [checkpoint for checkpoint in checkpoints if parts or checkpoint.is_complete]
+    checkpoints = map(store.within, store.names())
+    return [checkpoint for checkpoint in checkpoints if parts or checkpoint.has_file(MANIFEST)]
 
 
-def find_newest_checkpoint(folder: Folder) -> SavedCheckpoint | None:
+def find_newest_checkpoint(folder: Folder) -> CheckpointStore | None:
     """Returns a store's newest complete checkpoint, or the folder if it is one itself, or None."""
     store = open_store(folder)
     if store.has_file(MANIFEST):
-        return SavedCheckpoint.at(store)
+        return store
     return next(reversed(list_checkpoints(store)), None)
 
 
-def find_newest_of_all(newest_here: SavedCheckpoint | None, group: dist.ProcessGroup | None) -> SavedCheckpoint | None:
+def find_newest_of_all(newest_here: CheckpointStore | None, group: dist.ProcessGroup | None) -> CheckpointStore | None:
     """Returns the newest checkpoint found by any rank; every rank calls it.
 
     Without a shared folder, only the machine that ran rank 0 during the save has the manifest.
     """
     number = -1 if newest_here is None else newest_here.minibatches
     newest, address = max(gather_json([number, str(newest_here)], group), key=lambda row: int(row[0]))
-    return SavedCheckpoint.at(address) if newest >= 0 else None
+    return open_store(address) if newest >= 0 else None
 
 
-def warn_of_unfinished(checkpoint: SavedCheckpoint, requested: CheckpointStore, rank: int) -> None:
+def warn_of_unfinished(checkpoint: CheckpointStore, requested: CheckpointStore, rank: int) -> None:
     """Warns at rank 0 if a store's newest checkpoint was passed over because it has no manifest."""
-    if rank or open_store(str(checkpoint)) == requested:
+    if rank or checkpoint == requested:
         return
-    for other in list_checkpoints(checkpoint.store, parts=True):
+    for other in list_checkpoints(checkpoint.above(), parts=True):
         if other.minibatches > checkpoint.minibatches:
             warnings.warn(
                 f"{other.name} is newer than {checkpoint}, but has no {MANIFEST} (a save that was not finished, or the "
@@ -108,13 +62,13 @@ def warn_of_unfinished(checkpoint: SavedCheckpoint, requested: CheckpointStore, 
             )
 
 
-def read_manifest(checkpoint: SavedCheckpoint) -> Checkpoint:
+def read_manifest(checkpoint: CheckpointStore) -> Checkpoint:
     """Reads a manifest; raises an `ArtifactError` if it or a file is missing or damaged."""
     return read_shared_manifest(checkpoint, None)[0]
 
 
 def read_shared_manifest(
-    checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None
+    checkpoint: CheckpointStore, group: dist.ProcessGroup | None
 ) -> tuple[Checkpoint, dict[str, int]]:
     """Reads a manifest that some ranks see, whose files may be on different machines; every rank calls it.
 
@@ -129,7 +83,7 @@ def read_shared_manifest(
         raise ArtifactError(f"{error}; {broadcast_text(advise_other(checkpoint), group)}") from None
 
 
-def _read_and_check(checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
+def _read_and_check(checkpoint: CheckpointStore, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
     manifest = _load_manifest(checkpoint, group)
     rows = gather_json(find_file_problems(checkpoint, manifest), group)
     ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
@@ -139,11 +93,11 @@ def _read_and_check(checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None
     return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
 
 
-def _load_manifest(checkpoint: SavedCheckpoint, group: dist.ProcessGroup | None = None) -> Checkpoint:
+def _load_manifest(checkpoint: CheckpointStore, group: dist.ProcessGroup | None = None) -> Checkpoint:
     """Reads the manifest of the first rank that sees it."""
     manifest_file, text, failure = checkpoint.locate(MANIFEST), "", ""
     try:
-        text = checkpoint.read_manifest_text()
+        text = checkpoint.read_text(MANIFEST)
     except (OSError, UnicodeDecodeError) as error:
         failure = str(error)
     rows = gather_json([text, failure], group)
@@ -188,18 +142,17 @@ def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGr
     return [not problem for problem in problems]
 
 
-def find_file_problems(checkpoint: SavedCheckpoint, manifest: Checkpoint) -> dict[str, str]:
+def find_file_problems(checkpoint: CheckpointStore, manifest: Checkpoint) -> dict[str, str]:
     """Returns name -> what is wrong, for files that are missing or incomplete on this machine."""
     problems = {}
     for name, size in manifest.files.items():
-        path = f"{checkpoint.name}/{name}"
-        if checkpoint.store.is_link(path):
+        if checkpoint.is_link(name):
             problems[name] = (
                 f"is not read: its {name} is a link, which may lead to any file; put a copy of the file in its place"
             )
             continue
         try:
-            size_here = checkpoint.store.read_size(path)
+            size_here = checkpoint.read_size(name)
         except OSError as error:
             problems[name] = f"is damaged: {error}"
             continue
@@ -208,7 +161,7 @@ def find_file_problems(checkpoint: SavedCheckpoint, manifest: Checkpoint) -> dic
     return problems
 
 
-def check_names(checkpoint: SavedCheckpoint, manifest: Checkpoint, names: Iterable[str]) -> None:
+def check_names(checkpoint: CheckpointStore, manifest: Checkpoint, names: Iterable[str]) -> None:
     """Raises an `ArtifactError` if a tensor is not in the checkpoint."""
     for name in names:
         if name not in manifest.tensors:
@@ -217,7 +170,7 @@ def check_names(checkpoint: SavedCheckpoint, manifest: Checkpoint, names: Iterab
             )
 
 
-def gather_parts(folders: Iterable[Folder], out: Folder) -> SavedCheckpoint:
+def gather_parts(folders: Iterable[Folder], out: Folder) -> CheckpointStore:
     """Makes one checkpoint in the store `out` from the parts on machines without a shared folder.
 
     Args:
@@ -234,28 +187,25 @@ def gather_parts(folders: Iterable[Folder], out: Folder) -> SavedCheckpoint:
             f"none of {', '.join(map(str, stores))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
         )
     manifest = _load_manifest(source)
-    gathered = SavedCheckpoint(open_store(out), source.name)
-    if gathered.store.exists(source.name):
+    out_store = open_store(out)
+    gathered = out_store.within(source.name)
+    if out_store.exists(source.name):
         raise ArtifactError(f"a checkpoint {gathered} exists already; gather into another folder")
-    gathered.store.make_folder()
-    gathered.store.abandon(source.name)
-    parts = [
-        SavedCheckpoint.at(store) if store.name == source.name else SavedCheckpoint(store, source.name)
-        for store in stores
-    ]
+    out_store.make_folder()
+    out_store.abandon(source.name)
+    parts = [store if store.name == source.name else store.within(source.name) for store in stores]
     complete = {name: part for part in parts for name in manifest.files.keys() - find_file_problems(part, manifest)}
     for name in manifest.files:
         if name not in complete:
             raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
-        with complete[name].open(name) as reader, gathered.store.write(source.name, name) as writer:
+        with complete[name].open(name) as reader, out_store.write(source.name, name) as writer:
             shutil.copyfileobj(reader, writer, COPY_BYTES)
-    commit(gathered, manifest)
+    commit(out_store, source.name, manifest)
     return gathered
 
 
-def commit(checkpoint: SavedCheckpoint, manifest: Checkpoint) -> None:
-    """Adds metadata and manifest to the written files, and makes the checkpoint visible."""
-    store, name = checkpoint
+def commit(store: CheckpointStore, name: str, manifest: Checkpoint) -> None:
+    """Adds metadata and manifest to a checkpoint's written files, and makes it visible."""
     with store.write(name, ".metadata") as file:
         file.write(pickle.dumps(_make_metadata(manifest)))
     with store.write(name, MANIFEST) as file:
@@ -312,9 +262,9 @@ def summarise_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def advise_other(checkpoint: SavedCheckpoint) -> str:
+def advise_other(checkpoint: CheckpointStore) -> str:
     """Suggests the newest other checkpoint with an intact manifest, preferably an older one."""
-    others = [other for other in list_checkpoints(checkpoint.store) if other.name != checkpoint.name]
+    others = [other for other in list_checkpoints(checkpoint.above()) if other.name != checkpoint.name]
     for other in sorted(others, key=lambda other: (other.name < checkpoint.name, other.name), reverse=True):
         try:
             _read_and_check(other, None)

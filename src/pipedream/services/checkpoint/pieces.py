@@ -20,12 +20,12 @@ from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.comm.values import compute_crc32
 from pipedream.services.checkpoint.folders import (
-    SavedCheckpoint,
     advise_other,
     check_names,
     read_manifest,
     summarise_error,
 )
+from pipedream.services.checkpoint.stores.store import CheckpointStore
 
 _READ_BYTES = 64 << 20  # of several pieces at once, at most
 _PIECE_BYTES = 1 << 20
@@ -83,7 +83,7 @@ def assemble(
     return {name: tensors[name] for name in boxes}
 
 
-def read_tensors(checkpoint: SavedCheckpoint, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_tensors(checkpoint: CheckpointStore, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads whole tensors; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted_names = list(names)
     check_names(checkpoint, manifest, wanted_names)
@@ -92,7 +92,7 @@ def read_tensors(checkpoint: SavedCheckpoint, manifest: Checkpoint, names: Itera
 
 
 def read_shares(
-    checkpoint: SavedCheckpoint, manifest: Checkpoint, shares: Iterable[Share]
+    checkpoint: CheckpointStore, manifest: Checkpoint, shares: Iterable[Share]
 ) -> Iterator[tuple[Share, torch.Tensor]]:
     """Yields shares with their values, in the order of the files; reads no other pieces.
 
@@ -120,7 +120,7 @@ def read_shares(
         ) from None
 
 
-def verify_checkpoint(checkpoint: SavedCheckpoint) -> Checkpoint:
+def verify_checkpoint(checkpoint: CheckpointStore) -> Checkpoint:
     """Reads all of a checkpoint, tensor by tensor; raises an `ArtifactError` if it is damaged."""
     manifest = read_manifest(checkpoint)
     for name in manifest.tensors:

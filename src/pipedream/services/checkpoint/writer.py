@@ -32,7 +32,6 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
 from pipedream.services.checkpoint.folders import (
-    SavedCheckpoint,
     commit,
     find_newest_checkpoint,
     find_ranks_that_see,
@@ -66,8 +65,12 @@ class Save:
     wait_for_tensors: Callable[[], None] | None = None
 
     @property
-    def checkpoint(self) -> SavedCheckpoint:
-        return SavedCheckpoint(self.store, name_checkpoint(self.manifest.minibatches))
+    def name(self) -> str:
+        return name_checkpoint(self.manifest.minibatches)
+
+    @property
+    def checkpoint(self) -> CheckpointStore:
+        return self.store.within(self.name)
 
     def make_error(self, rank: int, cause: str) -> WorkerError:
         """Returns the error of a rank that could not write its part."""
@@ -99,7 +102,7 @@ class Writer:
         self._locks: dict[CheckpointStore, Lock] = {}
         self._separate_ranks: dict[CheckpointStore, set[int]] = {}
 
-    def begin(self, save: Save) -> SavedCheckpoint:
+    def begin(self, save: Save) -> CheckpointStore:
         """Starts to write a checkpoint; all ranks call it. Returns the future one.
 
         Raises:
@@ -113,7 +116,7 @@ class Writer:
         failure = ""
         if self._rank == 0:
             try:
-                self._prepare(checkpoint)
+                self._prepare(store, save.name)
             except (ArtifactError, OSError) as error:
                 failure = str(error)
         if failure := next(filter(None, gather_texts(failure, self._group)), ""):
@@ -125,8 +128,8 @@ class Writer:
         if self._rank in self._separate_ranks[store]:
             store.make_folder()
             with suppress(FileNotFoundError):
-                store.set_aside(checkpoint.name)  # left by an unfinished save, or from before a resume at an older one
-            remove_leftovers(store, except_for=checkpoint.name)  # another rank of this machine may have begun
+                store.set_aside(save.name)  # left by an unfinished save, or from before a resume at an older one
+            remove_leftovers(store, except_for=save.name)  # another rank of this machine may have begun
         if self._separate_ranks[store]:
             self._wait_until_written(save)  # no rank may commit before all have removed leftovers
         # A daemon: if another rank dies during the save, nothing may wait for this thread.
@@ -136,7 +139,7 @@ class Writer:
 
     def _write(self, save: Save) -> None:
         """Writes this rank's part, and waits for the others."""
-        store, name = save.checkpoint
+        store, name = save.store, save.name
         separate_ranks = self._separate_ranks[store]
         is_separate = self._rank in separate_ranks
         failure = ""
@@ -165,7 +168,7 @@ class Writer:
             self._wait_until_written(save)
         if self._rank == 0:
             self._locks[store].check()
-            commit(save.checkpoint, replace(save.manifest, **merge_rows(rows)))
+            commit(store, name, replace(save.manifest, **merge_rows(rows)))
             write_checkpoint(str(save.checkpoint))
             prune(store, save.keep)
 
@@ -177,9 +180,8 @@ class Writer:
                 raise save.make_error(rank, failed)
         return [pieces for _, pieces in rows]
 
-    def _prepare(self, checkpoint: SavedCheckpoint) -> None:
+    def _prepare(self, store: CheckpointStore, name: str) -> None:
         """Locks the store for this run, and removes leftovers of a killed save."""
-        store = checkpoint.store
         if store not in self._locks:
             self._locks[store] = store.lock()
         self._locks[store].check()
@@ -188,9 +190,10 @@ class Writer:
             for other in list_checkpoints(store):
                 if other.minibatches > number:
                     store.set_aside(other.name)
-        if store.exists(checkpoint.name):
+        if store.exists(name):
             raise ArtifactError(
-                f"a checkpoint {checkpoint} exists already; resume from it (--resume), or save into another folder"
+                f"a checkpoint {store.locate(name)} exists already; resume from it (--resume), or save into another "
+                "folder"
             )
         remove_leftovers(store)
 
@@ -223,8 +226,8 @@ class Writer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def note_loaded(self, checkpoint: SavedCheckpoint, minibatches: int) -> None:
-        self._last_saved[checkpoint.resolve().store] = minibatches
+    def note_loaded(self, checkpoint: CheckpointStore, minibatches: int) -> None:
+        self._last_saved[checkpoint.resolve().above()] = minibatches
         if self._rank == 0:
             write_checkpoint(str(checkpoint))
 
@@ -240,7 +243,7 @@ class Writer:
             self._failure = save.make_error(self._rank, _describe_failure(error, save.checkpoint))
 
 
-def _describe_failure(failure: Exception, checkpoint: SavedCheckpoint) -> str:
+def _describe_failure(failure: Exception, checkpoint: CheckpointStore) -> str:
     error = system_error(failure)
     if isinstance(error, OSError) and error.strerror:
         return f"cannot write {checkpoint}: {error.strerror}"

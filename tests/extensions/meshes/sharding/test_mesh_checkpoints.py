@@ -78,7 +78,7 @@ def _count_written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
     checkpoint = folders.find_newest_checkpoint(folder)
     manifest = pieces.verify_checkpoint(checkpoint)
-    sizes = {file.name: file.stat().st_size for file in checkpoint.location.glob("*.distcp")}
+    sizes = {file.name: file.stat().st_size for file in checkpoint.locate("").glob("*.distcp")}
     elements = dict.fromkeys(manifest.files, 0)
     for stored in manifest.tensors.values():
         for piece in stored.pieces:

@@ -49,9 +49,8 @@ class LocalFolder(CheckpointStore):
         path = self._path if self._path.name not in ("", "..") else self._path.resolve()
         return LocalFolder(path.parent)
 
-    def resolve(self, name: str) -> tuple[LocalFolder, str]:
-        path = self.locate(name).resolve()
-        return LocalFolder(path.parent), path.name
+    def resolve(self) -> LocalFolder:
+        return LocalFolder(self._path.resolve())
 
     def list_names(self, folder: str = "") -> list[str]:
         try:

@@ -44,7 +44,7 @@ class Lock(Protocol):
 
 
 class CheckpointStore(ABC):
-    """A folder that holds checkpoints, each by its name, and files beside them.
+    """A folder that holds checkpoints, each by its name, and files beside them; or that is a checkpoint.
 
     Paths are relative to it, with slashes. A failure is an OSError that names the file. A subclass of five methods is
     complete, if its files need no rename: they are written in their final place and the manifest last, which is removed
@@ -121,9 +121,14 @@ class CheckpointStore(ABC):
         head = self._address.rpartition("/")[0]
         return type(self)(f"{head}/" if head.endswith(":/") else head)
 
-    def resolve(self, name: str) -> tuple[CheckpointStore, str]:
-        """Returns where a checkpoint is, and its name there, if this one is a link to it."""
-        return self, name
+    def resolve(self) -> CheckpointStore:
+        """Returns the folder that this one is a link to, or itself."""
+        return self
+
+    @property
+    def minibatches(self) -> int:
+        """Of a checkpoint: the number in its name; 0 if it was renamed."""
+        return parse_minibatches(self.resolve().name) or 0
 
     def has_file(self, path: str) -> bool:
         try:
