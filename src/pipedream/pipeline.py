@@ -110,12 +110,9 @@ class Pipeline:
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
-        compared = _make_compared_model(model, captured, self.plan, options)
         self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
         self._saver = Checkpointer(self._session.workers_here)
         self._session.services.append(self._saver)
-        if compared is not None:
-            self._session.services.append(Comparison(self._session.workers_here, compared))
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
@@ -453,7 +450,9 @@ def _build_session(
         blueprint.weights_device,
         partial(preserve_state, (), list_cuda_devices(model, ()), others=[options.optimizer]),
     )
-    return Session(
+    # Before the session, in which a rank keeps only its stages.
+    plain_model = _make_plain_model(model, captured, plan, options)
+    session = Session(
         model,
         captured.graph,
         blueprint,
@@ -463,13 +462,13 @@ def _build_session(
         free_bytes=lambda: available_bytes(blueprint.device, 1),
         free_host_bytes=host_bytes,
     )
+    if plain_model is not None:
+        session.services.append(Comparison(session.workers_here, plain_model))
+    return session
 
 
-def _make_compared_model(model: Any, captured: Captured, plan: Plan, options: PipelineOptions) -> PlainModel | None:
-    """Returns the model with which the first minibatch is to be compared, if it is.
-
-    Made before the session, in which a rank keeps only its stages.
-    """
+def _make_plain_model(model: Any, captured: Captured, plan: Plan, options: PipelineOptions) -> PlainModel | None:
+    """Returns the model with which the first minibatch is to be compared, if it is."""
     # In a single process a mesh is one rank.
     styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
     if not options.check or styles_apply:
