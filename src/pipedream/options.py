@@ -24,9 +24,9 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import FurtherOptions
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout, meshes_of, ranks_of
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.schedules import is_schedule_file, load_schedule
@@ -74,7 +74,7 @@ class ModelOptions(ChoiceOptions):
         monitor: what a ReduceLROnPlateau follows: 'loss' or a metric's name.
         clip_grad_norm: greatest norm of an update's gradients.
         clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm), or 'delayed_global':
-            the global norm of an earlier update, for methods without a flush (`core.schedule.coupling`).
+            the global norm of an earlier update, for methods without a flush (`core.schedule.update_policy`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
         autocast: dtype of the forwards, torch.bfloat16 or 'bfloat16'.
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a

@@ -29,10 +29,10 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.plan.ranks import TensorLayout, choose_layout
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from training import plan_of
 
 import pipedream as pd
-from pipedream.core.schedule.coupling import norm_delay
 from pipedream.simulator import costs, simulate
 from pipedream.testing import Reads, Trained, Training, assert_equal
 from pipedream.workflows.check import check_plan
@@ -62,7 +61,7 @@ PLANS = [
 @pytest.mark.parametrize(("name", "parts"), [("pipedream", None), ("pipedream_vertical_sync", None), ("2bw", 8)])
 def test_nobody_waits_for_the_norm(plan: pd.Plan, name: str, parts: int | None) -> None:
     """Without messages' time and with any compute, an update never waits for the norms of the one so many before it."""
-    delay = norm_delay(pd.schedules.build(name, plan, parts))
+    delay = pd.schedules.build(name, plan, parts).find_norm_delay()
     for forward_s, backward_s in ((1.0, 2.0), (3.0, 0.5), (1.0, 0.01)):
         timed = replace(plan, stages=tuple(replace(s, forward_s=forward_s, backward_s=backward_s) for s in plan.stages))
         schedule = pd.schedules.build(name, timed, parts)

@@ -10,8 +10,8 @@ from torch import nn
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.data.splitter import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.update.stepped import LossFactor

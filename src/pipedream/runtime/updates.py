@@ -15,9 +15,9 @@ import torch
 from pipedream.core.extensions import find_offer
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Group, Waiting, run_alone, wait_for
 from pipedream.runtime.results.recorder import Recorder

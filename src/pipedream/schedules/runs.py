@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.occupancy import MethodProperties, occupancy
 from pipedream.core.schedule.schedule import Schedule
@@ -192,7 +191,7 @@ def derive_properties(name: str) -> MethodProperties:
         reads_stored_weights=weights.backward_rule == "stash" and weights.forward_prediction is None,
         replicates_stages=False,
         recomputes=schedule.plan.stages[0].recompute,
-        same_updates=schedule.flushes or (len(schedule.plan.stages) > 1 and makes_same_updates(schedule)),
+        same_updates=schedule.flushes or (len(schedule.plan.stages) > 1 and schedule.makes_same_updates),
     )
     if is_schedule_file(name):
         return properties
@@ -205,7 +204,7 @@ def derive_properties(name: str) -> MethodProperties:
     except ScheduleError:
         return properties
     same_updates = schedule.flushes or all(
-        makes_same_updates(build(name, plan)) for plan in (Plan.uniform(3), replicated)
+        build(name, plan).makes_same_updates for plan in (Plan.uniform(3), replicated)
     )
     with_delay = at_depth_2
     with suppress(ScheduleError):

@@ -10,7 +10,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import hosted_copies_s, peers_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
-from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
@@ -135,7 +134,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
             f"the plan names the layer {min(unknown)!r}, but the profile of {profile.model} has no such layer; give "
             "the profile of the plan's model, or plan again from this profile"
         )
-    profile = profile.without_tied_groups() if makes_same_updates(built) else profile
+    profile = profile.without_tied_groups() if built.makes_same_updates else profile
     downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,

@@ -8,11 +8,11 @@ from pipedream import schedules
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.coupling import Policy, couple_stages
 from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.session.phase_order import PhaseEnd
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.check import check_plan_memory, count_moved_state
@@ -87,7 +87,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     """
     if plan.cluster.is_limited:
         check_phases_fit(plan, [phase for phase in phases if phase.compensation], None)
-    built = [couple_stages(build_phase(plan, phase), policy) for phase in phases]
+    built = [policy.couple(build_phase(plan, phase)) for phase in phases]
     programs = with_common_channels([lower(schedule) for schedule in built])
     return tuple(
         Prepared(phase, schedule, program, verify(program))

@@ -11,7 +11,7 @@ from programs import with_rank
 
 import pipedream as pd
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule import coupling, moves
+from pipedream.core.schedule import moves, update_policy
 from pipedream.core.units import format_bytes
 from pipedream.extensions.host_weights.roundpipe import _choose_slots, homes, roundpipe
 from pipedream.simulator import costs, simulate
@@ -99,7 +99,7 @@ def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(
     p, stages, m = size
     assume(stages > 1)
     plan = replace(plan_of(p, stages), tied_weights=(TiedWeights(("w",), (0, stages - 1), 8),))
-    schedule = coupling.with_tied_weights(roundpipe(plan, m, delay=1))
+    schedule = roundpipe(plan, m, delay=1).with_tied_weights()
     program = pd.lower(schedule)
     pd.verify(program)
     ends: dict[tuple[int, int], float] = {}
@@ -222,7 +222,7 @@ def test_updates_on_hosts_of_gpus_take_no_time_of_passes(size: tuple[int, int, i
 def test_an_update_of_tied_weights_that_waits_for_a_turn_behind_another_one() -> None:
     """Rank 0 makes its updates before the backwards of its turn at stage 0, whose home sums with it."""
     plan = replace(plan_of(2, 4), tied_weights=(TiedWeights(("w",), (0, 3), 8),))
-    schedule = coupling.with_tied_weights(roundpipe(plan, 2, delay=1))
+    schedule = roundpipe(plan, 2, delay=1).with_tied_weights()
     pd.verify(pd.lower(schedule))
 
     def order(rank: int) -> Iterator[pd.schedules.Op]:
@@ -277,7 +277,7 @@ PHASES = prepare.read_run_phases(None, None, "roundpipe/3:4,1f1b/3")
         (lambda: roundpipe(plan_of(2, 2), delay=2), OPTIONS),
         (lambda: build(plan_of(2, 4).choosing(activations="host")), "'host', but its backwards recompute, which"),
         (lambda: pd.lower(roundpipe(plan_of(4, 4), 1025, delay=1)), LONG),
-        (lambda: prepare.prepare(plan_of(3, 3), PHASES, coupling.Policy()), "their stages live on other ranks"),
+        (lambda: prepare.prepare(plan_of(3, 3), PHASES, update_policy.Policy()), "their stages live on other ranks"),
     ],
 )
 def test_what_is_not_laid_out_is_refused(call: Callable[[], object], words: str) -> None:

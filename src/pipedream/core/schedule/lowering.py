@@ -21,7 +21,6 @@ from operator import mul
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule import moves
-from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.moves import Transfer, list_ends, list_waits, needs_join
 from pipedream.core.schedule.op import Kind, Op, find_gradient_kind, find_last_kind
 from pipedream.core.schedule.program import (
@@ -53,7 +52,7 @@ def lower(schedule: Schedule) -> Program:
         ScheduleError: the order has no period, or one that is too long to be proved; or stages that share weights do
             not all make the same updates.
     """
-    schedule = with_tied_weights(schedule)
+    schedule = schedule.with_tied_weights()
     if why := explain_unproved(schedule.placement):
         raise ScheduleError(why)
     channels, numbers = _make_channels(schedule.placement, schedule.plan.in_flight)

@@ -28,7 +28,7 @@ class MethodProperties:
         replicates_stages: any stage can have replicas.
         recomputes: all stages recompute, whatever the plan says.
         versions_grow_with_stages: the versions depend on the number of stages, not only on a stage's depth.
-        same_updates: all stages make the same updates on any plan (`core.schedule.coupling.makes_same_updates`), so
+        same_updates: all stages make the same updates on any plan (`Schedule.makes_same_updates`), so
             that several may hold a weight.
     """
 

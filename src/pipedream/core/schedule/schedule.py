@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
@@ -146,3 +147,79 @@ class Schedule(Rules):
                     updates.clear()
 
         return replace(self, order=order)
+
+    @property
+    def makes_same_updates(self) -> bool:
+        """Whether all stages make the same updates, so that several may hold a weight.
+
+        Update n of each stage holds the same microbatches, and the gradient of each of these is that of the whole model
+        at one version.
+        """
+        stages, weights = range(len(self.plan.stages)), self.weights
+        if len(stages) == 1:
+            return True
+        if weights.backward_rule != "stash" or any(weights.predictions(stage) for stage in stages):
+            return False
+        return len(set(self.updates.per_update)) == 1 and all(
+            len({weights.forward_version(stage, k) for stage in stages}) == 1 for k in range(self._find_steady())
+        )
+
+    def with_tied_weights(self) -> Schedule:
+        """Returns the schedule, with the updates of each rank together if stages of its plan share weights.
+
+        Raises:
+            ScheduleError: its stages do not all make the same updates.
+        """
+        if not self.plan.tied_weights or not self.trains:
+            return self
+        if not self.makes_same_updates:
+            raise ScheduleError(
+                f"{self.describe_split()} by {self.name!r}, whose stages update at different times, from gradients "
+                "of different versions. Keep these layers in one stage, untie the weight (a parameter of its own for "
+                "each layer), or use a method whose stages all make the same updates: pipedream_2bw, or a flushing one "
+                "(1f1b, gpipe)"
+            )
+        return self.join_updates()
+
+    def describe_split(self) -> str:
+        """Returns words for what asks of a method that its stages hold shared weights."""
+        shared = "; ".join(map(str, self.plan.tied_weights))
+        return f"the plan separates layers that share {shared}, and was asked to train"
+
+    def find_norm_delay(self) -> int:
+        """Returns D: the newest norm that every stage can know at update n is that of update n - D.
+
+        Stage s makes update n after the forwards of its microbatches at every earlier stage, and after their backwards
+        at every later stage. So an update that each stage makes before its own last forward for update n is made
+        everywhere before any stage makes update n.
+        """
+        updates, placement = self.updates, self.placement
+        if len(set(updates.per_update)) > 1:
+            raise ScheduleError(
+                f"clipping by the delayed global norm was asked for with {self.name!r}: an update holds "
+                f"{', '.join(map(str, updates.per_update))} microbatches at its stages, so they have no common norm. "
+                "Use clip='local', the same number of replicas at each stage, or a method with one update per "
+                "minibatch (2bw)"
+            )
+        per_update = updates.per_update[0]
+        delay = 1
+        for rank in range(placement.workers):
+            if len(placement.stage_replicas(rank)) > 1:
+                raise ScheduleError(
+                    f"clipping by the delayed global norm was asked for with {self.name!r}, which puts several stages "
+                    "on a worker; use clip='local'"
+                )
+            ((stage, _),) = placement.stage_replicas(rank)
+            replicas = placement.replicas[stage]
+            newest_update = 0
+            for op in islice(self.order(rank), 4 * self._find_steady() + 8):
+                if op.kind is Kind.UPDATE:
+                    newest_update = op.index
+                elif op.kind is Kind.FORWARD and (op.index + replicas) // per_update > op.index // per_update:
+                    delay = max(delay, op.index // per_update + 1 - newest_update)
+        return delay
+
+    def _find_steady(self) -> int:
+        """Returns a microbatch from which on versions repeat cycle by cycle."""
+        max_in_flight = max(self.plan.in_flight) * max(self.placement.replicas)
+        return (max_in_flight // self.cycle + 3) * self.cycle

@@ -1,7 +1,7 @@
 """Sums over the holders of tied weights (`core.plan.stage`).
 
 At an update the holders sum their gradients, so that the copies stay equal to the bit. All these stages must make the
-same updates (`core.schedule.coupling`).
+same updates (`core.schedule.update_policy`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A stage decides by its own gradients or by those of all stages, whose norm is the whole model's
 (`torch.nn.utils.clip_grad_norm_`). Without a flush, an update is clipped by the norm of an earlier one
-(`core.schedule.coupling`).
+(`core.schedule.update_policy`).
 """
 
 from collections import deque
@@ -11,8 +11,8 @@ from math import isfinite
 
 import torch
 
-from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 from pipedream.runtime.update.optimizer import Optimizer
 
