@@ -193,7 +193,7 @@ def _measure(
     if meshes:
         if not (offers := list_offers("profiling")):
             raise ProfileError(f"meshes={meshes!r} was given, but no extension here measures meshes; leave it out")
-        ranks, notes = offers[0].measure_ranks(captured, arguments, model, layout, meshes, torch_device, measure)
+        ranks, notes = offers[0].measure_ranks(captured, model, layout, meshes, torch_device, measure)
     begin_times = CoreTimes.now()
     profile = measure()
     slowness = begin_times.slowness_until(CoreTimes.now())

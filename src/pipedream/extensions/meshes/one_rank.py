@@ -6,7 +6,7 @@ The rank has its own part of every tensor, so that its seconds and bytes can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,16 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import Layout
-from pipedream.extensions.meshes.sharding.count import CountCollectives
 from pipedream.extensions.meshes.sharding.stage import StageSharding
-from pipedream.profiler.passes import Sample, call_with, enter_autocast, has_numbers, leave
+from pipedream.profiler.passes import Sample, call_with, has_numbers
 from pipedream.profiler.update import named_parameters
 
 
@@ -39,13 +38,12 @@ def one_rank(
     """
     parameters = dict(named_parameters(layers, graph))
     whole = {name: parameter.data for name, parameter in parameters.items()}
-    modules = {id(module): module for layer in layers for module in layer.modules()}.values()
-    parameter_dicts = [module._parameters for module in modules]
+    parameter_dicts = {module: module._parameters for layer in layers for module in layer.modules()}
     with _make_fake_mesh(mesh, device) as (device_mesh, group):
         try:
-            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group), device_mesh, group)
+            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group))
         finally:
-            for module, slots in zip(modules, parameter_dicts, strict=True):
+            for module, slots in parameter_dicts.items():
                 module._parameters = slots
             for name, parameter in parameters.items():
                 parameter.data = whole[name]
@@ -55,59 +53,87 @@ class OneRank:
     """Layers whose parameters are parts.
 
     Attributes:
-        call: the function by which `Passes` calls a layer: it gets and returns parts as plain tensors.
-        sent_bytes: bytes of each layer's output, if a stage ends there; known from `collectives` on.
+        sent_bytes: bytes of each layer's output, if a stage ends there.
     """
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        parameters: Mapping[str, nn.Parameter],
-        sharding: StageSharding,
-        device_mesh: DeviceMesh,
-        group: dist.ProcessGroup,
+        self, layers: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], sharding: StageSharding
     ) -> None:
         self._layers = layers
-        self._parameters = dict(parameters)
+        self._parameters = parameters
         self._sharding = sharding
-        self._mesh = device_mesh, group
         self._entering: list[Any] = []  # the placement of each tensor of the last output
-        sharding.shard_parameters(self._parameters)
-        modules = {id(module): module for layer in layers for module in layer.modules()}
-        sharding.prepare(modules.values())
-        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+        sharding.shard_parameters(parameters)
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        sharding.prepare(modules)
+        name_of = {parameter: name for name, parameter in parameters.items()}
         self._slots = [
-            (module._parameters, slot, name_of[id(parameter)])
-            for module in modules.values()
+            (module._parameters, slot, name_of[parameter])
+            for module in modules
             for slot, parameter in module._parameters.items()
-            if id(parameter) in name_of
+            if parameter in name_of
         ]
-        self._callers = {id(layer): sharding.choose_caller(layer) for layer in layers}
+        self._callers = {layer: sharding.choose_caller(layer) for layer in layers}
         self._names = {
-            id(layer): [name_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in name_of]
-            for layer in layers
+            layer: [name_of[parameter] for parameter in layer.parameters() if parameter in name_of] for layer in layers
         }
+        self._counted: dict[tuple[Any, str], tuple[Collective, ...]] = {}
+        self._last: Any = None  # called last
         self.sent_bytes: list[int] = []
 
     @property
     def gathered_bytes(self) -> list[int]:
-        names = (self._names[id(layer)] for layer in self._layers)
+        """The bytes that the sharded weights of each layer need in a pass."""
         return [
-            self._sharding.gathered_bytes({name: self._parameters[name] for name in layer_names})
-            for layer_names in names
+            self._sharding.gathered_bytes({name: self._parameters[name] for name in self._names[layer]})
+            for layer in self._layers
         ]
 
+    @property
+    def collectives(self) -> tuple[list[tuple[Collective, ...]], list[tuple[Collective, ...]], tuple[Collective, ...]]:
+        """Those of each layer's first forward and backward, and those of an update."""
+        forwards, backwards = (
+            [self._counted.get((layer, what), ()) for layer in self._layers] for what in ("forward", "backward")
+        )
+        with self._sharding.make_counter() as update:
+            sums = [parameter.detach() for parameter in self._parameters.values()]
+            self._sharding.sum_gradients(list(self._parameters), sums)
+        return forwards, backwards, update.collectives
+
+    @contextmanager
+    def _count_first(self, layer: Any, what: str) -> Iterator[bool]:
+        """Context of a pass, of which the first is counted; yields whether this is it."""
+        if (layer, what) in self._counted or layer not in self._names:
+            yield False
+            return
+        with self._sharding.make_counter() as count:
+            yield True
+        self._counted[layer, what] = count.collectives
+
     def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
-        """Calls a layer; other functions as they are."""
-        if id(function) not in self._names:
+        """Calls a layer as `Passes` does: it gets and returns parts as plain tensors; other functions as they are."""
+        self._last = function
+        if function not in self._names:
             return call_with(function, arguments)
-        return self._take_parts(self._run(function, arguments), whole=function is self._layers[-1])
+        with self._count_first(function, "forward") as is_first:
+            value = self._run(function, arguments)
+            parts = self._take_parts(value, whole=function is self._layers[-1])
+        if is_first:
+            sent = (
+                self._sharding.leave(tensor.detach(), self._sharding.place_batch(tensor, self._samples))
+                for tensor in tree_leaves(value)
+                if has_numbers(tensor)
+            )
+            self.sent_bytes.append(sum(part.nbytes for part in sent))
+        return parts
 
-    def enter_backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def enter_backward(self) -> Iterator[None]:
         """Context of a backward, in which plain tensors count as whole."""
-        return self._sharding.enter_pass("backward")
+        with self._count_first(self._last, "backward"), self._sharding.enter_pass("backward"):
+            yield
 
-    def _run(self, layer: Callable[..., Any], arguments: Sample) -> Any:
+    def _run(self, layer: Any, arguments: Sample) -> Any:
         tensors, structure = tree_flatten(arguments)
         if layer is self._layers[0]:
             self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
@@ -122,7 +148,7 @@ class OneRank:
                 for tensor in tensors
             ]
         arguments = tree_unflatten(inside, structure)
-        leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
+        leaves = {name: self._parameters[name] for name in self._names[layer]}
         weights = self._sharding.wrap_weights(leaves, [list(leaves)])
         replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
         try:
@@ -130,7 +156,7 @@ class OneRank:
                 if name in weights:
                     slots[slot] = weights[name]
             with self._sharding.enter_pass("forward"):
-                return call_with(self._callers[id(layer)], arguments)
+                return call_with(self._callers[layer], arguments)
         finally:
             for slots, slot, parameter in replaced:
                 slots[slot] = parameter
@@ -147,43 +173,6 @@ class OneRank:
             return part
 
         return tree_map(take_part, value)
-
-    def collectives(
-        self, sample: Sample, autocast: torch.dtype | None = None
-    ) -> tuple[list[tuple[Collective, ...]], list[tuple[Collective, ...]], tuple[Collective, ...]]:
-        """Returns those of each layer's forward and backward, and those of an update."""
-        forwards, backwards = [], []
-        gradients: dict[str, torch.Tensor] = {}
-        arguments, self.sent_bytes = sample, []
-        device = self._mesh[0].device_type
-        for layer in self._layers:
-            parameters = {name: self._parameters[name] for name in self._names[id(layer)]}
-            arguments = tree_map(leave, arguments)
-            inputs = [tensor for tensor in tree_flatten(arguments)[0] if has_numbers(tensor) and tensor.requires_grad]
-            arguments = tree_map(lambda tensor: tensor.clone() if has_numbers(tensor) else tensor, arguments)
-            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), enter_autocast(device, autocast):
-                inside = self._run(layer, arguments)
-                value = self._take_parts(inside, whole=layer is self._layers[-1])
-            outputs = [tensor for tensor in tree_flatten(value)[0] if has_numbers(tensor) and tensor.requires_grad]
-            with CountCollectives(*self._mesh) as backward:
-                if outputs and (inputs or parameters):
-                    leaves, seeds = [*inputs, *parameters.values()], list(map(torch.ones_like, outputs))
-                    with self.enter_backward():
-                        computed = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
-                    by_name = zip(parameters, computed[len(inputs) :], strict=True)
-                    gradients |= {name: gradient for name, gradient in by_name if gradient is not None}
-            forwards.append(forward.collectives)
-            backwards.append(backward.collectives)
-            sent = (
-                self._sharding.leave(tensor.detach(), self._sharding.place_batch(tensor, self._samples))
-                for tensor in tree_flatten(inside)[0]
-                if has_numbers(tensor)
-            )
-            self.sent_bytes.append(sum(part.nbytes for part in sent))
-            arguments = (tree_map(leave, value),)
-        with CountCollectives(*self._mesh) as update:
-            self._sharding.sum_gradients(list(gradients), list(gradients.values()))
-        return forwards, backwards, update.collectives
 
 
 @contextmanager

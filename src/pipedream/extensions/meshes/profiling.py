@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from pipedream import profiler
-from pipedream.capture import Captured, list_cuda_devices, preserve_state
+from pipedream.capture import Captured
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.ranks import Mesh, TensorLayout
@@ -19,7 +19,6 @@ from pipedream.workflows.profile import MAX_RANKS
 
 def measure_ranks(
     captured: Captured,
-    arguments: Any,
     model: Any,
     layout: TensorLayout | None,
     meshes: Sequence[str] | str,
@@ -29,12 +28,11 @@ def measure_ranks(
     """Returns the profile of a rank of each mesh, and notes on those that were left out.
 
     Args:
-        arguments: the input of the layers.
         meshes: as in `pipedream.profile`.
         measure: measures the layers.
     """
     names = (layout if isinstance(layout, Layout) else Layout()).of_model(model)
-    measure_rank = partial(_measure_rank, captured, arguments, names, torch_device=torch_device, measure=measure)
+    measure_rank = partial(_measure_rank, captured, names, torch_device=torch_device, measure=measure)
     if not isinstance(meshes, str):
         return [measure_rank(Mesh(mesh)) for mesh in meshes], []
     parameters = profiler.all_parameters(captured.layers, captured.graph)
@@ -74,15 +72,13 @@ def _measure_legal_meshes(
 
 
 def _measure_rank(
-    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, torch_device: Any, measure: partial[Profile]
+    captured: Captured, layout: Layout, mesh: Mesh, *, torch_device: Any, measure: partial[Profile]
 ) -> RankProfile:
     layers, graph = captured.layers, captured.graph
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
-    options = measure.keywords
     with one_rank(layers, graph, layout, mesh, torch_device) as rank:
         profile = measure(call=rank.call, enter_backward=rank.enter_backward)
-        with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
-            forward, backward, update = rank.collectives(arguments, options["autocast"])
+        forward, backward, update = rank.collectives
         sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
         costs = tuple(replace(layer, output_bytes=output, gathered_bytes=gathered) for layer, output, gathered in sizes)
     values: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}

@@ -1,6 +1,6 @@
 """Counts the collectives of a mesh: kind, number, bytes and dimension."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,8 +79,8 @@ _PASS_OF = {
 class FirstPasses:
     """Counts the collectives of a stage's first forward, backward and update."""
 
-    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
-        self._mesh, self._group = mesh, group
+    def __init__(self, make_counter: Callable[[], CountCollectives]) -> None:
+        self._make_counter = make_counter
         self._counted: dict[str, tuple[Collective, ...]] = {}
 
     @contextmanager
@@ -93,7 +93,7 @@ class FirstPasses:
         if what in self._counted:
             yield
             return
-        with CountCollectives(self._mesh, self._group) as count:
+        with self._make_counter() as count:
             yield
         self._counted[what] = count.collectives
 

@@ -29,7 +29,7 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import BATCH, Crossing, Layout
-from pipedream.extensions.meshes.sharding.count import FirstPasses
+from pipedream.extensions.meshes.sharding.count import CountCollectives, FirstPasses
 from pipedream.extensions.meshes.sharding.functions import (
     list_placements,
     list_shards,
@@ -179,7 +179,7 @@ class StageSharding(Division):
         self._gathered = GatheredWeights()
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
-        self._first = FirstPasses(device_mesh, group)
+        self._first = FirstPasses(self.make_counter)
         self.steps_whole_weights = False
 
     def choose_caller(self, layer: torch.nn.Module) -> Callable[..., Any]:
@@ -342,6 +342,10 @@ class StageSharding(Division):
 
     # -- collectives ----------------------------------------------------------------------------------
 
+    def make_counter(self) -> CountCollectives:
+        """Returns what counts collectives of the stage's mesh while it is active."""
+        return CountCollectives(self.device_mesh, self._group)
+
     def count_collectives(self, what: str) -> AbstractContextManager[None]:
         return self._first.counting(what)
 
@@ -353,7 +357,7 @@ class StageSharding(Division):
         """Returns the sharding of the same stage before it has run."""
         fresh = copy.copy(self)
         fresh._gathered = GatheredWeights()
-        fresh._first = FirstPasses(self.device_mesh, self._group)
+        fresh._first = FirstPasses(self.make_counter)
         fresh._weights = {name: part.copy_fresh() for name, part in self._weights.items()}
         return fresh
 
