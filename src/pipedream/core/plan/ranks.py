@@ -96,7 +96,7 @@ def choose_layout(layout: TensorLayout | None, rules: str | None, shard_weights:
     Raises:
         PlanError: no extension divides tensors.
     """
-    if not (offers := list_offers("rules")):
+    if not (offers := list_offers("layout")):
         raise PlanError(
             "a mesh or a layout was asked for, and no extension here divides tensors over several ranks; leave it out"
         )

@@ -9,7 +9,7 @@ import numpy as np
 from pipedream.extensions.meshes.space import MeshSite, MeshSpace
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray, Tables
 from pipedream.planner.dynamic_program.recurrence import least_need, limit_costs, spread
-from pipedream.planner.tables.search_space import SearchSpace, add_spare_bytes
+from pipedream.planner.tables.search_space import add_spare_bytes
 
 MESH_PROGRAMS = ("below", "exact", "above")
 
@@ -97,37 +97,29 @@ class MeshCosts:
         self, mesh: int, lies: MeshSite, recompute: bool, before: int | None = None, after: int | None = None
     ) -> FloatArray:
         """Seconds, whatever the memory."""
-        make = partial(self._compute_new_cost, mesh, lies, recompute, before, after)
-        return self._shared.look_up((mesh, lies.number, recompute, before, after), make)
 
-    def _compute_new_cost(
-        self, mesh: int, lies: MeshSite, recompute: bool, before: int | None, after: int | None
-    ) -> FloatArray:
-        (first, last), end = self._ends, int(self._places[-1])
-        space = self.space.of_rank(self.space.meshes[mesh], lies.reach)
-        forward, backward, weights = self._compute_passes(space, mesh, lies.reach)
-        received, sent = self._compute_crossing(mesh, before, after)
-        edges = np.where(first == 0, 0, received[first]), np.where(last == end, 0, sent[last])
-        delay = self.space.update_delay if lies.site.replicas > 1 else 0
-        update = np.array(np.broadcast_to(space.update_s(first, last, delay, edges), first.shape), dtype=float)
-        if delay:  # a single stage never has one
-            update[(first == 0) & (last == end)] = space.update_s(0, end, 0, (0, 0))
-        backward = backward + forward if recompute else backward
-        seconds = lies.site.period_s(forward, backward, update, weights, *edges)
-        return spread(np.asarray(seconds), self._allowed, np.inf)
+        def make() -> FloatArray:
+            (first, last), end = self._ends, int(self._places[-1])
+            space = self.space.of_rank(self.space.meshes[mesh], lies.reach)
+            key = "passes", mesh, lies.reach
+            passes = self._shared.get(key) or (*space.passes_s(first, last), space.trained_bytes(first, last))
+            self._shared[key] = forward, backward, weights = passes
+            received, sent = self._compute_crossing(mesh, before, after)
+            edges = np.where(first == 0, 0, received[first]), np.where(last == end, 0, sent[last])
+            delay = self.space.update_delay if lies.site.replicas > 1 else 0
+            update = np.array(np.broadcast_to(space.update_s(first, last, delay, edges), first.shape), dtype=float)
+            if delay:  # a single stage never has one
+                update[(first == 0) & (last == end)] = space.update_s(0, end, 0, (0, 0))
+            backward = backward + forward if recompute else backward
+            seconds = lies.site.period_s(forward, backward, update, weights, *edges)
+            return spread(np.asarray(seconds), self._allowed, np.inf)
+
+        return self._shared.look_up((mesh, lies.number, recompute, before, after), make)
 
     @cached_property
     def _ends(self) -> tuple[IntArray, IntArray]:
         first, last = np.nonzero(self._allowed)
         return self._places[first], self._places[last]
-
-    def _compute_passes(self, space: SearchSpace, mesh: int, reach: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Returns the seconds of both passes of all allowed stages, and the bytes of their weights."""
-        key = "passes", mesh, reach
-        if key not in self._shared:
-            self._shared[key] = *space.passes_s(*self._ends), space.trained_bytes(*self._ends)
-        passes: tuple[Any, Any, Any] = self._shared[key]
-        return passes
 
     def _compute_crossing(self, mesh: int, before: int | None, after: int | None) -> tuple[IntArray, IntArray]:
         """Bytes at each place, to a stage that begins there and from one that ends there."""
@@ -140,8 +132,7 @@ class MeshCosts:
             received = np.maximum.reduce([self.space.boundary(sender, stage_mesh) for sender in senders])
             sent = np.maximum.reduce([self.space.boundary(stage_mesh, receiver) for receiver in receivers])
             self._shared[key] = received, sent
-        crossing: tuple[IntArray, IntArray] = self._shared[key]
-        return crossing
+        return self._shared[key]  # type: ignore[no-any-return]
 
     def _estimate_in_flight(self, replicas: int, ranks: int, workers: int) -> int:
         """Returns what a stage has in flight before so many ranks and workers.

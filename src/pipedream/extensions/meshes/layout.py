@@ -22,7 +22,7 @@ import numpy as np
 from pipedream.core.box import Box, box_of, overlap
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import Numbers
-from pipedream.core.plan.ranks import Mesh, pairs_of
+from pipedream.core.plan.ranks import Mesh, TensorLayout, pairs_of
 
 BATCH = "batch"
 """The name of dimension 0 of a stage's inputs and outputs."""
@@ -252,10 +252,6 @@ class Layout:
             return "found"
         return ",".join(f"{cut}:{over}" for cut, over in self.over.items() if over in mesh.dimensions)
 
-    def output_names(self, layer: str) -> str | None:
-        """Returns the names of the dimensions of a layer's output, or None."""
-        return self.names_of(f"{layer}{_OUT}")
-
     def names_of(self, tensor: str) -> str | None:
         """Returns the names of the dimensions of a parameter (or ``LAYER:out``), or None."""
         exact = self.names.get(tensor)
@@ -306,6 +302,13 @@ class Layout:
                         f"do the same; add a rule such as batch:{over}, or shard_weights={over!r}, or remove the "
                         "dimension"
                     )
+
+
+def make_layout(layout: TensorLayout | None, rules: str | None, shard_weights: str | None) -> TensorLayout:
+    """Returns a layout with other rules, where they are given; by default one without any."""
+    base = layout if isinstance(layout, Layout) else Layout()
+    new_rules = base.rules if rules is None else rules
+    return replace(base, rules=new_rules, shard_weights=shard_weights or base.shard_weights)
 
 
 def _format_halves(count: int) -> str:
@@ -370,7 +373,7 @@ class Boundary:
         Raises:
             PlanError: no tensor has as many dimensions as names, or the layout is not legal for one.
         """
-        names, tensor = self.layout.output_names(self.layer), f"the output of {self.layer!r}"
+        names, tensor = self.layout.names_of(f"{self.layer}{_OUT}"), f"the output of {self.layer!r}"
         count = len((names or "").split())
         if names is not None and count not in map(len, shapes):
             sizes = ", ".join(str(tuple(shape)) for shape in shapes)

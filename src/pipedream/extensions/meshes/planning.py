@@ -20,6 +20,7 @@ from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, score_if_quick, takes_long
 from pipedream.workflows.plan import plan_once, suggest_on_shortage
+from pipedream.workflows.stage_search import make_candidate
 
 NOT_MEASURED = "not measured, a rank of "
 """Prefix of a profile's notes about meshes that are not legal for its model."""
@@ -289,19 +290,11 @@ def _compare_mixed(
     if schedules.stage_order_of(request.schedule) is not None or schedules.is_schedule_file(request.schedule):
         return []
     search = _MixedSearch(profile, request, meshes)
-    method = schedules.properties_of(request.schedule)
     simulates = _is_simulated(request)
     rows: list[planner.Comparison] = []
     for plan, finalist in search.plan_finalists():
-        candidate = planner.Candidate(
-            plan.schedule,
-            plan.microbatches,
-            plan.depth_mode,
-            max(plan.update_delay),
-            finalist,
-            mesh="/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else "",
-        )
-        candidate = planner.candidate_from_plan(candidate, plan, method)
+        mesh = "/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else ""
+        candidate = replace(make_candidate(plan, finalist), mesh=mesh)
         best_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
         if simulates and candidate.least_s >= best_s:
             candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")

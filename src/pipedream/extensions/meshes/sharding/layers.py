@@ -32,23 +32,22 @@ from pipedream.extensions.meshes.sharding.parts import (
 )
 
 # Whole weights see a sharded batch; output channels, or input channels, may be sharded.
-_CONVOLUTION: Table = {
+_WHOLE_WEIGHT: Table = {
     (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
     (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
+}
+_CONVOLUTION: Table = {
+    **_WHOLE_WEIGHT,
     (WHOLE, Shard(0)): (Shard(1), (SUM, Shard(0))),
     (Shard(1), Shard(1)): (SUM, (Shard(1), Shard(1))),
 }
 _TRANSPOSED: Table = {  # whose weights are [input channels, output channels, ...]
-    (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
-    (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
+    **_WHOLE_WEIGHT,
     (WHOLE, Shard(1)): (Shard(1), (SUM, Shard(1))),
     (Shard(1), Shard(0)): (SUM, (Shard(1), Shard(0))),
 }
-_GROUPED: Table = {  # of either; where the weights are sharded, each rank has whole groups
-    (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
-    (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
-    (Shard(1), Shard(0)): (Shard(1), (Shard(1), Shard(0))),
-}
+# Of either; where the weights are sharded, each rank has whole groups.
+_GROUPED: Table = {**_WHOLE_WEIGHT, (Shard(1), Shard(0)): (Shard(1), (Shard(1), Shard(0)))}
 _ORDER = "stride", "padding", "dilation", "groups"
 _TRANSPOSED_ORDER = "stride", "padding", "output_padding", "groups", "dilation"
 
@@ -220,19 +219,20 @@ def apply_layer_norm(
     """Takes the statistics over all ranks where a normalized dimension is sharded."""
     x, over = complete_sums(input), list(range(-len(normalized_shape), 0))
     if is_sharded(x, over):
-        x = x - sum_partials(x.mean(over, keepdim=True))
-        return _scale_and_shift(x * (sum_partials(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
+        return apply_rms_norm(x - sum_partials(x.mean(over, keepdim=True)), normalized_shape, weight, eps, bias)
     if is_sharded(weight) or is_sharded(bias):
         return _scale_and_shift(F.layer_norm(x, normalized_shape, eps=eps), weight, bias)
     return F.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def apply_rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+def apply_rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None, bias: Any = None
+) -> Any:
     """Takes the mean square over all ranks where a normalized dimension is sharded."""
     x, over = complete_sums(input), list(range(-len(normalized_shape), 0))
     if is_sharded(x, over):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return _scale_and_shift(x * (sum_partials(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, None)
+        return _scale_and_shift(x * (sum_partials(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
     if is_sharded(weight):
         return _scale_and_shift(F.rms_norm(x, normalized_shape, eps=eps), weight, None)
     return F.rms_norm(x, normalized_shape, weight, eps)
