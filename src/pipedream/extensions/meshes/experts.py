@@ -17,8 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.extensions.meshes.sharding.functions import all_to_all, sum_partials
-from pipedream.extensions.meshes.sharding.parts import SUM, WHOLE, Table, compute_on_parts, make_dtensors
+from pipedream.extensions.meshes.sharding.functions import (
+    SUM,
+    WHOLE,
+    Table,
+    all_to_all,
+    compute_on_parts,
+    make_dtensors,
+    sum_partials,
+)
 from pipedream.tensors.auxiliary_loss import add_auxiliary_loss
 
 _MIN_CAPACITY = 4

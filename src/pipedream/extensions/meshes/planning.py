@@ -15,8 +15,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh, meshes_of
 from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.extensions.meshes.rank_profile import profile_of_rank
 from pipedream.extensions.meshes.search import MeshSearch
+from pipedream.extensions.meshes.space import profile_of_rank
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, score_if_quick, takes_long
 from pipedream.workflows.plan import plan_once, suggest_on_shortage

@@ -1,19 +1,37 @@
-"""Measures a rank of each mesh, beside the layers on a single rank."""
+"""Measures a rank of each mesh, beside the layers on a single rank.
 
-from collections.abc import Callable, Mapping, Sequence
+A model's layers run as one rank of a mesh would, in this process alone: with its own part of every tensor, and with
+collectives that do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
 from pipedream import profiler
 from pipedream.capture import Captured
 from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.extensions.meshes.layout import Layout
-from pipedream.extensions.meshes.one_rank import one_rank
 from pipedream.extensions.meshes.planning import NOT_MEASURED
+from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.plan_request import AUTO
+from pipedream.profiler.passes import Sample, call_with, has_numbers
+from pipedream.profiler.update import named_parameters
 from pipedream.workflows.profile import MAX_RANKS
 
 
@@ -85,3 +103,191 @@ def _measure_rank(
     values |= {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout)}
     values |= {"layers": costs, "forward": tuple(forward), "backward": tuple(backward), "update": update}
     return RankProfile(**values)
+
+
+@contextmanager
+def one_rank(
+    layers: Sequence[nn.Module], graph: LayerGraph, layout: Layout, mesh: Mesh, device: torch.device
+) -> Iterator[OneRank]:
+    """Context in which the layers' parameters are the parts of a mesh's first rank.
+
+    Raises:
+        ProfileError: other processes are connected, but fewer than the mesh has.
+        PlanError: the layout is not legal for a parameter.
+    """
+    parameters = dict(named_parameters(layers, graph))
+    whole = {name: parameter.data for name, parameter in parameters.items()}
+    parameter_dicts = {module: module._parameters for layer in layers for module in layer.modules()}
+    with _make_fake_mesh(mesh, device) as (device_mesh, group):
+        try:
+            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group))
+        finally:
+            for module, slots in parameter_dicts.items():
+                module._parameters = slots
+            for name, parameter in parameters.items():
+                parameter.data = whole[name]
+
+
+class OneRank:
+    """Layers whose parameters are parts.
+
+    Attributes:
+        sent_bytes: bytes of each layer's output, if a stage ends there.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], sharding: StageSharding
+    ) -> None:
+        self._layers = layers
+        self._parameters = parameters
+        self._sharding = sharding
+        self._entering: list[Any] = []  # the placement of each tensor of the last output
+        sharding.shard_parameters(parameters)
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        sharding.prepare(modules)
+        name_of = {parameter: name for name, parameter in parameters.items()}
+        self._slots = [
+            (module._parameters, slot, name_of[parameter])
+            for module in modules
+            for slot, parameter in module._parameters.items()
+            if parameter in name_of
+        ]
+        self._callers = {layer: sharding.choose_caller(layer) for layer in layers}
+        self._names = {
+            layer: [name_of[parameter] for parameter in layer.parameters() if parameter in name_of] for layer in layers
+        }
+        self._counted: dict[tuple[Any, str], tuple[Collective, ...]] = {}
+        self._last: Any = None  # called last
+        self.sent_bytes: list[int] = []
+
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """The bytes that the sharded weights of each layer need in a pass."""
+        return [
+            self._sharding.gathered_bytes({name: self._parameters[name] for name in self._names[layer]})
+            for layer in self._layers
+        ]
+
+    @property
+    def collectives(self) -> tuple[list[tuple[Collective, ...]], list[tuple[Collective, ...]], tuple[Collective, ...]]:
+        """Those of each layer's first forward and backward, and those of an update."""
+        forwards, backwards = (
+            [self._counted.get((layer, what), ()) for layer in self._layers] for what in ("forward", "backward")
+        )
+        with self._sharding.make_counter() as update:
+            sums = [parameter.detach() for parameter in self._parameters.values()]
+            self._sharding.sum_gradients(list(self._parameters), sums)
+        return forwards, backwards, update.collectives
+
+    @contextmanager
+    def _count_first(self, layer: Any, what: str) -> Iterator[bool]:
+        """Context of a pass, of which the first is counted; yields whether this is it."""
+        if (layer, what) in self._counted or layer not in self._names:
+            yield False
+            return
+        with self._sharding.make_counter() as count:
+            yield True
+        self._counted[layer, what] = count.collectives
+
+    def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
+        """Calls a layer as `Passes` does: it gets and returns parts as plain tensors; other functions as they are."""
+        self._last = function
+        if function not in self._names:
+            return call_with(function, arguments)
+        with self._count_first(function, "forward") as is_first:
+            value = self._run(function, arguments)
+            parts = self._take_parts(value, whole=function is self._layers[-1])
+        if is_first:
+            sent = (
+                self._sharding.leave(tensor.detach(), self._sharding.place_batch(tensor, self._samples))
+                for tensor in tree_leaves(value)
+                if has_numbers(tensor)
+            )
+            self.sent_bytes.append(sum(part.nbytes for part in sent))
+        return parts
+
+    @contextmanager
+    def enter_backward(self) -> Iterator[None]:
+        """Context of a backward, in which plain tensors count as whole."""
+        with self._count_first(self._last, "backward"), self._sharding.enter_pass("backward"):
+            yield
+
+    def _run(self, layer: Any, arguments: Sample) -> Any:
+        tensors, structure = tree_flatten(arguments)
+        if layer is self._layers[0]:
+            self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
+            inside = [
+                self._sharding.shard_input(tensor, self._samples) if has_numbers(tensor) else tensor
+                for tensor in tensors
+            ]
+        else:
+            placed = iter(self._entering)
+            inside = [
+                self._sharding.enter_layer(tensor, next(placed)) if has_numbers(tensor) else tensor
+                for tensor in tensors
+            ]
+        arguments = tree_unflatten(inside, structure)
+        leaves = {name: self._parameters[name] for name in self._names[layer]}
+        weights = self._sharding.wrap_weights(leaves, [list(leaves)])
+        replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
+        try:
+            for slots, slot, name in self._slots:
+                if name in weights:
+                    slots[slot] = weights[name]
+            with self._sharding.enter_pass("forward"):
+                return call_with(self._callers[layer], arguments)
+        finally:
+            for slots, slot, parameter in replaced:
+                slots[slot] = parameter
+
+    def _take_parts(self, value: Any, *, whole: bool) -> Any:
+        """Returns the parts of an output; at the model's end whole tensors."""
+        self._entering = []
+
+        def take_part(tensor: Any) -> Any:
+            if not has_numbers(tensor):
+                return tensor
+            part, placed = self._sharding.leave_layer(tensor, whole=whole)
+            self._entering.append(placed)
+            return part
+
+        return tree_map(take_part, value)
+
+
+@contextmanager
+def _make_fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
+    """Yields a mesh whose first rank is this process, and a group of all its ranks; the others do not exist."""
+    joined = dist.is_initialized()
+    if not joined:
+        dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    elif dist.get_world_size() < mesh.size:
+        raise ProfileError(
+            f"a rank of the mesh {mesh} should be measured, which has {mesh.size} ranks, but this run has "
+            f"{dist.get_world_size()} processes; start at least {mesh.size}, or profile in a single process and save "
+            "the profile"
+        )
+    coordinates = mesh.coordinates()
+    groups: list[Any] = []
+    try:
+        for at in range(len(mesh.dimensions)):
+            ranks = [r for r, place in enumerate(coordinates) if not any((*place[:at], *place[at + 1 :]))]
+            groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+        everyone = dist.new_group(range(mesh.size), backend="fake", use_local_synchronization=True)
+        sizes = list(mesh.dimensions.values())
+        numbers = torch.arange(mesh.size).view(sizes)
+        names = tuple(mesh.dimensions)
+        device_mesh = DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],
+            device.type,
+            mesh=numbers if len(groups) > 1 else None,
+            mesh_dim_names=names,
+        )
+        # DTensor remembers what it has done on a mesh, and would use these groups on a real one that is equal.
+        device_mesh._thread_id, device_mesh._hash = -1, None
+        yield device_mesh, everyone
+    finally:
+        if joined:
+            for group in (*groups, everyone):
+                dist.destroy_process_group(group)
+        else:
+            dist.destroy_process_group()

@@ -1,26 +1,93 @@
 """The search space of stages with meshes: what layers cost as a stage on replicas of a mesh of ranks.
 
-A stage may have a single rank, or one of the meshes, with its rules, whose rank the profile knows (`Profile.ranks`).
-Workers take consecutive ranks. A worker lies within one machine (or other group of a cluster) or fills several.
+A stage may have a single rank, or one of the meshes, with its rules, whose rank the profile knows (`Profile.ranks`):
+plans and simulations know a mesh only by the profile of one of its ranks. Workers take consecutive ranks. A worker lies
+within one machine (or other group of a cluster) or fills several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.cost import Site
+from pipedream.core.plan.cost import Site, SumLink
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import boundary_bytes
-from pipedream.extensions.meshes.rank_profile import profile_of_rank, reach_of
 from pipedream.planner.arrays import IntArray, Tables
 from pipedream.planner.tables.search_space import SearchSpace
+
+
+def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:
+    """Returns the profile of one rank of a mesh, with its collectives.
+
+    Args:
+        cluster: its workers are ranks.
+        reach: `reach_of` the worker; by default that of the first ranks.
+
+    Raises:
+        PlanError: the profile does not know the mesh.
+    """
+    rank_profile = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
+    if rank_profile is None:
+        meshes = ", ".join(rank.mesh for rank in profile.ranks) or "none"
+        raise PlanError(
+            f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
+            f"(meshes that it has: {meshes}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
+        )
+    levels = reach_of(mesh, cluster) if reach is None else reach
+    level = dict(zip(mesh.dimensions, levels, strict=True))
+
+    def sum_seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
+        """Returns the seconds of collectives; `fixed`: only those that a smaller microbatch does not save."""
+        total_s = 0.0
+        for row in rows:
+            size_bytes = row.size_bytes if row.of_weights or not fixed else 0
+            over = row.over.split("+")
+            ranks = prod(mesh.dimensions[dimension] for dimension in over)
+            link = SumLink.across(cluster, max(map(level.__getitem__, over)))
+            total_s += float(link.collective_s(row.kind, row.count, size_bytes, ranks))
+        return total_s
+
+    def with_collectives(
+        layer: LayerProfile, forward: tuple[Collective, ...], backward: tuple[Collective, ...]
+    ) -> LayerProfile:
+        return replace(
+            layer,
+            forward_s=layer.forward_s + sum_seconds(forward),
+            backward_s=layer.backward_s + sum_seconds(backward),
+            forward_fixed_s=layer.forward_fixed_s + sum_seconds(forward, fixed=True),
+            backward_fixed_s=layer.backward_fixed_s + sum_seconds(backward, fixed=True),
+        )
+
+    rank = profile.of_rank(rank_profile)
+    layers = tuple(map(with_collectives, rank_profile.layers, rank_profile.forward, rank_profile.backward))
+    return replace(rank, layers=layers, update_s=rank.update_s + sum_seconds(rank_profile.update))
+
+
+def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
+    """Returns, for each dimension of a mesh, the outermost level that its collectives cross.
+
+    Args:
+        cluster: its workers are ranks.
+        first: the mesh's first rank.
+    """
+    sizes = list(mesh.dimensions.values())
+    reaches = []
+    for i, size in enumerate(sizes):
+        step = prod(sizes[i + 1 :])
+        last = min(first + (size - 1) * step, cluster.workers - 1)
+        reaches.append(cluster.reach(*range(first, last + 1, step)))
+    return tuple(reaches)
 
 
 class StageChoice(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import pipedream as pd
-from pipedream.extensions.meshes.layouts.search import cost, partition, search
+from pipedream.extensions.meshes.layouts.search import partition, search
 from tests.extensions.meshes.layouts.steps import steps
 
 
@@ -58,21 +58,21 @@ BOX = (range(8), range(6))
 @pytest.mark.parametrize(
     ("source", "target", "elements"),
     [
-        (cost.Halves(BOX, BOX, BOX, is_pending=True), cost.halve_tensor(BOX, 0), 48),
-        (cost.Halves(BOX, BOX, BOX, is_pending=True), cost.halve_tensor(BOX, None), 96),
-        (cost.halve_tensor(BOX, None), cost.halve_tensor(BOX, 1), 0),
-        (cost.halve_tensor(BOX, None), cost.halve_tensor(BOX, None), 0),
-        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, 0), 0),
-        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, 1), 24),
-        (cost.halve_tensor(BOX[:1], 0), cost.halve_tensor(BOX[:1], 0), 0),
-        (cost.halve_tensor(BOX, 0), cost.halve_tensor(BOX, None), 48),
-        (cost.halve_tensor((range(4), range(6)), 0), cost.halve_tensor(BOX, None), 48),
-        (cost.halve_tensor((range(4), range(6)), None), cost.halve_tensor(BOX, None), 24),
-        (cost.halve_tensor((range(7), range(6)), 0), cost.halve_tensor((range(7), range(6)), None), 8400),
+        (search.Halves(BOX, BOX, BOX, is_pending=True), search.halve_tensor(BOX, 0), 48),
+        (search.Halves(BOX, BOX, BOX, is_pending=True), search.halve_tensor(BOX, None), 96),
+        (search.halve_tensor(BOX, None), search.halve_tensor(BOX, 1), 0),
+        (search.halve_tensor(BOX, None), search.halve_tensor(BOX, None), 0),
+        (search.halve_tensor(BOX, 0), search.halve_tensor(BOX, 0), 0),
+        (search.halve_tensor(BOX, 0), search.halve_tensor(BOX, 1), 24),
+        (search.halve_tensor(BOX[:1], 0), search.halve_tensor(BOX[:1], 0), 0),
+        (search.halve_tensor(BOX, 0), search.halve_tensor(BOX, None), 48),
+        (search.halve_tensor((range(4), range(6)), 0), search.halve_tensor(BOX, None), 48),
+        (search.halve_tensor((range(4), range(6)), None), search.halve_tensor(BOX, None), 24),
+        (search.halve_tensor((range(7), range(6)), 0), search.halve_tensor((range(7), range(6)), None), 8400),
     ],
 )
-def test_published_costs(source: cost.Halves, target: cost.Halves, elements: int) -> None:
-    assert cost.count_moved(source, target) == elements
+def test_published_costs(source: search.Halves, target: search.Halves, elements: int) -> None:
+    assert search.count_moved(source, target) == elements
 
 
 def test_a_halo_is_fetched() -> None:
@@ -90,10 +90,10 @@ def exhaustive(ops: pd.Operators, state: search.State) -> float:
         for index in search.list_choices(ops, number, ranges):
             total = 0
             for access in step.accesses:
-                rest = cost.halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
+                rest = search.halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
                 is_result = access is step.line.result
-                use = cost.halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
-                total += cost.count_moved(use, rest) if is_result else cost.count_moved(rest, use)
+                use = search.halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
+                total += search.count_moved(use, rest) if is_result else search.count_moved(rest, use)
             choices.append(total)
         return min(choices)
 

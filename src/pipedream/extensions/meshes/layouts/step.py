@@ -13,7 +13,7 @@ from pipedream.extensions.meshes.layout import Piece
 from pipedream.extensions.meshes.layouts.description.text import Access, Operator
 from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges, Result
 from pipedream.extensions.meshes.layouts.search.partition import Partition
-from pipedream.extensions.meshes.layouts.tracing.calls import COMBINE
+from pipedream.extensions.meshes.layouts.tracing.rules import COMBINE
 from pipedream.extensions.meshes.layouts.tracing.trace import DescribedCall, TracedStep
 from pipedream.extensions.meshes.sharding.functions import exchange
 

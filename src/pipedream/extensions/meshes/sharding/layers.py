@@ -11,24 +11,22 @@ from torch.nn import functional as F
 from pipedream.core.box import memory_order
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.sharding.functions import (
+    SUM,
+    WHOLE,
+    Table,
     all_to_all,
+    apply_by_channel,
+    check_whole,
+    complete_sums,
+    compute_on_parts,
     find_order,
+    is_sharded,
+    make_dtensors,
     part_sizes,
     put_in_order,
     redistribute,
     sum_partials,
     wrap_whole,
-)
-from pipedream.extensions.meshes.sharding.parts import (
-    SUM,
-    WHOLE,
-    Table,
-    apply_by_channel,
-    check_whole,
-    complete_sums,
-    compute_on_parts,
-    is_sharded,
-    make_dtensors,
 )
 
 # Whole weights see a sharded batch; output channels, or input channels, may be sharded.

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.sharding import layers
+from pipedream.extensions.meshes.sharding.functions import apply_by_channel, check_whole, complete_sums
 from pipedream.extensions.meshes.sharding.layers import attention
-from pipedream.extensions.meshes.sharding.parts import apply_by_channel, check_whole, complete_sums
 
 _DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d
 _CONVOLUTIONS = F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d

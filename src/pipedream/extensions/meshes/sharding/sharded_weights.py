@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from pipedream.core.box import memory_order
 from pipedream.extensions.meshes.sharding import functions
-from pipedream.extensions.meshes.sharding.functions import put_in_order
-from pipedream.extensions.meshes.sharding.parts import runs_early
+from pipedream.extensions.meshes.sharding.functions import put_in_order, runs_early
 from pipedream.tensors.parts import like_part, local_part, spec_of
 
 # The names of torch 2.13 on; the earlier ones warn there.

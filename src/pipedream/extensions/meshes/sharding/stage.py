@@ -36,11 +36,11 @@ from pipedream.extensions.meshes.sharding.functions import (
     put_in_order,
     redistribute,
     redistribute_in_steps,
+    runs_early,
     sum_partials,
     wrap_whole,
 )
 from pipedream.extensions.meshes.sharding.local_rules import LocalRules, NoHiddenGathers
-from pipedream.extensions.meshes.sharding.parts import runs_early
 from pipedream.extensions.meshes.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
 from pipedream.runtime.comm.values import map_tensors
 from pipedream.runtime.division import Division

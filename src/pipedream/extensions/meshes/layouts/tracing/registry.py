@@ -11,15 +11,18 @@ from pipedream.core.box import slice_of
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.layouts.description.operators import Operators, find_box
 from pipedream.extensions.meshes.layouts.description.text import Operator, read_lines, spell_function, spell_sum
-from pipedream.extensions.meshes.layouts.search.cost import halve_index, is_offered
-from pipedream.extensions.meshes.layouts.tracing.calls import (
+from pipedream.extensions.meshes.layouts.search.search import halve_index, is_offered
+from pipedream.extensions.meshes.layouts.tracing.rules import (
     COMBINE,
+    CONSTANT,
+    DESCRIPTIONS,
+    DRAWN,
+    POINTWISE,
     Description,
     OperatorCall,
     Part,
     list_overloads,
 )
-from pipedream.extensions.meshes.layouts.tracing.rules import CONSTANT, DESCRIPTIONS, DRAWN, POINTWISE
 
 A = torch.ops.aten
 

@@ -16,7 +16,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.user_code import split_arguments
 from pipedream.extensions.meshes.layouts.description.operators import DescribedStep, Operators
 from pipedream.extensions.meshes.layouts.description.text import Operator, rename_tensors
-from pipedream.extensions.meshes.layouts.tracing.calls import Description, OperatorCall, yield_operands
 from pipedream.extensions.meshes.layouts.tracing.forward import (
     Callers,
     disable_fused_operators,
@@ -24,7 +23,7 @@ from pipedream.extensions.meshes.layouts.tracing.forward import (
     swap_tensors,
 )
 from pipedream.extensions.meshes.layouts.tracing.registry import REGISTRY, compare_operands, find_contradiction
-from pipedream.extensions.meshes.layouts.tracing.rules import CONSTANT, DRAWN
+from pipedream.extensions.meshes.layouts.tracing.rules import CONSTANT, DRAWN, Description, OperatorCall, yield_operands
 from pipedream.extensions.meshes.sharding.local_rules import bind_arguments
 from pipedream.tensors.elementwise import steps_each_element
 
