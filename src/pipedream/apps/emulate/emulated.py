@@ -37,26 +37,12 @@ def make_emulated_model(
         byte_scale: factor by which the stages' bytes were multiplied.
         shaped: replicated stages have matrices of their weights' shapes, for sums that depend on these.
     """
-    last = len(stages) - 1
     model = nn.Sequential()
+    how: dict[str, Any] = {"splits_backward": splits_backward, "byte_scale": byte_scale, "shaped": shaped}
     for number, stage in enumerate(stages):
-        model.add_module(
-            f"stage{number}",
-            EmulatedStage(
-                stage,
-                microbatches,
-                sends=number < last,
-                splits_backward=splits_backward,
-                byte_scale=byte_scale,
-                shaped=shaped,
-            ),
-        )
+        is_last = number == len(stages) - 1
+        model.add_module(f"stage{number}", EmulatedStage(stage, microbatches, sends=not is_last, **how))
     return model
-
-
-def make_emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a minibatch, one row for each microbatch, and its targets."""
-    return torch.zeros(microbatches, 1), torch.zeros(microbatches, 1)
 
 
 def make_emulated_optimizer(
@@ -66,10 +52,8 @@ def make_emulated_optimizer(
 
     def make(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in parameters}
-        seconds = sum(
-            stages[number].update_s - stages[number].copy_s for number in numbers
-        )  # the runtime really copies
-        return EmulatedOptimizer([parameter for _, parameter in parameters], seconds)
+        seconds = [stages[number].update_s - stages[number].copy_s for number in numbers]  # the runtime really copies
+        return EmulatedOptimizer([parameter for _, parameter in parameters], sum(seconds))
 
     return make
 
@@ -114,18 +98,14 @@ class EmulatedStage(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         output = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
         no_index = torch.empty(0, dtype=torch.long)
-        input_s = weight_s = self._piece_s / 2
-        if not value.requires_grad:
-            input_s, weight_s = 0.0, self._piece_s  # only the weights get a gradient
+        # Where nothing that arrived wants a gradient, only the weights get one.
+        input_s = self._piece_s / 2 if self._splits and value.requires_grad else 0.0
         for weights in self.weights:
-            if self._splits:
-                if input_s:
-                    output = _EmulatedInputGradient.apply(output, input_s)  # type: ignore[no-untyped-call]
-                # index_add_ adds no rows. At its node, one of autograd's own, the halves of a backward separate.
-                weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, weight_s)  # type: ignore[no-untyped-call]
-                output = output.index_add_(0, no_index, weight_gradient)
-            else:
-                output = _EmulatedBackward.apply(output, weights, self._piece_s)  # type: ignore[no-untyped-call]
+            if input_s:
+                output = _EmulatedInputGradient.apply(output, input_s)  # type: ignore[no-untyped-call]
+            # index_add_ adds no rows. At its node, one of autograd's own, the halves of a backward separate.
+            gradient = _EmulatedWeightGradient.apply(weights, self._columns, self._piece_s - input_s)  # type: ignore[no-untyped-call]
+            output = output.index_add_(0, no_index, gradient)
         return torch.as_tensor(output)
 
 
@@ -156,21 +136,6 @@ class _EmulatedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None, None]:
         return (_allocate_zeros(*ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
-
-
-class _EmulatedBackward(torch.autograd.Function):
-    """Passes the value through; the backward waits for the gradient of a piece of the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.weights_shape = weights.shape
-        ctx.seconds = seconds
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
-        _wait(time.perf_counter(), ctx.seconds)
-        return gradients[0], _allocate_zeros(*ctx.weights_shape), None
 
 
 class _EmulatedInputGradient(torch.autograd.Function):
