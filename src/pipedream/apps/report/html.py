@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
@@ -48,9 +48,8 @@ def page(
         title: '': the recipe and the schedule.
     """
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
-    timelines = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
-    runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
-    command, stages = summary.get("command"), summary.get("stages") or []
+    runs = [(word, run) for word, run in (("predicted", predicted), ("measured", measured)) if run is not None]
+    command = summary.get("command")
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{tables.cards(_list_figures(summary))}</dl>',
@@ -58,13 +57,7 @@ def page(
         _draw_timelines(runs, start, summary.get("drains") or []),
         tables.section("Loss", _draw_losses(summary, losses)),
         tables.section("Evaluations", _draw_evaluations(summary)),
-        tables.section("Phases", tables.phase_table(phases) if (phases := _list_phases(summary)) else ""),
-        tables.section("Stages", tables.stage_table(stages) if stages else ""),
-        tables.section("Collectives", tables.collectives_table(stages)),
-        tables.section("Plan", tables.plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else ""))
-        if plan
-        else "",
-        f"<details><summary>Profile</summary>{tables.profile_table(profile)}</details>" if profile else "",
+        *_draw_results(summary, plan, profile),
         '<div class="columns">'
         + tables.section("Configuration", tables.pairs("Configuration", summary.get("configuration") or {}))
         + tables.section("Versions", tables.pairs("Versions", summary.get("versions") or {}))
@@ -72,6 +65,24 @@ def page(
     ]
     body = "\n".join(part for part in sections if part)
     return tables.document(heading, _write_subtitle(summary, plan), f"{body}\n")
+
+
+def _draw_results(summary: Mapping[str, Any], plan: Plan | None, profile: Profile | None) -> Iterator[str]:
+    """Yields the tables of phases, stages, collectives, the plan and the profile."""
+    draw, stages = tables.result_table, summary.get("stages") or []
+    if phases := _list_phases(summary):
+        yield tables.section("Phases", draw("Phases", phases, tables.PHASES, words=1, show_caption=False))
+    if stages:
+        caption = "Stages: shares of the time and memory of tensors, measured and predicted"
+        yield tables.section("Stages", draw(caption, stages, tables.STAGES))
+    yield tables.section("Collectives", tables.collectives_table(stages))
+    if plan is not None:
+        caption = f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}"
+        note = f"<p>{escape(plan.note)}</p>" if plan.note else ""
+        yield tables.section("Plan", draw(caption, plan.rows(), tables.PLANS) + note)
+    if profile is not None:
+        caption = f"Profile of {profile.model}: batch {profile.batch}, {profile.device}"
+        yield f"<details><summary>Profile</summary>{draw(caption, profile.rows(), tables.PROFILES)}</details>"
 
 
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
@@ -170,7 +181,7 @@ def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> st
         return ""
     boxes = []
     steady = [(word, t, middle_window(t, _count_shown(t), drains)) for word, t in runs]
-    first = [(word, begin if begin is not None and t.source == "measured" else t) for word, t in runs]
+    first = [(word, begin if begin is not None and word == "measured" else t) for word, t in runs]
     start = [(word, t, start_window(t, _count_shown(t))) for word, t in first]
     for name, shown in (("In the middle of the run", steady), ("At the start", start)):
         present = [(word, t, window) for word, t, window in shown if window is not None]

@@ -5,8 +5,6 @@ from html import escape
 from typing import Any
 
 from pipedream.apps.report.style import page_style
-from pipedream.core.model.profile import Profile
-from pipedream.core.plan.plan import Plan
 from pipedream.core.tabular import fold
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
@@ -63,20 +61,6 @@ def table(
     return scroll(caption, f"<table>{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
-def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the phases of a run."""
-    heads = ("phase", "microbatches", "from minibatch", "to", "samples per second", "bubble")
-    rows = [
-        (
-            escape(str(phase.get("schedule", NOTHING))),
-            *(amount(phase.get(name)) for name in ("microbatches", "begin", "end", "samples_per_s")),
-            percent(phase.get("bubble")),
-        )
-        for phase in phases
-    ]
-    return table("Phases", heads, rows, show_caption=False)
-
-
 def pairs(caption: str, values: Mapping[str, Any]) -> str:
     """Returns a table of the values that are set; nested names are joined with dots."""
     return table(
@@ -110,13 +94,6 @@ def percent(value: Any) -> str:
     return f"{100 * value:.1f}%" if isinstance(value, (int, float)) else NOTHING
 
 
-def bar(value: Any) -> str:
-    """Formats a fraction on a bar of this length."""
-    if not isinstance(value, (int, float)):
-        return NOTHING
-    return f'<span class="bar" style="--share:{min(max(100 * value, 0), 100):.1f}%">{percent(value)}</span>'
-
-
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     """Returns the key figures: name, value, and a note below."""
     return "".join(
@@ -126,72 +103,58 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
-_OF_PLANS = {
+Heads = Mapping[str, str]
+"""Column of a result's rows -> its head."""
+
+PHASES: Heads = {
+    "schedule": "phase", "microbatches": "microbatches", "begin": "from minibatch", "end": "to",
+    "samples_per_s": "samples per second", "bubble": "bubble",
+}  # fmt: skip
+PLANS: Heads = {
     "stage": "stage", "layers": "layers", "workers": "workers", "forward_s": "forward", "backward_s": "backward",
     "update_s": "update", "output_bytes": "output", "parameter_bytes": "weights", "in_flight": "in flight",
     "rate_factor": "rate factor", "peak_bytes": "peak",
 }  # fmt: skip
-_OF_PROFILES = {
+PROFILES: Heads = {
     "layer": "layer", "kind": "kind", "forward_s": "forward", "backward_s": "backward", "output_bytes": "output",
     "activation_bytes": "kept", "parameter_bytes": "weights",
 }  # fmt: skip
-"""Column of a result's rows -> its head."""
+STAGES: Heads = {
+    "stage": "stage", "layers": "layers", "rank": "rank", "busy_share": "busy", "predicted_busy_share": "predicted",
+    "wait_share": "waiting", "predicted_wait_share": "predicted", "send_share": "sending",
+    "predicted_send_share": "predicted", "bytes_sent": "sent", "peak_bytes": "peak memory",
+    "predicted_peak_bytes": "predicted", "reserved_bytes": "reserved", "versions": "versions",
+    "staleness": "staleness", "learning_rate": "rate",
+}  # fmt: skip
 
 
-def plan_table(plan: Plan) -> str:
-    """Returns the stages of a plan."""
-    caption = f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}"
-    return table(caption, list(_OF_PLANS.values()), write_cells(plan.rows(), _OF_PLANS), words=2)
-
-
-def profile_table(profile: Profile) -> str:
-    """Returns the layers of a profile."""
-    caption = f"Profile of {profile.model}: batch {profile.batch}, {profile.device}"
-    return table(caption, list(_OF_PROFILES.values()), write_cells(profile.rows(), _OF_PROFILES), words=2)
+def result_table(caption: str, rows: Iterable[Mapping[str, Any]], heads: Heads, **how: Any) -> str:
+    """Returns a table of some columns of a result's rows; `how` is that of `table`."""
+    return table(caption, list(heads.values()), write_cells(rows, heads), **{"words": 2} | how)
 
 
 def write_cells(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> list[list[str]]:
     """Returns the cells of some columns of a result's rows, with the units of their names; equal rows are joined."""
-    return fold([_write_cell(name, row[name]) for name in columns] for row in rows)
+    columns = list(columns)
+    return fold([_write_cell(name, row.get(name)) for name in columns] for row in rows)
 
 
 def _write_cell(name: str, value: Any) -> str:
+    if isinstance(value, list | tuple) and name == "layers" and value:
+        short = value[0] if len(value) == 1 else f"{value[0]} .. {value[-1]}"
+        return f'<span title="{escape(", ".join(value))}">{escape(short)}</span>'
+    if isinstance(value, list | tuple):
+        return amount(", ".join(map(str, value)))
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith("_s") and not name.endswith(("per_s", "samples_s")):
             return format_seconds(value)
-        if name.endswith("_bytes"):
+        if name.endswith("_bytes") or name == "bytes_sent":
             return format_bytes(value)
+        if name == "bubble" or (name.startswith("predicted_") and name.endswith("_share")):
+            return percent(value)
+        if name.endswith("_share"):  # on a bar of this length
+            return f'<span class="bar" style="--share:{min(max(100 * value, 0), 100):.1f}%">{percent(value)}</span>'
     return amount(value)
-
-
-def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the workers of each stage did, measured and predicted."""
-    rows = []
-    for s, stage in enumerate(stages):
-        rank = stage.get("rank", stage.get("ranks"))
-        ranks = ", ".join(map(str, rank)) if isinstance(rank, (list, tuple)) else amount(rank)
-        shares = [
-            cell
-            for word in ("busy", "wait", "send")
-            for cell in (bar(stage.get(f"{word}_share")), percent(stage.get(f"predicted_{word}_share")))
-        ]
-        rows.append(
-            (
-                str(stage.get("stage", s)),
-                _write_layers(tuple(map(str, stage.get("layers") or ()))),
-                ranks,
-                *shares,
-                size(stage.get("bytes_sent")),
-                *(size(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
-                amount(stage.get("versions")),
-                amount(stage.get("staleness")),
-                amount(stage.get("learning_rate")),
-            )
-        )
-    times = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
-    memory = ("peak memory", "predicted", "reserved")
-    heads = ("stage", "layers", "rank", *times, "sent", *memory, "versions", "staleness", "rate")
-    return table("Stages: shares of the time and memory of tensors, measured and predicted", heads, rows, words=2)
 
 
 def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
@@ -222,13 +185,6 @@ def _sum_by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tup
         count, total = totals.get(key, (0, 0))
         totals[key] = count + row.get("count", 0), total + row.get("size_bytes", 0)
     return totals
-
-
-def _write_layers(names: tuple[str, ...]) -> str:
-    if not names:
-        return NOTHING
-    short = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-    return f'<span title="{escape(", ".join(names))}">{escape(short)}</span>'
 
 
 def size(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipedream import schedules
 from pipedream.apps.report.charts import profile_svg
-from pipedream.apps.report.html_tables import table, write_cells
+from pipedream.apps.report.html_tables import PROFILES, table, write_cells
 from pipedream.apps.report.lanes import start_window
 from pipedream.apps.report.svg import timeline_svg
 from pipedream.core.errors import PipelineError
@@ -26,7 +26,6 @@ _MAX_ROWS = 60
 _MAX_SPANS = 1500
 _MAX_WORKERS = 32
 _MAX_MICROBATCHES = 40
-_OF_LAYERS = ("layer", "kind", "forward_s", "backward_s", "output_bytes", "activation_bytes", "parameter_bytes")
 
 
 def html(result: Tabular) -> str:
@@ -34,7 +33,7 @@ def html(result: Tabular) -> str:
     line = repr(result).removeprefix("<").removesuffix(">")
     rows = [] if isinstance(result, Timeline | Program) else result.rows()
     if isinstance(result, Profile):
-        rows = [{name: row[name] for name in _OF_LAYERS} for row in rows]
+        rows = [{name: row[name] for name in PROFILES} for row in rows]
     return f'<div class="pipedream"><p>{escape(line)}</p>{picture(result)}{_write_table(rows)}</div>'
 
 
