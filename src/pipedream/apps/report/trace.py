@@ -19,8 +19,9 @@ def trace(*timelines: Timeline) -> dict[str, Any]:
     """Returns the trace of one or more runs as JSON values; times are microseconds."""
     events: list[dict[str, Any]] = []
     for run, timeline in enumerate(timelines):
-        events += _name_threads(run, timeline)
-        of_run = _write_spans(run, timeline) + _write_flows(run, timeline)
+        placed = _place_spans(timeline)
+        events += _name_threads(run, timeline, {thread for _, thread in placed})
+        of_run = _write_spans(run, timeline, placed) + _write_flows(run, timeline)
         # A flow that ends when the slice begins that it points into must come after the slice.
         events += sorted(of_run, key=lambda event: (event["tid"], event["ts"], event["ph"] != "X"))
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -32,22 +33,6 @@ def save_trace(timeline: Timeline | Sequence[Timeline], path: str | os.PathLike[
     return write_text(path, json.dumps(trace(*timelines)) + "\n")
 
 
-def _name_threads(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    named = [(rank * _ROOM, f"rank {rank}") for rank in range(timeline.workers)]
-    for rank in range(timeline.workers):
-        count = max(assign_rows(_find_sends(timeline, rank)), default=-1) + 1
-        named += [(rank * _ROOM + 1 + row, f"rank {rank} sends") for row in range(count)]
-
-    def note(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-        return {"ph": "M", "name": name, "pid": run, "tid": tid, "args": args}
-
-    events = [note("process_name", 0, {"name": f"{timeline.source} {timeline.name}"})]
-    for tid, name in sorted(named):
-        events.append(note("thread_name", tid, {"name": name}))
-        events.append(note("thread_sort_index", tid, {"sort_index": tid}))
-    return events
-
-
 _BESIDE = ("send", "step")
 """Kinds of spans that have rows of their own."""
 
@@ -55,17 +40,30 @@ _ROOM = 1000
 """Thread numbers reserved for each rank: its own, and those of its messages."""
 
 
-def _find_sends(timeline: Timeline, rank: int) -> list[Span]:
-    return sorted(
-        (span for span in timeline.spans if span.rank == rank and span.kind in _BESIDE), key=lambda s: s.start_s
-    )
+def _place_spans(timeline: Timeline) -> list[tuple[Span, int]]:
+    """Returns the thread of each span."""
+    placed = [(span, span.rank * _ROOM) for span in timeline.spans if span.kind not in _BESIDE]
+    for rank in range(timeline.workers):
+        beside = [span for span in timeline.spans if span.rank == rank and span.kind in _BESIDE]
+        beside.sort(key=lambda span: span.start_s)
+        rows = assign_rows(beside)
+        placed += [(span, rank * _ROOM + 1 + row) for span, row in zip(beside, rows, strict=True)]
+    return placed
 
 
-def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+def _name_threads(run: int, timeline: Timeline, threads: set[int]) -> list[dict[str, Any]]:
+    notes: list[tuple[str, int, dict[str, Any]]] = [("process_name", 0, {"name": f"{timeline.source} {timeline.name}"})]
+    for thread in sorted(threads.union(rank * _ROOM for rank in range(timeline.workers))):
+        rank, row = divmod(thread, _ROOM)
+        notes.append(("thread_name", thread, {"name": f"rank {rank} sends" if row else f"rank {rank}"}))
+        notes.append(("thread_sort_index", thread, {"sort_index": thread}))
+    return [{"ph": "M", "name": name, "pid": run, "tid": thread, "args": args} for name, thread, args in notes]
+
+
+def _write_spans(run: int, timeline: Timeline, placed: list[tuple[Span, int]]) -> list[dict[str, Any]]:
     versions_read = {(versions.stage, versions.microbatch): versions for versions in timeline.gradient_versions}
     events: list[dict[str, Any]] = []
-
-    def add(span: Span, tid: int) -> None:
+    for span, thread in placed:
         number = "update" if span.kind in ("U", "step") else "microbatch"
         args: dict[str, Any] = {"stage": span.stage, number: span.index}
         letter = span.kind if span.kind in WORK else {"step": "U"}.get(span.kind, ">")
@@ -80,20 +78,12 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
                 "name": span.kind if span.kind == "wait" else f"{span.stage}{letter}{span.index}",
                 "cat": SPAN_NAMES[span.kind] if span.kind in WORK else span.kind,
                 "pid": run,
-                "tid": tid,
+                "tid": thread,
                 "ts": _round_us(span.start_s),
                 "dur": max(0.0, round(_round_us(span.end_s) - _round_us(span.start_s), 3)),
                 "args": args,
             }
         )
-
-    for span in timeline.spans:
-        if span.kind not in _BESIDE:
-            add(span, span.rank * _ROOM)
-    for rank in range(timeline.workers):
-        sends = _find_sends(timeline, rank)
-        for span, row in zip(sends, assign_rows(sends), strict=True):
-            add(span, rank * _ROOM + 1 + row)
     return events
 
 
