@@ -62,15 +62,13 @@ def _verify(checkpoints: Iterable[Any], as_json: bool) -> None:
         try:
             with progress(f"reading {checkpoint}"):
                 manifest = verify_checkpoint(checkpoint)
+            results[str(checkpoint)] = None
+            state = f"intact, {len(manifest.tensors)} tensors, {format_bytes(sum(manifest.files.values()))}"
         except ArtifactError as error:
             results[str(checkpoint)] = str(error)
-            if not as_json:
-                print(f"{checkpoint}: damaged")
-            continue
-        results[str(checkpoint)] = None
+            state = "damaged"
         if not as_json:
-            size = format_bytes(sum(manifest.files.values()))
-            print(f"{checkpoint}: intact, {len(manifest.tensors)} tensors, {size}")
+            print(f"{checkpoint}: {state}")
     if as_json:
         print_json({"damage": results})
     if damage := [text for text in results.values() if text is not None]:

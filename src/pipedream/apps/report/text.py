@@ -37,16 +37,14 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
             one whose middle is in it.
         width: the most characters in a row; longer rows end in ``...``.
     """
-    return "\n".join(
-        (head + "".join(text for text, _ in pieces)).rstrip()
-        for head, pieces in _fill_rows(timeline, slot_s or choose_slot(timeline), width)
-    )
+    lines = grid_rich(timeline, slot_s=slot_s, width=width).plain.split("\n")
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def grid_rich(timeline: Timeline, *, width: int | None = None) -> Text:
+def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> Text:
     """Returns a `grid` in colour."""
     picture = Text(no_wrap=True)
-    for number, (head, pieces) in enumerate(_fill_rows(timeline, choose_slot(timeline), width)):
+    for number, (head, pieces) in enumerate(_fill_rows(timeline, slot_s or choose_slot(timeline), width)):
         picture.append("\n" if number else "").append(head, "dim" if not number else "bold")
         for text, colour in pieces:
             picture.append(text, TERMINAL.get(colour, "dim"))
