@@ -198,7 +198,7 @@ def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) 
 
 
 def test_hosts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = slow_links.Network(tuple(slow_links.Host(number, "10.0.0.1", None) for number in range(3)), ())  # type: ignore[arg-type]
+    network = slow_links.Network(tuple(slow_links.Host("10.0.0.1", None) for _ in range(3)), {})  # type: ignore[arg-type]
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert network.variables(1)["OMP_NUM_THREADS"] == "2"

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -56,27 +56,22 @@ class _Namespace:
         user = ("--user", "--preserve-credentials") if self.owned else ()
         return ("nsenter", f"--target={self.pid}", *user, *(("--net",) if net else ()))
 
-    def set(self, settings: Mapping[str, str]) -> None:
-        """Sets values of the kernel's net.ipv4 in this namespace."""
-        lines = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
-        done = subprocess.run((*self.enter(), "sh", "-ec", lines), capture_output=True, text=True)
-        if done.returncode:
-            raise PipelineError(f"{lines}: {done.stderr.strip()}")
-
     def batch(self, tool: str, lines: Sequence[str]) -> None:
-        """Runs lines of ``ip`` or ``tc`` here."""
-        done = subprocess.run(
-            (*self.enter(), tool, "-batch", "-"), input="\n".join(lines), capture_output=True, text=True
-        )
+        """Runs lines of ``ip``, ``tc`` or ``sh`` here."""
+        command = (*self.enter(), tool, *(("-e",) if tool == "sh" else ("-batch", "-")))
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
         if done.returncode:
             raise PipelineError(f"{tool} {lines[0]} ...: {done.stderr.strip()}")
+
+
+_End = tuple[_Namespace, str]
+"""An end of a cable: where, and the name of the interface."""
 
 
 @dataclass(frozen=True)
 class Host:
     """One host of a slow network: a namespace with one network interface, `LINK`, and a loopback."""
 
-    number: int
     address: str
     namespace: _Namespace
 
@@ -96,7 +91,7 @@ class Network:
     """
 
     hosts: tuple[Host, ...]
-    _ports: tuple[tuple[tuple[tuple[_Namespace, str], ...], ...], ...]  # level -> component -> its port's two ends
+    _ports: dict[tuple[int, int], tuple[_End, _End]]  # (level, component) -> the ends of its port
 
     def limit(self, bytes_per_s: float | None, *, level: int = 0, component: int | None = None) -> None:
         """Limits what components of a level send to others, and what they receive; None takes the limit away.
@@ -104,14 +99,14 @@ class Network:
         Args:
             component: one of the level's; by default all.
         """
-        chosen = range(len(self._ports[level])) if component is None else [component]
+        components = [number for at, number in self._ports if at == level]
+        size = len(self.hosts) // len(components)  # hosts in a component
         lines: dict[_Namespace, list[str]] = {}
-        for number in chosen:
-            size = len(self.hosts) // len(self._ports[level])  # hosts in a component
+        for number in components if component is None else [component]:
             inside = self.hosts[number * size : (number + 1) * size]
             leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
             arriving = [(other, host) for host, other in leaving]
-            for (namespace, device), pairs in zip(self._ports[level][number], (leaving, arriving), strict=True):
+            for (namespace, device), pairs in zip(self._ports[level, number], (leaving, arriving), strict=True):
                 rules = _write_rules(bytes_per_s, pairs) if bytes_per_s else ["qdisc replace dev {} root pfifo_fast"]
                 lines.setdefault(namespace, []).extend(rule.format(device) for rule in rules)
         for namespace, rules in lines.items():
@@ -290,10 +285,9 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
         for number in range(count)
         for line in (f"link add switch{level}.{number} type bridge", f"link set switch{level}.{number} {up}")
     ]
-    ports: list[tuple[tuple[tuple[_Namespace, str], ...], ...]] = []
+    ports: dict[tuple[int, int], tuple[_End, _End]] = {}
     hosts = []
     for level, count in enumerate(counts[:-1]):
-        ends: list[tuple[tuple[_Namespace, str], ...]] = []
         for number in range(count):
             switch, port, other = f"switch{level}.{number // widths[level]}", f"port{level}.{number}", LINK
             place = f"netns {namespaces[number].pid} "
@@ -302,8 +296,7 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
             lines += [f"link add {other} {place}type veth peer name {port}", f"link set {port} master {switch} {up}"]
             if level:
                 lines.append(f"link set {other} master switch{level - 1}.{number} {up}")
-            ends.append((((hub if level else namespaces[number]), other), (hub, port)))
-        ports.append(tuple(ends))
+            ports[level, number] = (hub if level else namespaces[number], other), (hub, port)
     hub.batch("ip", lines)
     if len(namespaces) > 2:
         up += f" gso_max_size {_PACKET_BYTES}"  # a queue lets a packet through whole, so they should not be joined
@@ -311,6 +304,6 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
         if len(namespaces) > 2:
-            namespace.set(_SOCKETS)
-        hosts.append(Host(number, address, namespace))
-    return Network(tuple(hosts), tuple(ports))
+            namespace.batch("sh", [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _SOCKETS.items()])
+        hosts.append(Host(address, namespace))
+    return Network(tuple(hosts), ports)

@@ -102,10 +102,7 @@ class OptionParser(TyperCommand):
     A positional file name that is a number must come before such an option.
     """
 
-    _LISTS: ClassVar = {
-        "--workers": r"[\d+]+(,[\d+]+)*",
-        "--bandwidth": rf"{_RATE}(,{_RATE})*",
-    }
+    _LISTS: ClassVar = {"--workers": r"[\d+]+(,[\d+]+)*", "--bandwidth": rf"{_RATE}(,{_RATE})*"}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Writes the option's name before each of its values. Raises a PlanError for what is retired."""

@@ -150,10 +150,7 @@ def check_resumes(training: Training, folder: Path) -> Trained:
     return whole
 
 
-def check_encoding(
-    encoding: str,
-    rounding: Rounding,
-) -> None:
+def check_encoding(encoding: str, rounding: Rounding) -> None:
     """Checks messages: they round as they should, and send the bytes that plans count.
 
     Args:
