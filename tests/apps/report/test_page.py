@@ -111,7 +111,6 @@ def test_it_says_what_ranks_waited_for() -> None:
         "waiting for inputs, before 1F0, 3.00 s",
         "waiting for gradients, before 0B0, 1.00 s",
         "waiting, 1.00 s",  # no op follows
-        "Until the first forward, 2.00 s, stage 0 opened the loader and made a batch.",
     ):
         assert words in text
     weights = replace(run, spans=(Span(0, "wait", 0, 5, 0.0, 1.0), Span(0, "F", 0, 0, 1.0, 2.0)))

@@ -8,9 +8,8 @@ import typer
 
 from pipedream import schedules
 from pipedream.apps.cli import options as common
-from pipedream.apps.cli.printing import print_grid, print_length
 from pipedream.apps.report.svg import save_picture, timeline_svg
-from pipedream.apps.report.text import grid, schedule_table
+from pipedream.apps.report.text import grid, print_grid, schedule_table
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
@@ -120,7 +119,8 @@ def show(
         common.print_json(report if checked is None else report | {"claims": encode(checked)})
     else:
         print_grid(timeline)
-        print_length(run, microbatches, minibatches)
+        if run.microbatches != (microbatches or 1) * (minibatches or 1):
+            print(run)
         if program:
             print(f"\n{lowered}\n")
             _explain_instructions(lowered)

@@ -6,14 +6,15 @@ from typing import Any
 
 from pipedream import metrics, schedules
 from pipedream.apps.cli import options as common
-from pipedream.apps.cli.printing import print_chunks, print_grid, print_length
 from pipedream.apps.report.charts import methods_svg
 from pipedream.apps.report.svg import save_picture, timeline_svg
+from pipedream.apps.report.text import print_grid
 from pipedream.apps.report.trace import save_trace
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, argument, option
 from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_seconds
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import compare_methods, share_model, simulate as simulated
@@ -136,10 +137,22 @@ def simulate(
         common.print_json(_summarize(run, run_metrics))
         return
     print(run_metrics)
-    print_length(run, microbatches, minibatches)
-    print_chunks(run)
+    if run.microbatches != (microbatches or 1) * (minibatches or 1):
+        print(run)
+    _print_chunks(run)
     if picture:
         print_grid(timeline)
+
+
+def _print_chunks(run: schedules.Run) -> None:
+    """Prints how many stages the workers have, for methods that give a worker several."""
+    plan = run.schedule.plan
+    if schedules.is_schedule_file(run.schedule.name) or schedules.stage_order_of(run.schedule.name) is None:
+        return
+    chunks = sum(plan.replicas) / plan.workers
+    seconds = sorted({round(stage.forward_s + stage.backward_s, 12) for stage in plan.stages})
+    words = " to ".join(map(format_seconds, dict.fromkeys((seconds[0], seconds[-1]))))
+    print(f"each worker has {chunks:g} stage{'' if chunks == 1 else 's'} of {words} per microbatch")
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:

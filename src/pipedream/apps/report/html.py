@@ -159,15 +159,6 @@ def _explain_waits(measured: Timeline | None) -> str:
     return f"What the ranks waited for, of all their waiting: {', '.join(shares)}." if total else ""
 
 
-def _explain_start(measured: Timeline) -> str:
-    """Says what a rank of the input stage did before the first forward, which no op records."""
-    starts = [span.start_s for span in measured.spans if span.kind == "F" and span.stage == 0]
-    idle_s = min(starts, default=0.0) - min((span.start_s for span in measured.spans), default=0.0)
-    if idle_s <= 0:
-        return ""
-    return f"<p>Until the first forward, {format_seconds(idle_s)}, stage 0 opened the loader and made a batch.</p>"
-
-
 def _format_metric(name: str, value: Any) -> str:
     if value is None:
         return tables.NOTHING
@@ -187,7 +178,6 @@ def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> st
         present = [(word, t, window) for word, t, window in shown if window is not None]
         if present:
             boxes.append(_draw_box(name, present))
-    boxes += [_explain_start(begin)] if begin is not None else []
     return tables.section("Timelines", "".join(boxes))
 
 

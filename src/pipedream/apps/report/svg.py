@@ -309,16 +309,12 @@ def save_picture(picture: str, path: str | os.PathLike[str]) -> Path:
         PlanError: see `check_picture`.
         ArtifactError: it cannot be written.
     """
-    path = check_picture(path)
-    data = picture.encode()
-    if path.suffix.lower() == ".pdf":
+    path, data = check_picture(path), picture.encode()
+    if path.suffix.lower() in (".pdf", ".png"):
         import cairosvg
 
-        data = cairosvg.svg2pdf(bytestring=data)
-    elif path.suffix.lower() == ".png":
-        import cairosvg
-
-        data = cairosvg.svg2png(bytestring=data, scale=_PNG_SCALE)
+        is_pdf = path.suffix.lower() == ".pdf"
+        data = cairosvg.svg2pdf(data) if is_pdf else cairosvg.svg2png(data, scale=_PNG_SCALE)
     with new_file(path) as scratch:
         scratch.write_bytes(data)
     return path

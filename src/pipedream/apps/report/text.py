@@ -8,6 +8,7 @@ A letter and a number are an op and its microbatch, ``==`` continues the op befo
 an op is an update shorter than a column. The docstrings of the schedules use the same notation.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
@@ -15,6 +16,7 @@ from math import ceil
 from statistics import median
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from pipedream.apps.report.style import TERMINAL, colour_class, time_unit
@@ -49,6 +51,13 @@ def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | N
         for text, colour in pieces:
             picture.append(text, TERMINAL.get(colour, "dim"))
     return picture
+
+
+def print_grid(timeline: Timeline) -> None:
+    """Draws a timeline, at most as wide as the terminal."""
+    width = Console().width if sys.stdout.isatty() else None
+    console = Console(highlight=False, width=10_000 if width is None else None)
+    console.print(grid_rich(timeline, width=width), soft_wrap=True)
 
 
 def choose_slot(timeline: Timeline) -> float:
