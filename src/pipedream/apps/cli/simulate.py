@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipedream import metrics, schedules
 from pipedream.apps.cli import options as common
@@ -134,7 +133,11 @@ def simulate(
         save_trace(timeline, trace)
     run_metrics = metrics.run_metrics(timeline)
     if as_json:
-        common.print_json(_summarize(run, run_metrics))
+        ranks = ("busy_s", "peak_in_flight", "peak_versions", "peak_bytes", "staleness")
+        summary = encode_attributes(run_metrics, "makespan_s", "bubble", "throughput_per_s")
+        summary |= {"per_rank": [encode_attributes(row, *ranks) for row in run_metrics.per_rank]}
+        lengths = {"microbatches": run.schedule.microbatches, "minibatches": run.minibatches}
+        common.print_json(lengths | summary)
         return
     print(run_metrics)
     if run.microbatches != (microbatches or 1) * (minibatches or 1):
@@ -153,16 +156,6 @@ def _print_chunks(run: schedules.Run) -> None:
     seconds = sorted({round(stage.forward_s + stage.backward_s, 12) for stage in plan.stages})
     words = " to ".join(map(format_seconds, dict.fromkeys((seconds[0], seconds[-1]))))
     print(f"each worker has {chunks:g} stage{'' if chunks == 1 else 's'} of {words} per microbatch")
-
-
-def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:
-    ranks = ("busy_s", "peak_in_flight", "peak_versions", "peak_bytes", "staleness")
-    return {
-        "microbatches": run.schedule.microbatches,
-        "minibatches": run.minibatches,
-        **encode_attributes(run_metrics, "makespan_s", "bubble", "throughput_per_s"),
-        "per_rank": [encode_attributes(row, *ranks) for row in run_metrics.per_rank],
-    }
 
 
 def _parse_slow(text: str) -> tuple[int, float]:

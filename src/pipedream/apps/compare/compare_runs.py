@@ -183,7 +183,17 @@ def run_job(kind: str, recipe: str, options: dict[str, Any]) -> None:
 def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float) -> dict[str, str]:
     """Trains as torch does, in the loop of ``pipedream train``; returns the files of its run folder: name -> text."""
     plan, recipe = Plan.load(options["plan"]), task.recipe
-    rival: Any = _make_rival(kind, task._replace(parts=plan.microbatches), plan, options.get("accumulated", 1))
+    task = task._replace(parts=plan.microbatches)
+    rival: Any
+    if kind == "1f1b":
+        captured = capture_recipe(recipe, device=str(task.device))
+        if captured.model is not None:
+            raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
+        rival = OneFOneB(task, [captured.stage(stage.first, stage.last) for stage in plan.stages])
+    elif kind == "ddp":
+        rival = DataParallel(task, options.get("accumulated", 1), str(plan.choices.sums))
+    else:
+        rival = PlainLoop(task)
     loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(open_store(""), 0, 0), began_s)
     if loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
         raise KeyboardInterrupt
@@ -201,15 +211,6 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
     numbers, losses = zip(*loop.losses, strict=True)
     rows = json.dumps(list(zip(numbers, rival.sum_over_workers(losses), strict=True)))
     return {"plan.json": plan.to_json(), "losses.json": rows, "summary.json": json.dumps(summary, indent=1)}
-
-
-def _make_rival(kind: str, task: Task, plan: Plan, accumulated: int) -> PlainLoop:
-    if kind != "1f1b":
-        return PlainLoop(task) if kind == "plain" else DataParallel(task, accumulated, str(plan.choices.sums))
-    captured = capture_recipe(task.recipe, device=str(task.device))
-    if captured.model is not None:
-        raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
-    return OneFOneB(task, [captured.stage(stage.first, stage.last) for stage in plan.stages])
 
 
 if __name__ == "__main__":

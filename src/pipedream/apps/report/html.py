@@ -64,7 +64,11 @@ def page(
         + "</div>",
     ]
     body = "\n".join(part for part in sections if part)
-    return tables.document(heading, _write_subtitle(summary, plan), f"{body}\n")
+    facts = {name: summary.get(name) for name in ("workers", "epochs", "seed")}
+    facts["recipe sha256"] = summary.get("recipe_sha256")
+    words = [] if plan is None else [f"plan {plan.config}, depth {plan.depth_mode}"]
+    words += [f"{name} {value}" for name, value in facts.items() if value is not None]
+    return tables.document(heading, " \u00b7 ".join(words), f"{body}\n")
 
 
 def _draw_results(summary: Mapping[str, Any], plan: Plan | None, profile: Profile | None) -> Iterator[str]:
@@ -88,15 +92,6 @@ def _draw_results(summary: Mapping[str, Any], plan: Plan | None, profile: Profil
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
     """Writes a `page` to a file, atomically. Returns the path."""
     return write_text(path, page(summary, **parts))
-
-
-def _write_subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
-    facts = {name: summary.get(name) for name in ("workers", "epochs", "seed")}
-    facts["recipe sha256"] = summary.get("recipe_sha256")
-    words = [f"{name} {value}" for name, value in facts.items() if value is not None]
-    if plan is not None:
-        words.insert(0, f"plan {plan.config}, depth {plan.depth_mode}")
-    return " \u00b7 ".join(words)
 
 
 def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -164,16 +164,6 @@ class TrainingLoop:
         """Returns all losses, including those of drained minibatches that the loop has yet to receive."""
         return [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
 
-    def _make_extra(self) -> dict[str, Any]:
-        now_s = time.perf_counter()
-        return {
-            "seconds": now_s - self.began_s,
-            "train_seconds": now_s - self._train_began_s,
-            "evaluations": self.evaluations,
-            "seconds_to_target": self.seconds_to_target,
-            "samples_per_s": self.samples_per_s,
-        }
-
     def _save_and_measure(self) -> None:
         assert self._cost is not None
         begin_s = time.perf_counter() - self._paused_s
@@ -183,8 +173,10 @@ class TrainingLoop:
         self._cost.note_checkpoint(begin_s, copy_s, time.perf_counter() - self._paused_s)
 
     def _save(self, *, wait: bool = False) -> None:
-        folder, keep = self.checkpoints.folder, self.checkpoints.keep
-        self.pipeline.save(folder, keep=keep, wait=wait, extra=self._make_extra())
+        now_s = time.perf_counter()
+        extra = {"seconds": now_s - self.began_s, "train_seconds": now_s - self._train_began_s}
+        extra |= {name: getattr(self, name) for name in ("evaluations", "seconds_to_target", "samples_per_s")}
+        self.pipeline.save(self.checkpoints.folder, keep=self.checkpoints.keep, wait=wait, extra=extra)
         if self.pipeline.rank == 0:
             losses = self.list_losses()
             try:
