@@ -164,27 +164,23 @@ def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
         sources = stage.get("collectives") or {}
         predicted, number = sources.get("predicted"), amount(stage.get("stage"))
         for name, measured in (sources.get("measured") or {}).items() if number not in shown else ():
-            sides = [_sum_by_kind((predicted or {}).get(name, ())), _sum_by_kind(measured)]
-            for key in sorted({*sides[0], *sides[1]}):
-                (count, total), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
-                cells = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(total))
-                numbers = (cells[0], str(measured_count), cells[1], format_bytes(measured_size))
-                rows.append((number, *map(amount, (stage.get("mesh"), name, *key)), *numbers))
+            sides = [
+                {(row.get("kind"), row.get("over"), row.get("of_weights")): row for row in side}
+                for side in ((predicted or {}).get(name, ()), measured)
+            ]
+            for kind, over, of_weights in sides[0] | sides[1]:
+                cells = [side.get((kind, over, of_weights), {}) for side in sides]
+                counts = [str(cell.get("count", 0)) for cell in cells]
+                sizes = [format_bytes(cell.get("size_bytes", 0)) for cell in cells]
+                if predicted is None:
+                    counts[0] = sizes[0] = NOTHING
+                what = f"{kind} of weights" if of_weights else kind
+                rows.append((number, *map(amount, (stage.get("mesh"), name, what, over)), *counts, *sizes))
         shown.add(number)
     if not rows:
         return ""
     heads = ("stage", "mesh", "of", "collective", "over", "predicted", "measured", "predicted", "measured")
     return table("Collectives of a microbatch and an update: number and bytes at a rank", heads, rows, words=5)
-
-
-def _sum_by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns (kind, dimension) -> number and bytes."""
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for row in rows:
-        key = str(row.get("kind", "")), str(row.get("over", ""))
-        count, total = totals.get(key, (0, 0))
-        totals[key] = count + row.get("count", 0), total + row.get("size_bytes", 0)
-    return totals
 
 
 def size(value: Any) -> str:
