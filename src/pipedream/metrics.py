@@ -72,11 +72,13 @@ class Metrics(Tabular, Artifact):
             f"{self.name}, {self.source}: {format_seconds(self.makespan_s)}, bubble {self.bubble:.1%}, "
             f"{format_number(self.throughput_per_s)} microbatches/s, {format_number(self.samples_per_s)} samples/s"
         )
-        rows = [("rank", "busy", "share", "waits", "sends", "in flight", "versions", "staleness", "peak")]
+        rows: list[tuple[str, ...]] = [
+            ("rank", "busy", "share", "waits", "sends", "in flight", "versions", "staleness", "peak")
+        ]
         for rank, (row, share) in enumerate(zip(self.per_rank, self.busy_shares, strict=True)):
             peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
             busy, waits, sends = map(format_seconds, (row.busy_s, row.wait_s, row.send_s))
-            counts = str(row.peak_in_flight), _format_count(row.peak_versions), _format_count(row.staleness)
+            counts = map(format_number, (row.peak_in_flight, row.peak_versions, row.staleness))
             rows.append((str(rank), busy, f"{share:.1%}", waits, sends, *counts, peak))
         return f"{head}\n{align(rows, 'r')}"
 
@@ -237,7 +239,3 @@ def _count_in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collectio
             elsewhere[stage, minibatch] = elsewhere.get((stage, minibatch), 0) + 1
         peak = max(peak, count + (stage in apart and kind != "F"))
     return peak
-
-
-def _format_count(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -44,9 +44,12 @@ def curve_svg(
     """
     several = isinstance(points, Mapping)
     curves = {name: list(curve) for name, curve in (points.items() if isinstance(points, Mapping) else [("", points)])}
-    all_points = [point for curve in curves.values() for point in curve]
-    means = {name: _average(curve) for name, curve in curves.items()} if several else {}
-    shown = sorted(point for curve in means.values() for point in curve) if several else _keep_finite(all_points)
+    finite = {
+        name: sorted(point for point in curve if all(map(math.isfinite, point))) for name, curve in curves.items()
+    }
+    groups = {name: average_neighbours(curve, _MAX_POINTS_OF_SEVERAL) for name, curve in finite.items()}
+    means = {name: [(x, mean) for x, _, mean, _ in curve] for name, curve in groups.items()}
+    shown = sorted(point for curve in (means if several else finite).values() for point in curve)
     top = 46.0 if title else 20.0
     right, bottom = width_px - (_NAMES if several else _RIGHT), height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
@@ -92,19 +95,11 @@ def curve_svg(
         parts.append(
             text(width_px / 2, (top + bottom) / 2, f"no {y_label} was recorded", colour="faint", anchor="middle")
         )
-    missing = len(all_points) - len(_keep_finite(all_points))
+    missing = sum(len(curve) - len(finite[name]) for name, curve in curves.items())
     note = f"{x_label} ({missing} not finite left out)" if missing else x_label
     parts.append(text((_LEFT + right) / 2, height_px - 8, note, colour="faint", anchor="middle"))
     parts.append(text(8, top - 9, y_label, colour="faint"))
     return frame("".join(parts), width_px, height_px, title or f"{y_label} over {x_label}", standalone)
-
-
-def _keep_finite(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    return sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
-
-
-def _average(curve: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, mean) for x, _, mean, _ in average_neighbours(_keep_finite(curve), _MAX_POINTS_OF_SEVERAL)]
 
 
 def average_neighbours(

@@ -163,17 +163,16 @@ def _format_metric(name: str, value: Any) -> str:
 
 def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
     """Draws middle and start of the run; predicted above measured, on one scale of time."""
-    if not runs:
-        return ""
-    boxes = []
-    steady = [(word, t, middle_window(t, _count_shown(t), drains)) for word, t in runs]
-    first = [(word, begin if begin is not None and word == "measured" else t) for word, t in runs]
-    start = [(word, t, start_window(t, _count_shown(t))) for word, t in first]
-    for name, shown in (("In the middle of the run", steady), ("At the start", start)):
-        present = [(word, t, window) for word, t, window in shown if window is not None]
-        if present:
-            boxes.append(_draw_box(name, present))
-    return tables.section("Timelines", "".join(boxes))
+    first = [(word, begin if begin is not None and word == "measured" else run) for word, run in runs]
+    parts = {
+        "In the middle of the run": [(word, run, middle_window(run, _count_shown(run), drains)) for word, run in runs],
+        "At the start": [(word, run, start_window(run, _count_shown(run))) for word, run in first],
+    }
+    boxes = ""
+    for name, windows in parts.items():
+        if shown := [(word, run, window) for word, run, window in windows if window is not None]:
+            boxes += _draw_box(name, shown)
+    return tables.section("Timelines", boxes)
 
 
 def _count_shown(timeline: Timeline) -> int:

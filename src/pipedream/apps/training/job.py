@@ -62,13 +62,8 @@ class Process:
     @property
     def shares_cores(self) -> str:
         """Says how many workers share how many cores; '' if each has its own, or a GPU."""
-        cores, workers = os.cpu_count() or 1, self.local_count
+        cores, workers = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
         return f"{workers} workers share {cores} cores" if workers > cores and self.device.type == "cpu" else ""
-
-    @property
-    def local_count(self) -> int:
-        """Processes on this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
 
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:
@@ -230,11 +225,10 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     if plan is None:
         check_activations(choices, process.device.type, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
+        profiled = set() if profile is None else {rank.mesh for rank in profile.ranks}
+        has_meshes = profiled.issuperset(meshes)
         if options.mesh == AUTO:
-            meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}"
-            has_meshes = profile is not None and bool(profile.ranks)
-        else:
-            has_meshes = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
+            meshes, has_meshes = f"{AUTO}:{min(max(job.workers, 2), MAX_RANKS)}", bool(profiled)
         if profile is None or not has_meshes:
             with blaming("the recipe failed while its model was profiled on its first batch"):
                 profile = profile_recipe(
