@@ -80,15 +80,12 @@ def emulate(
                 for done in pipeline.train(make_emulated_batches(pipeline, minibatches)):
                     losses.append((done.number, done.loss))
                     advance()
-            slowness, measured = run_folder.gather_slowness(begin_times), pipeline.timeline()
-            sent, rates, drains = pipeline.sent_bytes(), pipeline.learning_rates(), pipeline.drains
-        steady = run_folder.cut_last_segment(measured, drains)
-        dilated = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
-        count = max(steady.microbatches, 4 * pipeline.program.cycle * max(scaled.in_flight))
-        predicted = simulate_program(replace(pipeline.program, plan=dilated), count)
-        summary = run_folder.summarise(
-            plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
-        )
+            slowness, measured, drains = run_folder.gather_slowness(begin_times), pipeline.timeline(), pipeline.drains
+            steady = run_folder.cut_last_segment(measured, drains)
+            dilated = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
+            count = max(steady.microbatches, 4 * pipeline.program.cycle * max(scaled.in_flight))
+            predicted = simulate_program(replace(pipeline.program, plan=dilated), count)
+            summary = run_folder.summarise(pipeline, scaled, predicted, steady)
         summary |= {
             "recipe": f"emulation of {plan.model or 'a plan'}",
             "emulated": True,

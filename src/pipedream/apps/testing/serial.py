@@ -108,12 +108,12 @@ class Loop:
             versions = stage.copy_of(k).versions
             read = versions[reads.forward(s, k)]
             stage.taken_at = read.weights
-            old |= read.predict(reads.by, reads.ahead(s))
+            old |= read.predict(reads.ahead(s))
             buffers |= stage.buffers_of(k)
             if reads.backward is not None and reads.rule != "stash":
                 v = reads.backward(s, k)
                 share = 0.0 if reads.share is None else reads.share ** (v - reads.forward(s, k))
-                newer = versions[v].predict(reads.by, reads.back(s))
+                newer = versions[v].predict(reads.back(s))
                 new |= {name: (1 - share) * w + share * read.weights[name] for name, w in newer.items()}
         slopes = self.passes.differentiate(batch, number, old, new, buffers, reads.rule, self._method.rounds)
         for stage in self._stages:

@@ -16,13 +16,13 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 @dataclass
 class Version:
-    """A stage's weights after an update, and what one update more is expected to add to them, by each way."""
+    """A stage's weights after an update, and what one update more is expected to add to them."""
 
     weights: Values
-    added: dict[str, Values] = field(default_factory=dict)
+    added: Values = field(default_factory=dict)
 
-    def predict(self, by: str, horizon: float) -> Values:
-        added = self.added.get(by, {}) if horizon else {}
+    def predict(self, horizon: float) -> Values:
+        added = self.added if horizon else {}
         return {name: w + horizon * added[name] if name in added else w for name, w in self.weights.items()}
 
 
@@ -44,18 +44,17 @@ class Copy:
         if self._predicted_by != (by, gamma):
             self._predicted_by, self.versions[-1].added = (by, gamma), {}
         if by == "velocity":
-            self.versions[-1].added[by] = self._find_velocity(coming)
+            self.versions[-1].added = self._find_velocity(coming)
 
     def finish_update(self, coming: list[float]) -> None:
         """Takes what forwards read from now on as a version; `coming` are the groups' next rates."""
         old, new = self.versions[-1], Version(copy_values(self.newest))
         by, gamma = self._predicted_by
         if by == "velocity":
-            new.added[by] = self._find_velocity(coming)
+            new.added = self._find_velocity(coming)
         elif by:
             changes = {name: self.newest[name] - w for name, w in old.weights.items()}
-            before = old.added.get(by, {})
-            new.added[by] = {n: gamma * before.get(n, 0.0) + (1 - gamma) * d for n, d in changes.items()}
+            new.added = {n: gamma * old.added.get(n, 0.0) + (1 - gamma) * d for n, d in changes.items()}
         self.versions.append(new)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:

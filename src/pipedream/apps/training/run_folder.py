@@ -28,10 +28,10 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.extensions import list_offers
-from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.weights.files import save_weights
@@ -64,27 +64,21 @@ def cut_last_segment(measured: Timeline, drains: list[int]) -> Timeline:
 
 
 def summarise(
-    *,
+    pipeline: Pipeline,
     plan: Plan,
     predicted: Timeline,
     measured: Timeline,
-    sent_bytes: Mapping[int, int],
-    learning_rates: Sequence[float],
-    samples_per_s: Sequence[float],
-    collectives: Sequence[StageCollectives | None] = (),
+    samples_per_s: Sequence[float] = (),
     predicted_slowed: Timeline | None = None,
 ) -> dict[str, Any]:
-    """Returns what timelines contribute to a summary: stages, throughput, bubble, memory.
+    """Returns what timelines contribute to a summary: stages, throughput, bubble, memory. Every rank calls it.
 
     Args:
         predicted, measured: the same part of the run.
-        sent_bytes: by rank, over the whole run.
-        learning_rates: those of the stages.
         samples_per_s: rates of the epochs; their median is the throughput, or the timeline's if there are none.
-        collectives: those of the stages (`Pipeline.collectives`).
         predicted_slowed: on the cores that other work left.
     """
-    exchanges = dict(enumerate(collectives))
+    sent_bytes, learning_rates, exchanges = pipeline.sent_bytes(), pipeline.learning_rates(), pipeline.collectives()
     expected, actual = measure_steady(predicted), measure_steady(measured)
     stages = []
     placement, predicted_bytes = plan.placement, plan.worker_bytes
@@ -97,7 +91,7 @@ def summarise(
                     "layers": list(stage.names),
                     "mesh": stage.mesh,
                     "layout": stage.layout,
-                    "collectives": encode(exchanges.get(index)),
+                    "collectives": encode(exchanges[index]),
                     "learning_rate": learning_rates[index],
                     **_list_shares(actual, rank, ""),
                     **_list_shares(expected, rank, "predicted_"),
@@ -158,8 +152,7 @@ def list_phase_figures(
                 "microbatches": timeline.minibatch_microbatches,
                 "begin": trained[number][0],
                 "end": trained[number][1],
-                "samples_per_s": None if figures is None else figures.samples_per_s,
-                "bubble": None if figures is None else figures.bubble,
+                **{name: getattr(figures, name, None) for name in ("samples_per_s", "bubble")},
             }
         )
     return rows

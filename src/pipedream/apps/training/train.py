@@ -200,16 +200,8 @@ def _collect_files(
     if len(slowness) != plan.workers:  # all workers in a process, or several processes each
         slowness = [max(slowness)] * plan.workers
     predicted = simulate()
-    summary = run_folder.summarise(
-        plan=plan,
-        predicted=predicted,
-        predicted_slowed=simulate(slow=dict(enumerate(slowness))) if max(slowness) > MUCH_SLOWER else None,
-        measured=steady,
-        sent_bytes=pipeline.sent_bytes(),
-        learning_rates=pipeline.learning_rates(),
-        samples_per_s=loop.samples_per_s,
-        collectives=pipeline.collectives(),
-    )
+    slowed = simulate(slow=dict(enumerate(slowness))) if max(slowness) > MUCH_SLOWER else None
+    summary = run_folder.summarise(pipeline, plan, predicted, steady, loop.samples_per_s, slowed)
     phases = phases_text(pipeline.phases) if job.phases else None
     summary |= loop.list_figures() | {
         "slowness": max(slowness),
