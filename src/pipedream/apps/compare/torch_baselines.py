@@ -70,8 +70,8 @@ class PlainLoop:
     def __init__(
         self, task: Task, module: Any = None, named_parameters: list[tuple[str, nn.Parameter]] | None = None
     ) -> None:
-        self.recipe, self.rank, self.workers, self.device, self.parts = task
-        recipe = self.recipe
+        recipe, self.rank, self.workers, self.device, self.parts = task
+        self.recipe = recipe
         if refused := [name for name in ("grad_scaler", "ema") if getattr(recipe, name) is not None]:
             raise RecipeError(f"the recipe has {' and '.join(refused)}, which this comparison runs in pipelines only")
         self.loss = Loss(recipe.loss, recipe.weight)
