@@ -197,13 +197,13 @@ def test_what_waits_elsewhere_is_not_in_the_workers_memory(waits: bool) -> None:
 
 @pytest.mark.usefixtures("on_cpus")
 def test_only_the_stages_of_the_plan_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, packing = [], offload.Offload.packing
+    stages, packing = [], offload.OffloadedStage.packing
 
-    def watch(self: offload.Offload, stage: int, *arguments: Any) -> Any:
-        stages.extend([stage] * self.moves(stage))
-        return packing(self, stage, *arguments)
+    def watch(self: offload.OffloadedStage, *arguments: Any) -> Any:
+        stages.append(self._stage)
+        return packing(self, *arguments)
 
-    monkeypatch.setattr(offload.Offload, "packing", watch)
+    monkeypatch.setattr(offload.OffloadedStage, "packing", watch)
     plan = stages_of((1, 1, 1)).choosing(activations="host")
     plan = replace(plan, stages=tuple(replace(row, offload=at == 1) for at, row in enumerate(plan.stages)))
     train_offloaded(None, nn.Sequential(*make_linears(3)), plan)

@@ -7,8 +7,8 @@ forward move first, because they are needed last.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -57,12 +57,10 @@ class _Pass(NamedTuple):
 
 
 class Offload:
-    """Offloads the saved tensors of one rank's forwards in a program.
-
-    Lifecycle: `begin` a stream; then `packing` around each forward, `begin_backward` and
-    `end_backward` around each backward; `close`.
+    """What the offloaded stages of one rank share in a program: a mover, and the order in which blocks are needed.
 
     Attributes:
+        blocks: (stage, microbatch) -> what its forward has saved.
         moved_bytes: all bytes moved so far.
     """
 
@@ -70,13 +68,17 @@ class Offload:
         self._rank = rank
         self._device = device
         self._program = program
-        rows = enumerate(program.plan.stages if program.plan.choices.activations else ())
-        self._stages = frozenset(s for s, stage in rows if stage.offload)
         self._mover: BlockMover | None = None
-        self._blocks: dict[tuple[int, int], list[Block]] = {}
-        self._windows: dict[int, int] = {}
+        self.blocks: dict[tuple[int, int], list[Block]] = {}
         self.moved_bytes = 0
         self.begin()
+
+    @property
+    def mover(self) -> BlockMover:
+        """The mover, whose threads begin with the first forward."""
+        if self._mover is None:
+            self._mover = BlockMover(self._device, self._choose_to_load)
+        return self._mover
 
     def begin(self) -> None:
         """Begins a stream, at a drain."""
@@ -87,64 +89,31 @@ class Offload:
             self._to_load: list[Block] = []
 
     def _list_passes(self) -> Iterator[_Pass]:
-        for instruction in self._program.stream(self._rank):
-            if isinstance(instruction, Op) and instruction.kind in _BACKWARDS and self.moves(instruction.stage):
-                yield _Pass(instruction.kind, instruction.stage, instruction.index)
+        ops = (item for item in self._program.stream(self._rank) if isinstance(item, Op) and item.kind in _BACKWARDS)
+        for kind, stage, index, _ in ops:
+            if self._program.plan.stages[stage].offload:
+                yield _Pass(kind, stage, index)
 
-    def moves(self, stage: int) -> bool:
-        return stage in self._stages
-
-    @contextmanager
-    def packing(self, stage: int, index: int, resident: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
-        """Context of a forward.
-
-        Args:
-            resident: yields tensors that stay anyway: weights, buffers, inputs.
-        """
-        if not self.moves(stage):
-            yield
-            return
-        mover = self._mover = self._mover or BlockMover(self._device, self._choose_to_load)
-        forward = _SavedTensorPacker(
-            mover,
-            {tensor.untyped_storage()._cdata for tensor in resident() if tensor.layout is torch.strided},
-            self._device,
-            self._windows.get(stage, 0),
-        )
-        with HooksOutsideFunc(forward.pack, unpack):
-            yield
-        self._windows[stage] = forward.window_bytes
-        self.moved_bytes += forward.moved_bytes
-        with mover.lock:
-            mover.flush()
-            self._blocks[stage, index] = forward.blocks
-            mover.wake_threads()
-
-    def begin_backward(self, kind: Kind, stage: int, index: int) -> None:
-        if not self.moves(stage) or self._mover is None:
-            return
-        running = _Pass(kind, stage, index)
-        with self._mover.lock:
+    def begin_backward(self, running: _Pass) -> None:
+        with self.mover.lock:
             while (self._upcoming.popleft() if self._upcoming else next(self._order)) != running:
                 pass  # a drain leaves this one out
             self._position = 0
-            self._to_load = list(self._blocks.get((stage, index), ()))
-            self._mover.is_last_pass = kind is not Kind.INPUT_GRADIENT
-            self._mover.wake_threads()
+            self._to_load = list(self.blocks.get((running.stage, running.microbatch), ()))
+            self.mover.is_last_pass = running.kind is not Kind.INPUT_GRADIENT
+            self.mover.wake_threads()
 
     def end_backward(self, stage: int, index: int) -> None:
         """Frees what the backward needed; after its first half, sends it away again for the second."""
-        if not self.moves(stage) or self._mover is None:
-            return
-        with self._mover.lock:
-            blocks = self._blocks.get((stage, index), [])
-            if not self._mover.is_last_pass:
+        with self.mover.lock:
+            blocks = self.blocks.get((stage, index), [])
+            if not self.mover.is_last_pass:
                 for block in blocks:
-                    self._mover.send_away(block)
+                    self.mover.send_away(block)
                 return
-            self._blocks.pop((stage, index), None)
+            self.blocks.pop((stage, index), None)
             for block in blocks:
-                self._mover.drop(block)
+                self.mover.drop(block)
                 block.unpacks_left = 0
 
     def _choose_to_load(self) -> Block | None:
@@ -156,9 +125,9 @@ class Offload:
             if self._position == len(self._upcoming):
                 self._upcoming.append(next(self._order))
             next_pass = self._upcoming[self._position]
-            if (next_pass.stage, next_pass.microbatch) not in self._blocks:  # its forward has not ended
+            if (next_pass.stage, next_pass.microbatch) not in self.blocks:  # its forward has not ended
                 return None
-            self._to_load = list(self._blocks[next_pass.stage, next_pass.microbatch])
+            self._to_load = list(self.blocks[next_pass.stage, next_pass.microbatch])
             self._position += 1
 
     def close(self) -> None:
@@ -166,7 +135,7 @@ class Offload:
         if self._mover is not None:
             self._mover.close()
             self._mover = None
-        self._blocks.clear()
+        self.blocks.clear()
 
 
 class OffloadedStage(StagePart):
@@ -174,9 +143,11 @@ class OffloadedStage(StagePart):
 
     task = Task.OFFLOAD
 
-    def __init__(self, offload: Offload, stage: int) -> None:
+    def __init__(self, offload: Offload, stage: int, device: torch.device) -> None:
         self._offload = offload
         self._stage = stage
+        self._device = device
+        self._window_bytes = 0
 
     @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
@@ -184,16 +155,27 @@ class OffloadedStage(StagePart):
             return None
         if cls not in facts.shared:
             facts.shared[cls] = Offload(facts.rank, facts.module.device, program)
-        return cls(facts.shared[cls], facts.stage)
+        return cls(facts.shared[cls], facts.stage, facts.module.device)
+
+    @contextmanager
+    def packing(self, index: int, resident: Resident) -> Iterator[None]:
+        offload, mover = self._offload, self._offload.mover
+        resident_storages = {t.untyped_storage()._cdata for t in resident() if t.layout is torch.strided}
+        forward = _SavedTensorPacker(mover, resident_storages, self._device, self._window_bytes)
+        with HooksOutsideFunc(forward.pack, unpack):
+            yield
+        self._window_bytes = forward.window_bytes
+        offload.moved_bytes += forward.moved_bytes
+        with mover.lock:
+            mover.flush()
+            offload.blocks[self._stage, index] = forward.blocks
+            mover.wake_threads()
 
     def begin(self) -> None:
         self._offload.begin()
 
-    def packing(self, index: int, resident: Resident) -> AbstractContextManager[None]:
-        return self._offload.packing(self._stage, index, resident)
-
     def begin_backward(self, kind: Kind, index: int) -> None:
-        self._offload.begin_backward(kind, self._stage, index)
+        self._offload.begin_backward(_Pass(kind, self._stage, index))
 
     def end_backward(self, index: int) -> None:
         self._offload.end_backward(self._stage, index)
