@@ -13,9 +13,16 @@ from pipedream.runtime.results.recorder import Moment
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_passes import StagePasses
 
+BACKWARDS = {
+    Kind.BACKWARD: "a backward",
+    Kind.INPUT_GRADIENT: "an input gradient",
+    Kind.WEIGHT_GRADIENT: "a weight gradient",
+}
+"""What a watch calls the kinds of backwards."""
+
 
 class BackwardRunner:
-    """Runs the backwards of a rank. Lifecycle: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
+    """Runs the backwards of a rank. Lifecycle: `begin` a stream; then `run` each, or both of its halves.
 
     Args:
         is_stop_requested: called at the last backward before an update of a replicated stage.
@@ -58,54 +65,43 @@ class BackwardRunner:
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()
 
-    def run(self, stage: int, index: int) -> None:
-        """Runs a B: computes the gradients of the weights and of the received tensors."""
-        passes, start = self._begin_backward(Kind.BACKWARD, stage, index, "a backward")
-        saved = self._saved_forwards.pop((stage, index))
-        message = self._take_gradients(stage, index)
-        hook = self._choose_ready_hook(stage, index, passes)
+    def run(self, kind: Kind, stage: int, index: int) -> None:
+        """Runs a B, which computes the gradients of the received tensors and of the weights, or one of its halves: an I
+        computes the former, for which the previous stage waits, and a later W the others.
+        """
+        passes, start = self._begin_backward(kind, stage, index, BACKWARDS[kind])
+        begins, ends = kind is not Kind.WEIGHT_GRADIENT, kind is not Kind.INPUT_GRADIENT
+        saved = self._saved_forwards.pop((stage, index)) if ends else self._saved_forwards[stage, index]
+        message = self._take_gradients(stage, index) if begins else None
+        hook = self._choose_ready_hook(stage, index, passes) if ends else None
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with passes.pass_parts.backward(saved), passes.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, passes.loss_scale.value)
-                passes.observer.before_backward(saved, output_gradients)
-                weight_gradients, input_gradients = passes.module.backward(
-                    saved, output_gradients, passes.gradients.accumulators, hook
-                )
+            what = "backward" if begins else "weights' backward"
+            with passes.pass_parts.backward(saved), passes.module.counting_collectives(what):
+                if not begins:
+                    weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
+                else:
+                    output_gradients = saved.output_gradients(message, passes.loss_scale.value)
+                    passes.observer.before_backward(saved, output_gradients)
+                    if ends:
+                        weight_gradients, input_gradients = passes.module.backward(
+                            saved, output_gradients, passes.gradients.accumulators, hook
+                        )
+                    else:
+                        input_gradients = passes.module.backward_inputs(saved, output_gradients)
         passes.pass_parts.end_backward(index)
-        self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
-        self._send_back(stage, index, saved, input_gradients, message)
-        self._end_backward("B", stage, index, passes, start)
-
-    def run_inputs(self, stage: int, index: int) -> None:
-        """Runs an I: the half of a backward for which the previous stage waits."""
-        passes, start = self._begin_backward(Kind.INPUT_GRADIENT, stage, index, "an input gradient")
-        saved = self._saved_forwards[stage, index]
-        message = self._take_gradients(stage, index)
-        input_gradients: list[torch.Tensor | None] = []
-        if saved.weights is not None:
-            with passes.pass_parts.backward(saved), passes.module.counting_collectives("backward"):
-                output_gradients = saved.output_gradients(message, passes.loss_scale.value)
-                passes.observer.before_backward(saved, output_gradients)
-                input_gradients = passes.module.backward_inputs(saved, output_gradients)
-        passes.pass_parts.end_backward(index)
-        self._send_back(stage, index, saved, input_gradients, message)
-        self._recorder.note("I", stage, self._stream.offset + index, start)
+        if ends:
+            passes.add_gradients(saved, weight_gradients)
+            if hook is not None:
+                # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
+                passes.close_sum(float(self._is_stop_requested()))
+        if begins:
+            self._send_back(stage, index, saved, input_gradients, message)
+        self._recorder.note(kind.value, stage, self._stream.offset + index, start)
+        if ends and (index + 1) % self._stream.split == 0:
+            self._finish_minibatch(stage, index, passes)
         self._activity.end()
-
-    def run_weights(self, stage: int, index: int) -> None:
-        """Runs a W: the other half of a backward."""
-        passes, start = self._begin_backward(Kind.WEIGHT_GRADIENT, stage, index, "a weight gradient")
-        saved = self._saved_forwards.pop((stage, index))
-        hook = self._choose_ready_hook(stage, index, passes)
-        weight_gradients: list[torch.Tensor | None] = []
-        if saved.weights is not None:
-            with passes.pass_parts.backward(saved), passes.module.counting_collectives("weights' backward"):
-                weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
-        passes.pass_parts.end_backward(index)
-        self._add_gradients(passes, saved, weight_gradients, is_last=hook is not None)
-        self._end_backward("W", stage, index, passes, start)
 
     def _begin_backward(self, kind: Kind, stage: int, index: int, task: str) -> tuple[StagePasses, Moment]:
         self._activity.begin(task)
@@ -130,29 +126,13 @@ class BackwardRunner:
         self._begun_sums.discard((stage, index))
         return passes.choose_ready_hook()
 
-    def _add_gradients(
-        self,
-        passes: StagePasses,
-        saved: SavedForward,
-        gradients: list[torch.Tensor | None],
-        *,
-        is_last: bool,
-    ) -> None:
-        passes.add_gradients(saved, gradients)
-        if is_last:
-            # The sums over the replicas are under way; adds zeros for the gradients that this replica lacks.
-            passes.close_sum(float(self._is_stop_requested()))
-
-    def _end_backward(self, kind: str, stage: int, index: int, passes: StagePasses, start: Moment) -> None:
-        self._recorder.note(kind, stage, self._stream.offset + index, start)
-        if (index + 1) % self._stream.split == 0:
-            passes.finish_minibatch()
-            if stage in self._fetched_gradients:  # the rank of the update does not know them
-                for microbatch, *versions in passes.gradient_versions:
-                    row = (*versions, index // self._stream.split)
-                    self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)
-                passes.gradient_versions.clear()
-        self._activity.end()
+    def _finish_minibatch(self, stage: int, index: int, passes: StagePasses) -> None:
+        passes.finish_minibatch()
+        if stage in self._fetched_gradients:  # the rank of the update does not know them
+            for microbatch, *versions in passes.gradient_versions:
+                row = (*versions, index // self._stream.split)
+                self._recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *row)
+            passes.gradient_versions.clear()
 
     def _take_gradients(self, stage: int, index: int) -> Message | None:
         """Returns the message with the gradients of a stage's outputs; None at the last stage."""

@@ -17,7 +17,7 @@ from pipedream.core.schedule.moves import Move, list_ends
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Program, advance_instruction, count_indices
 from pipedream.core.user_code import with_place
-from pipedream.runtime.backward import BackwardRunner
+from pipedream.runtime.backward import BACKWARDS, BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Waiting
 from pipedream.runtime.comm.message import Message, StopReason
 from pipedream.runtime.data.source import Source
@@ -136,9 +136,7 @@ class Worker:
         backwards = self._backwards = BackwardRunner(context, forwards, lambda: self.stop_requested())
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
-            Kind.BACKWARD: backwards.run,
-            Kind.INPUT_GRADIENT: backwards.run_inputs,
-            Kind.WEIGHT_GRADIENT: backwards.run_weights,
+            **{kind: partial(backwards.run, kind) for kind in BACKWARDS},
             Kind.UPDATE: self._update,
             moves.RECEIVE: self._receive,
             moves.SEND: self._send,
