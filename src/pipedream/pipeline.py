@@ -435,12 +435,11 @@ def _build_session(
         parallelize=options.parallelize,
     )
     blueprint = Blueprint(
-        program=phases[0].program,
+        programs=[phase.program for phase in phases],
         evaluation=build_evaluation(phases[0].schedule),
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
         settings=settings,
         device=process_device(options.device),
-        tied=plan.tied_weights,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
         last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
     )
@@ -456,7 +455,6 @@ def _build_session(
         model,
         captured.graph,
         blueprint,
-        [phase.program for phase in phases],
         make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
         weights=options.weights,
         free_bytes=lambda: available_bytes(blueprint.device, 1),

@@ -40,13 +40,8 @@ from pipedream.runtime.worker import Worker
 
 @dataclass(frozen=True)
 class StageMaterials:
-    """What a stage replica keeps under all programs.
+    """What a stage replica keeps under all programs."""
 
-    Attributes:
-        programs: all that it will run.
-    """
-
-    programs: Sequence[Program]
     source: StageSource
     module: StageModule
     stepped: SteppedWeights
@@ -61,7 +56,6 @@ class StageMaterials:
 class CopyMaterials:
     """What the passes of a stage that copy weights keep under all programs (`StageMaterials`)."""
 
-    programs: Sequence[Program]
     module: StageModule
     make_copies: Callable[[Program], WeightStore]
 
@@ -82,27 +76,15 @@ class WorkerMaterials:
 
 
 def gather_materials(
-    blueprint: Blueprint,
-    programs: Sequence[Program],
-    links: RankLinks,
-    on_copies: dict[int, CopyMaterials],
-    residence: Residence,
+    blueprint: Blueprint, links: RankLinks, on_copies: dict[int, CopyMaterials], residence: Residence
 ) -> WorkerMaterials:
-    """Returns the materials of a worker.
-
-    Args:
-        programs: all that it will run, over the same channels.
-    """
-    stages = {source.stage: _gather_stage_materials(blueprint, programs, source, residence) for source in links.sources}
+    """Returns the materials of a worker."""
+    stages = {source.stage: _gather_stage_materials(blueprint, source, residence) for source in links.sources}
     return WorkerMaterials(links, stages, on_copies, residence, Recorder(links.rank, blueprint.device))
 
 
 def gather_materials_on_copies(
-    blueprint: Blueprint,
-    programs: Sequence[Program],
-    rank: int,
-    find_trained: Callable[[int], dict[str, nn.Parameter]],
-    residence: Residence,
+    blueprint: Blueprint, rank: int, find_trained: Callable[[int], dict[str, nn.Parameter]], residence: Residence
 ) -> dict[int, CopyMaterials]:
     """Returns the materials of the stages whose passes on a rank copy weights; to be called before layers that share a
     parameter are separated.
@@ -114,13 +96,11 @@ def gather_materials_on_copies(
     passes = (blueprint.placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
     for stage in sorted({stage for row in passes for stage, _ in row}):
         module = _make_module(blueprint, blueprint.stages[stage], dict(find_trained(stage)))
-        on_copies[stage] = CopyMaterials(programs, module, residence.copy(rank, stage, module))
+        on_copies[stage] = CopyMaterials(module, residence.copy(rank, stage, module))
     return on_copies
 
 
-def _gather_stage_materials(
-    blueprint: Blueprint, programs: Sequence[Program], source: StageSource, residence: Residence
-) -> StageMaterials:
+def _gather_stage_materials(blueprint: Blueprint, source: StageSource, residence: Residence) -> StageMaterials:
     stage, replica_group, handles = source.stage, source.replica_group, source.handles
     plan, settings = blueprint.program.plan, blueprint.settings
     is_replicated = replica_group is not None
@@ -130,7 +110,6 @@ def _gather_stage_materials(
     optimizer = make_optimizer(settings.optimizer, stepped)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
     return StageMaterials(
-        programs,
         source,
         module,
         stepped,
@@ -216,7 +195,7 @@ def _build_stage_state(
         loss_scale=materials.loss_scale,
         division=module.division,
     )
-    facts = StageFacts(stage, rank, materials.programs, module, shared, versions, versions, optimizer, replica_group)
+    facts = StageFacts(stage, rank, blueprint.programs, module, shared, versions, versions, optimizer, replica_group)
     choice, parts = choose_weights(rule, versions), (*source.parts, *make_parts(facts, program))
     return StageState(module, versions, optimizer, parts, choice)
 
@@ -226,7 +205,7 @@ def _build_passes_on_copies(
 ) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
     weights = materials.make_copies(program)
-    parts = make_parts(PassFacts(stage, rank, materials.programs, module, shared, weights), program)
+    parts = make_parts(PassFacts(stage, rank, blueprint.programs, module, shared, weights), program)
     return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
 
 

@@ -53,21 +53,30 @@ class Blueprint:
     """What all workers of a run are built from.
 
     Attributes:
-        program: verified.
+        programs: one for each phase of the training, over the same channels; verified.
         evaluation: a verified program without backwards.
         stages: (name, module) of each stage's layers.
         last_layers: name of each stage's last layer, in the model's graph.
         settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
+        phase: the one that is trained now.
     """
 
-    program: Program
+    programs: Sequence[Program]
     evaluation: Program
     stages: Sequence[Sequence[tuple[str, nn.Module]]]
     settings: Settings
     device: torch.device
-    tied: Sequence[TiedWeights] = ()
     settings_to_agree: Callable[[], Mapping[str, str]] = dict
     last_layers: Sequence[str] = ()
+    phase: int = 0
+
+    @property
+    def program(self) -> Program:
+        return self.programs[self.phase]
+
+    @property
+    def tied(self) -> tuple[TiedWeights, ...]:
+        return self.program.plan.tied_weights
 
     @property
     def weights_device(self) -> torch.device:

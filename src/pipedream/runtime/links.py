@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.program import Program
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
@@ -128,7 +127,6 @@ def join_in_process(blueprint: Blueprint, parameters: Mapping[int, dict[str, nn.
 
 def join_processes(
     blueprint: Blueprint,
-    programs: Sequence[Program],
     connections: Connections,
     parameters: Mapping[int, dict[str, nn.Parameter]],
     divisions: Mapping[int, Division],
@@ -137,13 +135,12 @@ def join_processes(
     """Returns the links of this process's worker, which torch.distributed joins to the others.
 
     Args:
-        programs: all that the worker will run, over the same channels.
         parameters: stage of this rank -> what it trains.
         divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
     """
     placement, rank = blueprint.placement, connections.worker_number
     tied = [weights.among(parameters) for weights in blueprint.tied]
-    transport = Transport(connections, programs, blueprint.device)
+    transport = Transport(connections, blueprint.programs, blueprint.device)
     sources = []
     for stage, replica in placement.stage_replicas(rank):
         layers, trained, group = blueprint.stages[stage], parameters[stage], connections.stages[stage]

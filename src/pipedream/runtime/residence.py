@@ -1,6 +1,6 @@
 """Where the weights and the optimizers of a process's stages are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,10 @@ class Residence:
         """Ends it; the user's model continues to use its memory."""
 
 
-def find_residence(blueprint: Blueprint, programs: Sequence[Program], group: dist.ProcessGroup | None) -> Residence:
-    """Returns the residence that a plan asks for.
-
-    Args:
-        programs: all that are trained.
-        group: of all ranks; None in a single process.
-    """
+def find_residence(blueprint: Blueprint, group: dist.ProcessGroup | None) -> Residence:
+    """Returns the residence that a plan asks for; `group`: of all ranks, None in a single process."""
     if not (blueprint.placement.shares_weights or blueprint.program.plan.choices.hosts_optimizers):
         return Residence()
     offer = find_offer("residence", "weights or optimizers were to be kept in the memory of the machine")
-    residence: Residence = offer.make_residence(blueprint, programs, group)
+    residence: Residence = offer.make_residence(blueprint, group)
     return residence

@@ -375,7 +375,7 @@ def test_what_has_no_memory_in_common_is_refused(name: str, result: Any, words: 
     monkeypatch.setattr(name, lambda *_: result)
     group = Mock()  # of which the store holds no reference
     with pytest.raises(pd.PipelineError, match=words):
-        residence.HostStore(Mock(device=CPU), (), group).exchange()
+        residence.HostStore(Mock(device=CPU), group).exchange()
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

@@ -3,7 +3,7 @@
 import os
 import platform
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,13 +29,11 @@ class HostStore(Residence):
     """The parts of the store that this process uses, by stage.
 
     Args:
-        programs: all that are trained.
         group: of all ranks; None in a single process.
     """
 
-    def __init__(self, blueprint: Blueprint, programs: Sequence[Program], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, blueprint: Blueprint, group: dist.ProcessGroup | None) -> None:
         self._blueprint = blueprint
-        self._programs = programs
         is_shared = group is not None and blueprint.placement.shares_weights
         self._group = weakref.ref(group) if is_shared else None  # which ends with the run
         self._device = blueprint.device
@@ -80,7 +78,7 @@ class HostStore(Residence):
 
     def _make_format(self, stage: int, module: StageModule) -> StoreFormat:
         blueprint = self._blueprint
-        sets = max(program.weights.versions(stage) for program in self._programs)
+        sets = max(program.weights.versions(stage) for program in blueprint.programs)
         rotations = blueprint.program.gradient_sets if blueprint.placement.rotates else 0
         gradients = not rotations and blueprint.weights_device != self._device
         return StoreFormat(module, sets, blueprint.settings.ema is not None, gradients=gradients, rotations=rotations)

@@ -66,8 +66,6 @@ class LocalWorkers:
     """The workers of one process.
 
     Attributes:
-        blueprint: with the program that is trained now.
-        programs: all that are trained, one for each phase.
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
         connections, group: None in a single process. The group has all ranks; after the end it is the user's.
@@ -76,7 +74,6 @@ class LocalWorkers:
 
     model: nn.Module
     blueprint: Blueprint
-    programs: Sequence[Program]
     names: ModelNames
     rank: int
     worker_rank: int = 0
@@ -94,11 +91,11 @@ class LocalWorkers:
         """Builds the workers for the first program. Raises a `ScheduleError` if their stages do not fit a later one."""
         self.materials = materials
         self.workers = [build_worker(self.blueprint, row) for row in materials]
-        check_programs(self.workers, self.programs)
+        check_programs(self.workers, self.blueprint.programs)
 
     def begin_phase(self, phase: int) -> None:
         """Builds the workers anew for another phase's program, at a drain; they continue with the present state."""
-        self.blueprint = replace(self.blueprint, program=self.programs[phase])
+        self.blueprint = replace(self.blueprint, phase=phase)
         former_workers = self.workers
         self.workers = [build_worker(self.blueprint, row) for row in self.materials]
         for worker, former in zip(self.workers, former_workers, strict=True):

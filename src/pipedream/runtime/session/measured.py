@@ -81,7 +81,7 @@ def collect_timeline(workers_here: LocalWorkers, clock: ClockOffset, phase: int,
     Raises:
         PipelineError: the run has no such phase.
     """
-    programs, workers = workers_here.programs, workers_here.workers
+    programs, workers = workers_here.blueprint.programs, workers_here.workers
     if not 0 <= phase < len(programs):
         raise PipelineError(
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
@@ -188,7 +188,7 @@ def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | 
         for stage, stage_state in worker.stage_states.items():
             division = stage_state.module.division
             if division.is_first and division.collectives:
-                program = workers_here.programs[min(worker.recorder.trained)]
+                program = workers_here.blueprint.programs[min(worker.recorder.trained)]
                 needs_norms = worker.updates.clipping.needs_norms
                 local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
     by_stage: dict[int, StageCollectives] = {}

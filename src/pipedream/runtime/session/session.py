@@ -18,7 +18,6 @@ from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanEr
 from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
-from pipedream.core.schedule.program import Program
 from pipedream.core.user_code import with_place
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.assemble import gather_materials, gather_materials_on_copies
@@ -58,7 +57,6 @@ class Session:
 
     Args:
         model: in a process group each rank keeps only its stages' parameters.
-        programs: one for each phase, over the same channels; verified. The blueprint has the first.
         make_guard: makes what watches the other ranks, from this rank, the number of ranks and this rank's activity.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
         free_bytes: returns the memory that this process may still take.
@@ -78,7 +76,6 @@ class Session:
         model: nn.Module,
         graph: LayerGraph,
         blueprint: Blueprint,
-        programs: Sequence[Program],
         *,
         make_guard: MakeGuard,
         weights: Weights = None,
@@ -86,7 +83,7 @@ class Session:
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         workers_here = self.workers_here = _build_local_workers(
-            model, graph, blueprint, programs, weights, make_guard, free_bytes, free_host_bytes
+            model, graph, blueprint, weights, make_guard, free_bytes, free_host_bytes
         )
         self.clock = ClockOffset(workers_here.group)
         self.services: list[SessionService] = []
@@ -126,14 +123,13 @@ def _build_local_workers(
     model: nn.Module,
     graph: LayerGraph,
     blueprint: Blueprint,
-    programs: Sequence[Program],
     weights: Weights,
     make_guard: MakeGuard,
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
     rank, processes = join_group(blueprint.device, check_software=False)
-    workers_here = LocalWorkers(model, blueprint, programs, ModelNames.of(model, graph, blueprint, rank), rank)
+    workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
         _build(workers_here, graph, None, weights, free_bytes, free_host_bytes)
         return workers_here
@@ -159,9 +155,7 @@ def _build(
     free_host_bytes: Callable[[], int],
 ) -> None:
     """Builds the workers of this process: all of them without `connections` to others, else one."""
-    blueprint, programs, model, names = (
-        workers_here.blueprint, workers_here.programs, workers_here.model, workers_here.names,
-    )  # fmt: skip
+    blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
     placement, settings = blueprint.placement, blueprint.settings
     ranks = range(placement.workers) if connections is None else [connections.worker_number]
     stages = [stage for rank in ranks for stage, _ in placement.stage_replicas(rank)]
@@ -173,13 +167,13 @@ def _build(
     _check_host_memory(workers_here, free_host_bytes, stages)
     names.local = {name for stage in stages for name in names.by_stage[stage]}
     _fill_initial_values(workers_here, weights)
-    residence = workers_here.residence = find_residence(blueprint, programs, workers_here.group)
+    residence = workers_here.residence = find_residence(blueprint, workers_here.group)
 
     def find_trained(stage: int) -> dict[str, nn.Parameter]:
         return parameters.select_trained(model, names.by_stage[stage])
 
     # First: once foreign parameters are dropped, layers of different stages no longer share them.
-    on_copies = [gather_materials_on_copies(blueprint, programs, rank, find_trained, residence) for rank in ranks]
+    on_copies = [gather_materials_on_copies(blueprint, rank, find_trained, residence) for rank in ranks]
     if connections is not None:
         parameters.drop_foreign(model, names.local | set(names.unused))
     trained = {stage: find_trained(stage) for stage in stages}
@@ -188,11 +182,9 @@ def _build(
     else:
         _divide_stages(workers_here, graph, connections, trained)
         divisions, activity = workers_here.divisions, workers_here.activity
-        links = [join_processes(blueprint, programs, connections, trained, divisions, activity)]
-    materials = [
-        gather_materials(blueprint, programs, row, copies, residence)
-        for row, copies in zip(links, on_copies, strict=True)
-    ]
+        links = [join_processes(blueprint, connections, trained, divisions, activity)]
+    rows = zip(links, on_copies, strict=True)
+    materials = [gather_materials(blueprint, row, copies, residence) for row, copies in rows]
     residence.exchange()
     workers_here.build(materials)
     if connections is not None:
@@ -203,9 +195,9 @@ def _build(
         check_same_settings(optimizers, workers_here.group)
     readers = [] if connections is not None and connections.leaders is None else ranks
     workers_here.data = DataSources(
-        programs, readers, links[0].data, batch_dim=settings.batch_dim, planned_samples=settings.planned_samples
+        blueprint.programs, readers, links[0].data, settings.batch_dim, settings.planned_samples
     )
-    for program in programs:
+    for program in blueprint.programs:
         check_activations(program.plan.choices, blueprint.device.type, program.plan)
 
 
@@ -231,7 +223,7 @@ def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int]
     blueprint, plan = workers_here.blueprint, workers_here.blueprint.program.plan
     stages, versions = plan.stages, None
     if blueprint.placement.shares_weights:
-        rules = [program.weights for program in workers_here.programs]
+        rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
     elif plan.choices.activations or plan.choices.hosts_optimizers:
         rows = gather_json([read_machine(), list(local_stages)], workers_here.group)
@@ -253,9 +245,7 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
         )
     connections = workers_here.connections = connect(blueprint)
     workers_here.group = connections.everyone
-    check_same_on_all_ranks(
-        "plan or schedule", "\n".join(p.to_json() for p in workers_here.programs), workers_here.group
-    )
+    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), workers_here.group)
     check_same_settings(blueprint.settings_to_agree(), workers_here.group)
     return connections
 

@@ -80,7 +80,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     layers = [_Layer() for _ in range(count)]
     graph = LayerGraph.chain(tuple(Layer(str(i), "Layer", (f"{i}.weight",)) for i in range(count)))
     blueprint = Blueprint(
-        program=program,
+        programs=[program],
         evaluation=evaluation,
         stages=[[(str(i), layer)] for i, layer in enumerate(layers)],
         settings=Settings(Loss(_mean_product), lambda named: _NoStep([p for _, p in named], lr=0.0), metrics={}),
@@ -88,9 +88,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
     layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
-    session = Session(
-        nn.Sequential(*layers), graph, blueprint, [program], make_guard=partial(Guard.of_session, stuck_after_s=0)
-    )
+    session = Session(nn.Sequential(*layers), graph, blueprint, make_guard=partial(Guard.of_session, stuck_after_s=0))
     failed = True
     try:
         for sample, *counts in zip(samples, warm_ups, _MINIBATCHES, strict=True):

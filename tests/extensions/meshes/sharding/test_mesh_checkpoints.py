@@ -175,7 +175,6 @@ def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool, monkeypat
     local: Any = LocalWorkers(
         model,
         blueprint=SimpleNamespace(program=SimpleNamespace(placement=None)),  # type: ignore[arg-type]
-        programs=(),
         names=ModelNames([["0.weight", "0.bias", "1.weight", "1.bias"]], {}, []),
         rank=0,
         connections=SimpleNamespace(leaders="first ranks" if is_first else None),  # type: ignore[arg-type]
