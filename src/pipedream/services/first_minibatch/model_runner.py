@@ -1,7 +1,7 @@
 """Runs the user's model plainly on parts of a minibatch, and records its numbers."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan, sqrt
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.capture.compare import fingerprint
-from pipedream.capture.preserve_state import CarriedState, read_python_generators
+from pipedream.capture.preserve_state import CarriedState, preserve_state, read_python_generators
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
 from pipedream.runtime.comm.encoded import apply_messages
@@ -99,15 +99,26 @@ class ModelRunner:
         ids = {id(module) for layer in layers for module in layer.modules()}
         self.in_replicas = {path: module for path, module in self.modules.items() if id(module) in ids}
 
-    def restoring_state(self, *, copies_on_cpu: bool = False) -> AbstractContextManager[None]:
-        """Context in which the model has its missing weights; restores model, loss and generators after it."""
+    @contextmanager
+    def restoring_state(self, *others: Any, copies_on_cpu: bool = False) -> Iterator[None]:
+        """A context in which the model has its missing weights, and no gradients; then all is as before.
+
+        That is the model, the loss, generators, and other objects that may change.
+
+        Args:
+            copies_on_cpu: weights are copied there, which takes no memory of a GPU.
+        """
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         # Shared tensors stay shared; runs write buffers.
         placed = {id(v): v.to(self.device, copy=name in buffers) for name, v in self.values.items()}
-        values = {name: placed[id(value)] for name, value in self.values.items()}
         function = self.loss.function
-        others = [function, getattr(function, "__self__", None), *self.modules_of_loss]
-        return self.plain.restoring_state(values, others, copies_on_cpu=copies_on_cpu)
+        others = (*others, function, getattr(function, "__self__", None), *self.modules_of_loss)
+        modules = [self.model, *(other for other in others if isinstance(other, nn.Module))]
+        devices = sorted({p.device.index for root in modules for p in root.parameters() if p.is_cuda})
+        self.plain.begin(devices)
+        with preserve_state(modules, devices, None, others, copies_on_cpu=copies_on_cpu):
+            _fill(self.model, {name: placed[id(value)] for name, value in self.values.items()})
+            yield
 
     def run(
         self,
@@ -250,6 +261,26 @@ class ModelRunner:
         ids = {id(parameter) for parameter in self.model.parameters()}
         variables = (getattr(node, "variable", None) for node in visited)
         return [v for v in variables if isinstance(v, nn.Parameter) and id(v) not in ids]
+
+
+def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Puts values into the slots of meta tensors, of a rank's parts, and of tensors on another device; the context
+    restores the slots.
+    """
+    replacements: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
+            for name, tensor in slots.items():
+                value = values.get(f"{path}.{name}" if path else name)
+                if tensor is None or value is None:
+                    continue
+                if not tensor.is_meta and (tensor.shape, tensor.device) == (value.shape, value.device):
+                    continue
+                if id(value) not in replacements:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replacements[id(value)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                slots[name] = replacements[id(value)]
 
 
 def _move_weights(model: nn.Module) -> None:

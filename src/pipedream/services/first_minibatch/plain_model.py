@@ -3,8 +3,7 @@
 Generators are seeded before the same calls as in a pipeline, so that dropout masks are equal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
 from pipedream.runtime.weights.initial_values import named_state
@@ -39,11 +37,15 @@ class PlainModel:
         self.draws = self.draws_unseeded = False
         self._captured = captured
         self._in_seeded = False
-        self._devices: list[int] = []
+        self._devices: Sequence[int] = ()
         self._hooks: list[Any] = []
 
+    def begin(self, devices: Sequence[int]) -> None:
+        """Begins a run whose tensors are on the CPU and these GPUs."""
+        self._devices, self.draws, self.draws_unseeded = devices, False, False
+
     def forward(self, inputs: Any, reseed: Callable[[str], None], send: Callable[[int, Any], Any] | None = None) -> Any:
-        """Runs the model on inputs, which it may write into; call it in `restoring_state`.
+        """Runs the model on inputs, which it may write into; call it in `ModelRunner.restoring_state`.
 
         Args:
             reseed: called with the name of a layer before each call in which it may draw.
@@ -130,7 +132,7 @@ class PlainModel:
         for hook in self._hooks:
             hook.remove()
         layers = {id(layer): layer for layer in self._captured.layers}.values()
-        # `restoring_state` removes the last ones.
+        # `ModelRunner.restoring_state` removes the last ones.
         self._hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
         self._hooks += [layer.register_forward_hook(leave) for layer in layers]
         several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)  # as a stage calls its layers
@@ -152,52 +154,9 @@ class PlainModel:
             "pipeline draws none; draw them in the module that needs them"
         )
 
-    @contextmanager
-    def restoring_state(
-        self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = (), *, copies_on_cpu: bool = False
-    ) -> Iterator[None]:
-        """A context after which model, generators and other objects are as before; gradients are None within it.
-
-        Args:
-            values: of parameters and buffers that are on the meta device here; used within the context.
-            others: objects besides the model that may change, such as a loss.
-            copies_on_cpu: weights are copied there, which takes no memory of a GPU.
-        """
-        others = list(others)
-        modules = [self.model, *(other for other in others if isinstance(other, nn.Module))]
-        parameters = [p for root in modules for p in root.parameters() if p.is_cuda]
-        devices = self._devices = sorted({p.device.index for p in parameters})
-        self.draws = self.draws_unseeded = False
-        try:
-            with preserve_state(modules, devices, None, others, copies_on_cpu=copies_on_cpu):
-                _fill(self.model, values)
-                yield
-        finally:
-            self._hooks = []
-
 
 def _list_from(names: list[str], others: list[str]) -> str:
     """The names from the first that differs on."""
     at = next((i for i, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), min(len(names), len(others)))
     shown = [*names[at : at + 3], *["..."] * (len(names) > at + 3)]
     return ", ".join(map(repr, shown)).replace("'...'", "...") or "(no more)"
-
-
-def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Puts values into the slots of meta tensors, of a rank's parts, and of tensors on another device; the context
-    restores the slots.
-    """
-    replacements: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in both:
-            for name, tensor in slots.items():
-                value = values.get(f"{path}.{name}" if path else name)
-                if tensor is None or value is None:
-                    continue
-                if not tensor.is_meta and (tensor.shape, tensor.device) == (value.shape, value.device):
-                    continue
-                if id(value) not in replacements:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    replacements[id(value)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                slots[name] = replacements[id(value)]

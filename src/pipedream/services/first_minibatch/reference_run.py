@@ -282,7 +282,7 @@ class ReferenceRun:
         self.runner.run(first.whole, training=False, rows=whole)
         self.runner.run(first.parts, training=False, isolated=self.runner.modules, rows=parts)
         for name, metric in self._settings.metrics.items():
-            with self._model.restoring_state({}, [metric]):
+            with self.runner.restoring_state(metric):
                 difference = explain_mean(metric, whole[0], parts, self.runner.choose_tolerance())
             if difference:
                 raise PipelineError(
