@@ -34,7 +34,6 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
-from pipedream.probe import available_bytes, host_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.process_group import is_distributed, process_device
@@ -59,6 +58,7 @@ from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers
+from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (

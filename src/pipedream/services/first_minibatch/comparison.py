@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.schedule.program import Program
-from pipedream.probe import available_bytes
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
@@ -38,6 +37,7 @@ from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
+from pipedream.services.probe.machine import available_bytes
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 from pipedream.tensors.outside_func import HooksOutsideFunc
 

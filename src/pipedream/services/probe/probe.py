@@ -18,23 +18,11 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.units import format_rate, format_seconds
-from pipedream.probe import (
-    available_bytes,
-    both_ways,
-    echo,
-    fan,
-    host_bytes_per_s,
-    machine_name,
-    memory_name,
-    one_way,
-    probe_gpus,
-    sum_over,
-    work_s,
-)
 from pipedream.profiler.device import name_device
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.services.failure.launch import set_threads
+from pipedream.services.probe import links, machine
 from pipedream.services.probe.calibration import calibrate, measure_encodings
 from pipedream.verifier import verify
 
@@ -71,13 +59,13 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     set_threads(processes)
     world = process_group.world_group()
     # A barrier: all then compute at the same time.
-    names = process_group.gather_json([machine_name(), memory_name(torch_device)], world)
+    names = process_group.gather_json([machine.machine_name(), machine.memory_name(torch_device)], world)
     worker = MeasuredWorker(
         names[rank][0],
         name_device(torch_device),
-        work_s(torch_device, most_s / 30),
-        available_bytes(torch_device, Counter(memory for _, memory in names)[names[rank][1]]),
-        host_bytes_per_s(torch_device),
+        machine.work_s(torch_device, most_s / 30),
+        machine.available_bytes(torch_device, Counter(memory for _, memory in names)[names[rank][1]]),
+        machine.host_bytes_per_s(torch_device),
     )
     needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.
@@ -116,7 +104,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     torch_device = process_group.process_device(device)
     rank, processes = process_group.join_group(torch_device)
     count = processes if processes > 1 else workers
-    rows = process_group.gather_json([machine_name(), name_card(torch_device)], process_group.world_group())
+    rows = process_group.gather_json([machine.machine_name(), name_card(torch_device)], process_group.world_group())
     names, cards = zip(*rows, strict=True)
     machines = len(set(names))
     if machines > 1 and (torch_device.type == "cpu" or has_nccl(torch_device, cards)):
@@ -128,7 +116,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # Rank 0's, because all must make the same plan.
     text = process_group.make_on_rank_0(
-        lambda: probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
+        lambda: machine.probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
 
@@ -141,7 +129,7 @@ def warn_of_loopback(plan: Plan, rank: int) -> None:
     bandwidth, latency_s = LOOPBACK
     if plan.cluster.levels != (Level(plan.cluster.workers, bandwidth, latency_s),):
         return
-    names = process_group.gather_texts(machine_name(), process_group.world_group())
+    names = process_group.gather_texts(machine.machine_name(), process_group.world_group())
     machines = len(set(names))
     if machines > 1 and rank == 0:
         warnings.warn(
@@ -197,18 +185,18 @@ def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: 
     kind, level, ranks = step
     if kind == "link":
         first, other = ranks
-        latency_s = echo(rank, (first, other), group, device)
-        there = one_way(rank, first, other, group, device, target_s)
-        back = one_way(rank, other, first, group, device, target_s)
-        both = both_ways(rank, (first, other), group, min(there[1], back[1]), device)
+        latency_s = links.echo(rank, (first, other), group, device)
+        there = links.one_way(rank, first, other, group, device, target_s)
+        back = links.one_way(rank, other, first, group, device, target_s)
+        both = links.both_ways(rank, (first, other), group, min(there[1], back[1]), device)
         if rank == other:
             return Link(level, first, other, latency_s, there[0], both)
         return Link(level, other, first, latency_s, back[0], both)
     if kind == "sum":
-        latency_s, rate = sum_over(group, len(ranks), device, target_s)
+        latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
         result: Fan | Sum = Sum(level, ranks, latency_s, rate)
     else:
-        rate = fan(rank, ranks, group, device, target_s, sends=kind == "out")
+        rate = links.fan(rank, ranks, group, device, target_s, sends=kind == "out")
         result = Fan(level, kind == "out", tuple(ranks), rate)
     return result if rank == ranks[0] else None
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pipedream as pd
-from pipedream import probe
+from pipedream.services.probe import machine
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
@@ -43,16 +43,16 @@ def _fake_gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * G
 def test_gpus(monkeypatch: pytest.MonkeyPatch, name: str, peers: bool, rate: float, free: int) -> None:
     """With NVLink or over PCIe. Memory that others use is not there, nor that of CUDA's context and NCCL's buffers."""
     _fake_gpus(monkeypatch, *[name] * 8, peers=peers, free=free * GB)
-    cluster = probe.probe_gpus(4)
+    cluster = machine.probe_gpus(4)
     assert (cluster.workers, cluster.is_flat, cluster.device) == (4, True, f"cuda: {name}")
     assert (cluster.bandwidth_bytes_per_s, cluster.latency_s) == (pytest.approx(0.8 * rate), 15e-6)
     assert cluster.memory_bytes == (free - 2) * GB
-    assert (probe.probe_gpus().workers, probe.probe_gpus(4, 5 * GB).memory_bytes) == (8, 5 * GB)
+    assert (machine.probe_gpus().workers, machine.probe_gpus(4, 5 * GB).memory_bytes) == (8, 5 * GB)
 
 
 def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
-    cluster = probe.probe_gpus(4, device="cuda:0")
+    cluster = machine.probe_gpus(4, device="cuda:0")
     assert (cluster.workers, cluster.latency_s, cluster.memory_bytes) == (4, 0.0, (150 * GB - 1_500_000_000) // 4)
     assert cluster.bandwidth_bytes_per_s > 1e12
 
@@ -67,7 +67,7 @@ def test_more_workers_than_gpus_are_on_machines_like_this(
     _fake_gpus(monkeypatch, *[H200] * gpus)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    cluster = probe.probe_gpus(workers)
+    cluster = machine.probe_gpus(workers)
     assert cluster.workers == workers
     assert [level.width for level in cluster.levels] == widths
     assert cluster.levels[0].sizes == sizes
@@ -76,7 +76,7 @@ def test_more_workers_than_gpus_are_on_machines_like_this(
 
 def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200, H200, A100)
-    cluster = probe.probe_gpus(3)
+    cluster = machine.probe_gpus(3)
     assert cluster.devices == ("cuda: NVIDIA H200",) * 2 + ("cuda: NVIDIA A100-SXM4-80GB",)
     assert cluster.speeds == pytest.approx((1.0, 1.0, 19.5 * 0.75 / 67 / 0.7))
     assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 300e9), "the slower one's"
@@ -85,10 +85,10 @@ def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
     with pytest.raises(pd.PipelineError, match=r"cuda:1.*but 1 GPUs were found"):
-        probe.probe_gpus(2, device="cuda:1")
+        machine.probe_gpus(2, device="cuda:1")
     _fake_gpus(monkeypatch)
     with pytest.raises(pd.PipelineError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
-        probe.probe_gpus(2)
+        machine.probe_gpus(2)
 
 
 def test_the_memory_of_a_machine_is_that_of_its_control_groups(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_memory_of_a_machine_is_that_of_its_control_groups(tmp_path: Path) -
         (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
 
     def free_bytes() -> list[int]:
-        return list(probe._list_group_bytes(tmp_path / "cgroup", tmp_path / "self"))
+        return list(machine._list_group_bytes(tmp_path / "cgroup", tmp_path / "self"))
 
     assert free_bytes() == []
     limit("outer", "1000", 700, 100)
@@ -110,7 +110,7 @@ def test_the_memory_of_a_machine_is_that_of_its_control_groups(tmp_path: Path) -
     assert free_bytes() == [400]
     limit("outer/inner", "600", 650, 20)
     assert free_bytes() == [0, 400]
-    assert 0 < probe.host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < machine.host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) ->
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (100 * GB, 150 * GB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: GB // 4)
-    assert probe.available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"
+    assert machine.available_bytes(device, 1) == 100 * GB + 3 * GB // 4 - 500_000_000, "with what is cached"
 
 
 def test_copies_to_the_host_are_as_fast_as_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,22 +138,24 @@ def test_copies_to_the_host_are_as_fast_as_the_slower_direction(monkeypatch: pyt
         clock.now_s, clock.coming_s = clock.now_s + clock.coming_s, 0.0
 
     fake = SimpleNamespace(empty=Memory, uint8=torch.uint8, cuda=SimpleNamespace(synchronize=synchronize))
-    monkeypatch.setattr(probe, "torch", fake)
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    assert probe.host_bytes_per_s(torch.device("cuda")) == pytest.approx(10e9)
-    assert probe.host_bytes_per_s(torch.device("cpu")) is None
+    monkeypatch.setattr(machine, "torch", fake)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    assert machine.host_bytes_per_s(torch.device("cuda")) == pytest.approx(10e9)
+    assert machine.host_bytes_per_s(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu
 def test_a_gpu_copies_faster_than_a_disk() -> None:
-    assert (probe.host_bytes_per_s(torch.device("cuda")) or 0.0) > 1e9
+    assert (machine.host_bytes_per_s(torch.device("cuda")) or 0.0) > 1e9
 
 
 def test_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -d`, of which the process uses something already."""
     most = 1 << 50
-    monkeypatch.setattr(probe, "host_bytes", lambda: 1 << 60)
-    monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (most if limit == resource.RLIMIT_DATA else -1, -1))
-    assert most - (1 << 40) < probe.available_bytes(torch.device("cpu"), 1) < most - (1 << 20)
-    monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (1, 1))
-    assert probe.available_bytes(torch.device("cpu"), 1) == 0
+    monkeypatch.setattr(machine, "host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(
+        machine.resource, "getrlimit", lambda limit: (most if limit == resource.RLIMIT_DATA else -1, -1)
+    )
+    assert most - (1 << 40) < machine.available_bytes(torch.device("cpu"), 1) < most - (1 << 20)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda limit: (1, 1))
+    assert machine.available_bytes(torch.device("cpu"), 1) == 0
