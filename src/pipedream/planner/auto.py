@@ -199,12 +199,8 @@ def _plan_all(
 
 
 def _write_note(simulated: Sequence[Candidate]) -> str:
-    best, *rest = simulated
-    lines = [f"auto: {best}: {format_seconds(best.period_s or 0)} per minibatch simulated, the least of "]
-    lines[0] += f"{len(simulated)} ways"
-    named = {best.schedule}
-    for candidate in rest:
-        if candidate.schedule not in named:
-            named.add(candidate.schedule)
-            lines.append(f"{candidate}: {format_seconds(candidate.period_s or 0)}")
-    return "; ".join(lines)
+    fastest: dict[str, Candidate] = {}  # of each method
+    for candidate in simulated:
+        fastest.setdefault(candidate.schedule, candidate)
+    best, *others = (f"{candidate}: {format_seconds(candidate.period_s or 0)}" for candidate in fastest.values())
+    return "; ".join([f"auto: {best} per minibatch simulated, the least of {len(simulated)} ways", *others])

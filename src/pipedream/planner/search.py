@@ -313,7 +313,7 @@ def list_finalists(
     powers = [] if all_workers or is_large else [1 << power for power in range(1, (workers - 1).bit_length())]
     stages = [count for count in range(2, workers + 1) if every or workers % count == 0]
     counts = [(workers // count,) * count for count in stages] + [(1,) * count for count in powers]
-    counts += _list_partitions(workers) if workers <= _VERY_FEW_WORKERS else []
+    counts += list_compositions(workers, workers) if workers <= _VERY_FEW_WORKERS else []
     single = ["data-parallel", *([] if all_workers or workers == 1 else ["1", *map(str, powers)])]
     shapes = [
         str(shape),
@@ -325,12 +325,12 @@ def list_finalists(
     return [*map(SearchVariant, dict.fromkeys(shapes)), *link_factor]
 
 
-def _list_partitions(workers: int) -> list[tuple[int, ...]]:
-    return [
-        (first, *rest)
-        for first in range(1, workers + 1)
-        for rest in (_list_partitions(workers - first) if workers > first else [()])
-    ]
+def list_compositions(total: int, most: int) -> list[tuple[int, ...]]:
+    """Returns all rows of counts from 1 to `most` with this sum."""
+    rows = (
+        (first, rest) for first in range(1, min(total, most) + 1) for rest in list_compositions(total - first, most)
+    )
+    return [(first, *rest) for first, rest in rows] if total else [()]
 
 
 def parse_counts(shape: str | tuple[int, ...]) -> tuple[int, ...]:

@@ -77,28 +77,13 @@ class _Node:
             blocks = _arrange([1] * len(kinds))
             rows = [tuple(g for g in block for _ in groups[g]) for block in blocks]
         for row in rows:
-            yield from self._expand(row, groups, interleave)
-
-    def _expand(self, row: tuple[int, ...], groups: list[list[_Node]], interleave: bool) -> Iterator[tuple[int, ...]]:
-        """Yields the orders in which the parts come from the groups of `row`, one after the other."""
-        used = [0] * len(groups)
-        parts = []
-        for g in row:
-            parts.append(groups[g][used[g]])
-            used[g] += 1
-        if interleave:
-            for part_orders in product(*(list(part.orders(interleave=True)) for part in parts)):
-                yield tuple(worker for part_order in part_orders for worker in part_order)
-            return
-        orders = {g: [list(part.orders(interleave=False)) for part in groups[g]] for g in set(row)}
-        for numbers in product(*(range(len(group_orders[0])) for group_orders in orders.values())):
-            chosen = dict(zip(orders, numbers, strict=True))
-            used = [0] * len(groups)
-            order: list[int] = []
-            for g in row:
-                order += orders[g][used[g]][chosen[g]]
-                used[g] += 1
-            yield tuple(order)
+            members = [iter(group) for group in groups]
+            parts = [list(next(members[g]).orders(interleave=interleave)) for g in row]
+            keys = range(len(row)) if interleave else row  # like parts all have the same order inside
+            counts = dict(sorted(zip(keys, map(len, parts), strict=True)))
+            for numbers in product(*map(range, counts.values())):
+                chosen = dict(zip(counts, numbers, strict=True))
+                yield tuple(worker for key, orders in zip(keys, parts, strict=True) for worker in orders[chosen[key]])
 
 
 def _build_tree(cluster: Cluster) -> _Node:

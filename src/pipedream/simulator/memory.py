@@ -170,7 +170,7 @@ class _StageTrace:
     def _count(self, letter: str) -> int:
         return self._kept_bytes + self.during[letter, self.has_sums]
 
-    def forward(self) -> int:
+    def forward(self, _: int) -> int:
         """Returns the most bytes during the next forward; the methods of other ops likewise."""
         self.in_flight += 1
         version = self.read[self.forwarded]
@@ -194,7 +194,7 @@ class _StageTrace:
         self._end(index)
         return most_bytes
 
-    def input_gradient(self) -> int:
+    def input_gradient(self, _: int) -> int:
         self.in_flight -= 1
         self.deferred += 1
         return self._count("I")
@@ -239,6 +239,15 @@ class _StageTrace:
         ]
 
 
+_RUNS: dict[str, Callable[[_StageTrace, int], int]] = {
+    "F": _StageTrace.forward,
+    "B": _StageTrace.backward,
+    "I": _StageTrace.input_gradient,
+    "W": _StageTrace.weight_gradient,
+    "U": _StageTrace.update,
+}
+
+
 def trace_memory(
     program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
 ) -> MemoryTrace:
@@ -257,18 +266,8 @@ def trace_memory(
             memory.append(copied.run(kind, stage, index) + sum(trace.held_bytes for trace in stages.values()))
             continue
         trace = stages[stage]
-        if kind == "F":
-            most_bytes = trace.forward() if program.trains else trace.held_bytes
-        elif kind == "B":
-            most_bytes = trace.backward(index)
-        elif kind == "I":
-            most_bytes = trace.input_gradient()
-        elif kind == "W":
-            most_bytes = trace.weight_gradient(index)
-        elif kind == "U":
-            most_bytes = trace.update(index)
-        else:
-            most_bytes = trace.held_bytes
+        run = _RUNS.get(kind) if program.trains else None
+        most_bytes = trace.held_bytes if run is None else run(trace, index)
         if has_several_stages:
             most_bytes += sum(other.held_bytes for other in stages.values() if other is not trace)
         memory.append(most_bytes + copied.held_bytes if copied.passes else most_bytes)

@@ -1,6 +1,6 @@
 """Checks an edited plan, and the claims of a method."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -343,15 +343,16 @@ def _compare_claims(built: Schedule, p: int, total: int) -> Iterator[tuple[str, 
     claimed_m = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
     is_claimed = m >= claims.least(p)
     timeline = _simulate(built, total)
-    if claims.in_flight is not None and is_claimed:
-        for s in range(p):
-            yield "in_flight", f"worker {s}", claims.in_flight(p, claimed_m, s), metrics.in_flight(timeline, s)
-    if claims.staleness is not None:
-        for s in range(p):
-            yield "staleness", f"stage {s}", claims.staleness(p, claimed_m, s), metrics.staleness(timeline, s)
-    if claims.versions is not None:
-        for s in range(p):
-            yield "versions", f"worker {s}", claims.versions(p, claimed_m, s), timeline.peak_versions[s]
+    of_stages: dict[str, tuple[str, Callable[[int], float]]] = {
+        "in_flight": ("worker", lambda s: metrics.in_flight(timeline, s)),
+        "staleness": ("stage", lambda s: metrics.staleness(timeline, s)),
+        "versions": ("worker", lambda s: timeline.peak_versions[s]),
+    }
+    for name, (place, measure) in of_stages.items():
+        claim = getattr(claims, name)
+        if claim is not None and (name != "in_flight" or is_claimed):
+            for s in range(p):
+                yield name, f"{place} {s}", claim(p, claimed_m, s), measure(s)
     if built.flushes and is_claimed:
         minibatch, stage = _simulate(built, m), built.plan.stages[0]
         if claims.bubble is not None:

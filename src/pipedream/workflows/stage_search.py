@@ -20,6 +20,7 @@ from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
 from pipedream.planner.comparison import MEASURED_SHARE
+from pipedream.planner.search import list_compositions
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import MAX_SIMULATED, adapt_plan_to_method, occupancy_of
 
@@ -271,10 +272,6 @@ def compare_alone(plan: Plan, request: PlanRequest) -> planner.Comparison:
 def _list_counts(workers: int, limit: int) -> list[tuple[int, ...]]:
     """Lists replica counts that use all workers, up to `limit` each; of many workers, equal counts and a remainder."""
     if workers <= _ALL_COUNTS_UP_TO:
-        return [
-            (first, *rest)
-            for first in range(1, min(workers, limit) + 1)
-            for rest in (_list_counts(workers - first, limit) if workers > first else [()])
-        ]
+        return list_compositions(workers, limit)
     equal = range(1, limit + 1)
     return [(size,) * (workers // size) + ((workers % size,) if workers % size else ()) for size in equal]

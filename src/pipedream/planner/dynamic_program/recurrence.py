@@ -109,23 +109,17 @@ class DynamicProgram:
     line: WorkerLine | None = None
     _costs: Tables = field(default_factory=Tables, init=False)
 
-    def best(self, note: str = "") -> Plan | None:
+    def best(self) -> Plan | None:
         """Returns the best plan at the paper's depth; None if none fits."""
         period = min(self.periods.values())
         if np.isinf(period):
             return None
-        return self._build_plan(*self._walk(period), note)
+        return self._build_plan(*self._walk(period))
 
     @cached_property
     def periods(self) -> dict[State, float]:
         """The smallest period for each state of the first stage; infinite if nothing fits."""
         return {start: float(self._suffixes[start][0]) for start in self._starts}
-
-    @property
-    def least_bytes(self) -> int:
-        """The least memory, equal on all workers, with which some plan fits; there must be a plan."""
-        suffixes = self._find_bottlenecks(self._compute_least_bytes)
-        return int(min(suffixes[start][0] for start in self._starts))
 
     @property
     def shortage(self) -> Shortage:
@@ -155,11 +149,6 @@ class DynamicProgram:
                 savings = list_savings(self.space, partial(self._count_least, state, span))
                 return Shortage(int(most) + memory, memory, first, last, moves, savings)
             cut, choices = end, self._list_followers(state)
-
-    @property
-    def work(self) -> float:
-        """Comparisons of costs."""
-        return float(len(self.states) * len(self.space.positions) ** 2)
 
     @property
     def _starts(self) -> tuple[State, ...]:
@@ -267,14 +256,12 @@ class DynamicProgram:
         cost = partial(self._compute_cost, site)
         return self._costs.look_up(key, lambda: limit_costs(self.space.choices, site.memory_bytes, cost, need))
 
-    def _compute_least_bytes(self, state: State) -> FloatArray:
-        return np.where(self._allowed, least_need(self.space.choices, partial(self._compute_need, state)), np.inf)
-
     def _compute_missing_bytes(self, state: State) -> FloatArray:
         memory = self._sites[state].memory_bytes
-        return np.where(
-            self._allowed, -np.inf if memory is None else self._compute_least_bytes(state) - (memory or 0), np.inf
-        )
+        if memory is None:
+            return np.where(self._allowed, -np.inf, np.inf)
+        need = least_need(self.space.choices, partial(self._compute_need, state))
+        return np.where(self._allowed, need - memory, np.inf)
 
     def _list_followers(self, state: State) -> list[State]:
         return self._by_workers.get(state[0] - state[1], [])
@@ -371,22 +358,16 @@ class DynamicProgram:
             key -= int(sends[cut])
             choices = self._list_followers(state)
 
-    def _build_plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
-        workers = sum(counts)
-        recompute = []
+    def _build_plan(self, cuts: tuple[int, ...], counts: tuple[int, ...]) -> Plan:
+        recompute, ways = [], self.space.choices.recomputing
         indices = {int(cut): index for index, cut in enumerate(self._places)}
-        left = workers
+        left = workers = sum(counts)
         for (first, last), count in zip(pairwise((0, *cuts, int(self._places[-1]))), counts, strict=True):
-            memory = self._sites[left, count].memory_bytes
-            must = (
-                memory is not None and self._compute_need((left, count), False)[indices[first], indices[last]] > memory
-            )
-            recompute.append(
-                self.space.choices.recompute == "always" or (self.space.choices.recompute == "auto" and bool(must))
-            )
+            memory, span = self._sites[left, count].memory_bytes, (indices[first], indices[last])
+            fitting = (way for way in ways if memory is None or self._compute_need((left, count), way)[span] <= memory)
+            recompute.append(next(fitting, ways[-1]))
             left -= count
-        order = self._line.take_last(workers)
-        return self.space.build_plan(cuts, counts, note, order=order, recompute=tuple(recompute))
+        return self.space.build_plan(cuts, counts, order=self._line.take_last(workers), recompute=tuple(recompute))
 
 
 def find_spans(least: IntArray, workers: int) -> list[slice]:
@@ -446,9 +427,8 @@ class Shortage:
 
 def refuse(shortage: Shortage, what: str) -> NoReturn:
     """Refuses a family of plans, none of which fits the memory. Raises ShortageError."""
-    layers = f"layers {shortage.first} to {shortage.last - 1}"
-    if shortage.last == shortage.first + 1:
-        layers = f"layer {shortage.first}"
+    first, last = shortage.first, shortage.last - 1
+    layers = f"layer {first}" if first == last else f"layers {first} to {last}"
     raise ShortageError(
         f"none of the {what} fits: the least that any of them needs on its fullest worker, for {layers}, is "
         f"{format_bytes(shortage.need_bytes)} ({shortage.need_bytes} bytes){shortage.moves}, a worker has "

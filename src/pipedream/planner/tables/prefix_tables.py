@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +28,6 @@ from pipedream.core.schedule.delay_compensation import Compensation
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.planner.arrays import BoolArray, Bytes, Cut, ExactSums, IntArray, RunExtremes, Seconds
 from pipedream.planner.cuts import Lattice, bit_indices
-
-
-class PlaceBytes(NamedTuple):
-    """Bytes of the activations and trained weights of all layers before each place, and those that cross a cut."""
-
-    activations: IntArray
-    trained: IntArray
-    crossing: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,32 +62,38 @@ class StagePeaks:
     update_working: tuple[float, float]
 
     @classmethod
-    def of(cls, profile: Profile, downsets: Sequence[int], cuts: PlaceBytes) -> StagePeaks:
-        """Returns the peaks; the `downsets` of the graph's order come first."""
+    def of(
+        cls, profile: Profile, downsets: Sequence[int], saved: IntArray, trained: IntArray, crossing: IntArray
+    ) -> StagePeaks:
+        """Returns the peaks; the `downsets` of the graph's order come first.
+
+        Args:
+            saved, trained: bytes of the activations and trained weights of all layers before each place.
+            crossing: those that cross a cut.
+        """
         layers, count = profile.layers, len(profile.layers)
-        saved = cuts.activations.copy()
         working = np.array([layer.temporary_bytes for layer in layers])
         backward = np.array([layer.backward_bytes for layer in layers])
         leaving = np.array([layer.leaving_bytes for layer in layers])
         # The loss runs after the last layer, whose backward begins when the loss is done.
         has_last = np.array([downset >> (count - 1) & 1 for downset in downsets])
-        saved += has_last * profile.loss_bytes
+        saved = saved + has_last * profile.loss_bytes
         leaving[-1] = 0
         working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_temporary_bytes)
-        saved_up_to, trained = saved[1 : count + 1], cuts.trained[1 : count + 1]
+        saved_up_to, trained_up_to = saved[1 : count + 1], trained[1 : count + 1]
         # At most what crosses the cuts is kept twice in a stage of a graph; an old profile does not record it.
-        crossing_elsewhere = np.array(cuts.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
+        crossing_elsewhere = crossing[count + 1 :] * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
         return cls(
             count,
             np.array([(~downset & (downset + 1)).bit_length() - 1 for downset in downsets]),
             np.array([downset.bit_length() for downset in downsets]),
             saved,
-            cuts.trained,
+            trained,
             np.concatenate([arriving, arriving[-1:], crossing_elsewhere]),
             np.concatenate([leaving[:1], leaving, crossing_elsewhere]),
             RunExtremes.of(saved_up_to + working, np.maximum),
-            RunExtremes.of(np.maximum(saved_up_to + backward - trained, saved_up_to + working - trained), np.maximum),
+            RunExtremes.of(saved_up_to + np.maximum(backward, working) - trained_up_to, np.maximum),
             RunExtremes.of([layer.largest_parameter_bytes for layer in layers], np.maximum),
             RunExtremes.of(working, np.maximum),
             RunExtremes.of([layer.gathered_bytes for layer in layers], np.maximum),
@@ -199,8 +196,7 @@ class PrefixTables:
         # The profile has only one dtype; inputs of another count as if they had it.
         crossing[0] = sum(prod(shape) for shape in profile.input_shapes) * profile.value_bytes
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
-        activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
-        place_bytes = PlaceBytes(np.array(activations), np.array(trained), crossing)
+        activations = np.array(_sum_prefixes([layer.activation_bytes for layer in layers], steps))
         # Rounding the running share, and not each layer's, makes the stages of any cut add up to the total.
         optimizer = [profile.optimizer_bytes * before // max(trained[count], 1) for before in trained]
         return cls(
@@ -211,7 +207,7 @@ class PrefixTables:
             parameters=np.array(parameters),
             trained=np.array(trained),
             optimizer=np.array(optimizer),
-            peaks=StagePeaks.of(profile, downsets, place_bytes),
+            peaks=StagePeaks.of(profile, downsets, activations, np.array(trained), crossing),
             crossing=crossing,
             downsets=downsets,
         )

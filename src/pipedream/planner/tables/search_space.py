@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -219,21 +219,11 @@ class SearchSpace(PrefixTables):
         need, offloads = count(offload=False), may_offload(self, *span, recompute)
         return np.where(offloads, np.minimum(need, count(offload=True)), need) if offloads.any() else need
 
-    def memory(
-        self,
-        first: int,
-        last: int,
-        occupancy: StageOccupancy,
-        peers: MessageBuffers,
-        update_delay: int = 0,
-        recompute: bool = False,
-        replicas: int = 1,
-        offload: bool = False,
-    ) -> StageMemory:
-        """Returns the memory of one replica."""
-        sizes = self.sizes(first, last)
-        terms = self._stage_bytes((first, last), occupancy, peers, sizes, recompute=recompute, offload=offload)
-        return terms.peak(occupancy, -(-self.microbatches // replicas), update_delay)
+    def memory(self, span: tuple[int, int], stage: Stage, use: StageUse) -> StageMemory:
+        """Returns the memory of one replica of a stage between two places, which recomputes or offloads as it says."""
+        how = {"recompute": stage.recompute, "offload": stage.offload}
+        terms = self._stage_bytes(span, use.occupancy, use.peers, self.sizes(*span), **how)
+        return terms.peak(use.occupancy, -(-self.microbatches // stage.replicas), use.update_delay)
 
     def sizes(self, first: Cut, last: Cut) -> StageSizes:
         """Returns the sizes for the largest microbatch."""
@@ -359,16 +349,28 @@ def add_spare_bytes(space: SearchSpace, needs: IntArray) -> IntArray:
     return more
 
 
-def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
-    """Returns the plan, whose stages move what they do, with its peak bytes and the seconds of weight copies."""
+class StageUse(NamedTuple):
+    """What the bytes of a plan's stage depend on besides its layers."""
+
+    occupancy: StageOccupancy
+    peers: MessageBuffers
+    update_delay: int
+
+
+def list_uses(space: SearchSpace, plan: Plan) -> list[StageUse]:
+    """Returns those of a plan's stages."""
     occupancies = space.occupancy_rule.of_plan(plan)
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
+    return list(map(StageUse, occupancies, peers, plan.update_delay))
+
+
+def count_bytes(space: SearchSpace, plan: Plan) -> Plan:
+    """Returns the plan, whose stages move what they do, with its peak bytes and the seconds of weight copies."""
     stages = []
-    for subspace, span, stage, occupancy, neighbours, delay in zip(
-        space.of_stages(plan), space.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
-    ):
-        memory = subspace.memory(*span, occupancy, neighbours, delay, stage.recompute, stage.replicas, stage.offload)
-        copies = occupancy.versions > 1 and occupancy.in_flight + delay > 1
+    rows = zip(space.of_stages(plan), space.ends(plan), plan.stages, list_uses(space, plan), strict=True)
+    for subspace, span, stage, use in rows:
+        memory = subspace.memory(span, stage, use)
+        copies = use.occupancy.versions > 1 and use.occupancy.in_flight + use.update_delay > 1
         stages.append(replace(subspace._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))
 
@@ -379,21 +381,17 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
     A stage whose copies would lengthen its passes never does (`may_offload`), so the plan may not fit. Where workers
     have several stages, all that may do.
     """
-    ends = space.ends(plan)
-    rows = zip(space.of_stages(plan), ends, plan.stages, strict=True)
-    allowed = [bool(may_offload(subspace, *span, stage.recompute)) for subspace, span, stage in rows]
+    places = list(zip(space.of_stages(plan), space.ends(plan), strict=True))
+    may = [bool(may_offload(at, *span, stage.recompute)) for (at, span), stage in zip(places, plan.stages, strict=True)]
     offloads = [False] * len(plan.stages)
     while True:
-        rows = zip(space.of_stages(plan), ends, plan.stages, strict=True)
-        stages = [
-            offload_stage(subspace, stage, *span, offload=offload)
-            for (subspace, span, stage), offload in zip(rows, offloads, strict=True)
-        ]
+        rows = zip(places, plan.stages, offloads, strict=True)
+        stages = tuple(offload_stage(at, stage, *span, offload=offload) for (at, span), stage, offload in rows)
         choices = plan.choices.choosing(activations=HOST if any(offloads) else "")
-        plan = count_bytes(space, replace(plan, stages=tuple(stages), choices=choices))
+        plan = count_bytes(space, replace(plan, stages=stages, choices=choices))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
-            allowed[s] and not offloads[s] and limit is not None and (plan.is_shared or stage.peak_bytes > limit)
+            may[s] and not offloads[s] and limit is not None and (plan.is_shared or stage.peak_bytes > limit)
             for s, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
         ]
         if plan.first_stage_over_memory is None or not any(more):
@@ -442,12 +440,13 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     deep = space.with_bytes(plan.with_depth(in_flight))
     if (s := deep.first_stage_over_memory) is not None:
         stage, admitted, limit = deep.stages[s], deep.in_flight[s], deep.costs.sites[s].memory_bytes or 0
-        subspace = space.of_stages(deep)[s]
-        moves = describe_copies(subspace, *space.ends(deep)[s], stage.recompute)
+        subspace, span = space.of_stages(deep)[s], space.ends(deep)[s]
+        moves = describe_copies(subspace, *span, stage.recompute)
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
 
         def count(other: SearchSpace) -> int:
-            return _count_least(space, deep, s, other, repeats=other.choices.recompute != subspace.choices.recompute)
+            repeats = other.choices.recompute != subspace.choices.recompute
+            return _count_least(span, stage, list_uses(space, deep)[s], other, repeats=repeats)
 
         raise ShortageError(
             f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
@@ -483,17 +482,14 @@ def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recomp
     return savings
 
 
-def _count_least(space: SearchSpace, plan: Plan, s: int, other: SearchSpace, *, repeats: bool) -> int:
-    """Returns the least that a stage of a plan needs under the choices of another space.
+def _count_least(span: tuple[int, int], stage: Stage, use: StageUse, other: SearchSpace, *, repeats: bool) -> int:
+    """Returns the least that a stage needs under the choices of another space.
 
     Args:
-        repeats: it may recompute, although it does not in the plan.
+        repeats: it may recompute, although it does not.
     """
-    stage, delay, span = plan.stages[s], plan.update_delay[s], space.ends(plan)[s]
-    occupancies = space.occupancy_rule.of_plan(plan)
-    peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])[s]
     return min(
-        other.memory(*span, occupancies[s], peers, delay, recompute, stage.replicas, offload).total_bytes
+        other.memory(span, replace(stage, recompute=recompute, offload=offload), use).total_bytes
         for recompute in {stage.recompute, stage.recompute or repeats}
         for offload in {stage.offload and not recompute, bool(may_offload(other, *span, recompute))}
     )
@@ -509,15 +505,13 @@ def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool =
 
 def _find_most_in_flight(space: SearchSpace, plan: Plan, s: int) -> int:
     """Returns as many microbatches as fit the memory of a stage's worker."""
-    recompute, limit = plan.stages[s].recompute, plan.costs.sites[s].memory_bytes
-    ends, admitted, count = space.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
-    subspace = space.of_stages(plan)[s]
-    offloads = {False, bool(may_offload(subspace, *ends, recompute))}
-    peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in space.occupancy_rule.of_plan(plan)])[s]
-    while limit is not None and admitted > 1:
-        occupancy = space.stage_occupancy(admitted, plan.update_delay[s], count)
-        how = *ends, occupancy, peers, plan.update_delay[s], recompute, count
-        if min(subspace.memory(*how, offload).total_bytes for offload in offloads) <= limit:
-            break
-        admitted -= 1
-    return admitted
+    stage, use, limit = plan.stages[s], list_uses(space, plan)[s], plan.costs.sites[s].memory_bytes
+    if limit is None:
+        return plan.in_flight[s]
+    subspace, span = space.of_stages(plan)[s], space.ends(plan)[s]
+    ways = [replace(stage, offload=way) for way in {False, bool(may_offload(subspace, *span, stage.recompute))}]
+    for admitted in range(plan.in_flight[s], 1, -1):
+        use = use._replace(occupancy=space.stage_occupancy(admitted, use.update_delay, stage.replicas))
+        if min(subspace.memory(span, way, use).total_bytes for way in ways) <= limit:
+            return admitted
+    return 1
