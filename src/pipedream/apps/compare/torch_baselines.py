@@ -4,7 +4,7 @@ They train as the pipeline does: the same data in the same order, loss, optimize
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from pipedream.capture import call_model
 from pipedream.core.errors import RecipeError
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
@@ -100,9 +101,7 @@ class PlainLoop:
     def _forward(self, module: nn.Module, inputs: Any) -> Any:
         """Returns the module's output, in the recipe's precision."""
         with self._autocast():
-            if isinstance(inputs, Mapping):
-                return module(**inputs)
-            return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+            return call_model(module, inputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.recipe.autocast
