@@ -27,23 +27,29 @@ MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 class Attributes:
-    """The plain attributes, training flags and hooks that modules have now, to be restored."""
+    """The plain attributes, training flags and hooks that modules have now, to be restored.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        every = list({id(module): module for root in modules for module in root.modules()}.values())
-        self._saved = [(module, dict(module.__dict__)) for module in every]
-        # Hugging Face's models install some in their first forward.
-        slots = [slot for module in every for name, slot in module.__dict__.items() if "_hooks" in name]
-        self._hooks = [(slot, dict(slot)) for slot in slots if isinstance(slot, dict)]
+    Args:
+        children: also the parameters, buffers and modules in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, children: bool = False) -> None:
+        self.every = list({id(module): module for root in modules for module in root.modules()}.values())
+        self._saved = [(module, dict(module.__dict__)) for module in self.every]
+        names = ("_parameters", "_buffers", "_modules") if children else ()
+        items = [item for module in self.every for item in module.__dict__.items()]
+        # Hugging Face's models install some hooks in their first forward.
+        slots = [slot for name, slot in items if "_hooks" in name or name in names]
+        self._slots = [(slot, dict(slot)) for slot in slots if isinstance(slot, dict)]
 
     def restore(self) -> None:
         for module, attributes in self._saved:
             for name in module.__dict__.keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-        for slot, hooks in self._hooks:
+        for slot, content in self._slots:
             slot.clear()
-            slot.update(hooks)
+            slot.update(content)
 
 
 class CarriedState:
@@ -195,14 +201,10 @@ def preserve_state(
     Args:
         copies_on_cpu: weights are copied there, which takes no memory of a GPU.
     """
-    devices, modules = list(devices), list(modules)
-    attributes = Attributes(modules)
-    every = {id(module): module for root in modules for module in root.modules()}.values()
+    devices, attributes = list(devices), Attributes(modules, children=True)
+    every = attributes.every
     attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
     objects = _Objects([*attribute_values, *others])
-    slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in every:
-        slots += [(slot, dict(slot)) for slot in (module._parameters, module._buffers, module._modules)]
     parameters = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
     weights = [_Weight(p, copies_on_cpu) for p in parameters.values() if not is_stand_in(p)]
     copies: dict[int, torch.Tensor] = {}
@@ -221,9 +223,6 @@ def preserve_state(
         finally:
             attributes.restore()
             objects.restore()
-            for slot, content in slots:
-                slot.clear()
-                slot.update(content)
             for weight in weights:
                 weight.parameter.grad = None  # first: comparing the values may need the memory
             for weight in weights:

@@ -1,7 +1,7 @@
 """Bytes of outputs and parameters, bytes that autograd keeps, and live bytes over time."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Self
@@ -26,16 +26,19 @@ def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def _list_own_parameters(layers: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
+    """Yields each layer's parameters without those of earlier layers."""
+    counted: set[int] = set()
+    for layer in layers:
+        row = [parameter for parameter in layer.parameters() if id(parameter) not in counted]
+        counted |= set(map(id, row))
+        yield row
+
+
 def parameter_bytes(layers: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """Returns the bytes of each layer's own parameters, and of frozen ones; shared ones count in the first only."""
-    counted: set[int] = set()
-    sizes = []
-    for layer in layers:
-        parameters = {id(parameter): parameter for parameter in layer.parameters() if id(parameter) not in counted}
-        counted |= parameters.keys()
-        frozen = sum(parameter.nbytes for parameter in parameters.values() if not parameter.requires_grad)
-        sizes.append((sum(parameter.nbytes for parameter in parameters.values()), frozen))
-    return sizes
+    rows = _list_own_parameters(layers)
+    return [(sum(p.nbytes for p in row), sum(p.nbytes for p in row if not p.requires_grad)) for row in rows]
 
 
 def tied_parameters(graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> tuple[TiedParameters, ...]:
@@ -72,13 +75,11 @@ def largest_parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
 def list_matrices(layers: Sequence[nn.Module]) -> list[tuple[Matrices, ...]]:
     """Returns each layer's own trained weights of two or more dimensions; see `parameter_bytes`."""
-    counted: set[int] = set()
-    rows = []
-    for layer in layers:
-        weights = [p for p in layer.parameters() if id(p) not in counted and p.requires_grad and p.ndim > 1]
-        counted |= {id(parameter) for parameter in layer.parameters()}
-        rows.append(join_matrices(Matrices(p.shape[0], p.numel() // max(p.shape[0], 1), 1, p.nbytes) for p in weights))
-    return rows
+    weights = ([p for p in row if p.requires_grad and p.ndim > 1] for row in _list_own_parameters(layers))
+    return [
+        join_matrices(Matrices(p.shape[0], p.numel() // max(p.shape[0], 1), 1, p.nbytes) for p in row)
+        for row in weights
+    ]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import base64
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,14 +117,15 @@ def seed_generator(generator: Any, seed: int) -> None:
 
 
 @contextmanager
-def preserved(generators: Iterable[Any]) -> Iterator[None]:
-    """Restores generators at the end."""
-    states = [(generator, read_state(generator)) for generator in generators]
+def _preserved(generators: Iterable[Any]) -> Iterator[None]:
+    """Restores the global CPU generators, and these, at the end."""
+    global_states, states = RngStates.read(), [(generator, read_state(generator)) for generator in generators]
     try:
         yield
     finally:
         for generator, state in states:
             set_state(generator, state)
+        global_states.apply()
 
 
 def _encode_arrays(state: Any) -> Any:
@@ -141,31 +142,21 @@ def _decode_arrays(state: Any) -> Any:
     return {key: _decode_arrays(value) for key, value in state.items()}
 
 
-@contextmanager
-def preserved_rng(loader: Any) -> Iterator[None]:
-    """Restores all generators at the end, the loader's included."""
-    states = RngStates.read()
-    try:
-        with preserved(find_in_loader(loader).values()):
-            yield
-    finally:
-        states.apply()
+def preserved_rng(loader: Any) -> AbstractContextManager[None]:
+    """Context that restores all generators at the end, the loader's included."""
+    return _preserved(find_in_loader(loader).values())
 
 
 @contextmanager
 def seeded_rng(seed: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     """Seeds the global CPU generators, and `generators`, and restores them at the end."""
-    states = RngStates.read()
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU's too
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        with preserved(generators):
-            for generator in generators:
-                seed_generator(generator, seed)
-            yield
-    finally:
-        states.apply()
+    with _preserved(generators):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU's too
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        for generator in generators:
+            seed_generator(generator, seed)
+        yield
 
 
 class DataOrder:
