@@ -113,12 +113,7 @@ def _note_origin(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 class Placeholder(torch.Tensor):
-    """See above; made by `placeholder_like`.
-
-    Attributes:
-        real_device: the device that it reports.
-        wants: the requires_grad that it reports.
-    """
+    """See above; made by `placeholder_like`. It reports `real_device` and, as requires_grad, `wants`."""
 
     real_device: torch.device
     wants: bool

@@ -349,11 +349,7 @@ class _Recorder(TorchFunctionMode):
 def record(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], changed_by_forward: frozenset[str] = frozenset()
 ) -> Recording:
-    """Runs the model once, in its present mode, and returns what happened. The model itself is not called before.
-
-    Args:
-        changed_by_forward: of an earlier recording. These buffers belong to one stage, whatever is computed with them.
-    """
+    """Records a forward in the model's present mode; buffers `changed_by_forward` earlier belong to one stage."""
     recorder = _Recorder(model, changed_by_forward)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}

@@ -29,13 +29,7 @@ _LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
 
 
 class SliceTables:
-    """What the slices of a model share, looked up once for those that are made together.
-
-    Attributes:
-        inside: paths of the calls inside each call.
-        in_leaves: ids of the modules in leaf calls.
-        evaluation: of the graph's evaluation, if it has one.
-    """
+    """What slices of a model share; `inside`: paths of calls in a call, `in_leaves`: ids of modules in leaf calls."""
 
     def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
         calls = graph.calls
@@ -220,11 +214,7 @@ class ModelSlice(nn.Module):
     def repeating(
         self, reseed: Callable[[str], None] | None, counts: dict[str, int], real_device: torch.device
     ) -> Iterator[None]:
-        """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
-
-        Args:
-            counts: how often each module was called before.
-        """
+        """Seeds calls and makes the compiled ones, as a forward would after the calls in `counts`, and nothing else."""
         saved: list[SavedAttribute] = []
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

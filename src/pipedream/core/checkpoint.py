@@ -189,12 +189,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """What a run asked of its pipeline.
-
-    Attributes:
-        phases: as text (`workflows.phases`), or ''.
-        phases_compensation: for phases that name none.
-    """
+    """What a run asked of its pipeline; `phases_compensation`: for phases that name none."""
 
     seed: int
     plan: Plan

@@ -75,12 +75,7 @@ def is_file(name: str) -> bool:
 
 
 def run_file(path: str, text: bytes, noun: str, error: type[PipelineError]) -> ModuleType:
-    """Returns a user's file as a module; runs it again only if its bytes have changed.
-
-    Args:
-        noun: what the file holds.
-        error: raised if it fails.
-    """
+    """Returns a user's file, a `noun`, as a module; runs it again only if its bytes have changed."""
     try:
         return _run_bytes(path, text)
     except Exception as failure:

@@ -23,12 +23,7 @@ _CHAIN = 20
 
 
 def device_of(name: str) -> Device:
-    """Returns a device: of the table by its name, of a file, or 'here', which is measured.
-
-    Raises:
-        ProfileError: no device has this name.
-        ArtifactError: the file does not contain a device.
-    """
+    """Returns a device of the table or a file, or 'here', which is measured. Raises ProfileError, ArtifactError."""
     if name == "here":
         return measure_device(choose_device_type())
     return Device.load(name) if name.endswith(".json") or Path(name).is_file() else device_named(name)

@@ -227,11 +227,8 @@ class Passes:
 def measure_launch_seconds(passes: Passes, sample: Sample, runs: int) -> list[float]:
     """Returns the host's seconds in each lap of a run: launching kernels on a GPU may take longer than running them.
 
-    A stage starts autograd once, not for each layer. So the laps of the backwards are scaled to the time of a single
-    backward through all layers, unless the GPU has too little memory for it: then they are too long.
-
-    Args:
-        passes: their watch is a `HostStopwatch`.
+    The watch of `passes` is a `HostStopwatch`. A stage starts autograd once, not for each layer, so the backwards' laps
+    are scaled to the time of a single backward through all, unless it needs too much memory: then they are too long.
     """
     laps_s = _take_medians(passes.time_run, sample, runs)
     try:

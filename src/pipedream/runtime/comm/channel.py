@@ -219,11 +219,7 @@ class LocalChannel(Sender, Receiver, Pending[Message]):
 
 
 class LocalGroup:
-    """Sums between workers of one process.
-
-    Attributes:
-        contributed: turn -> member -> its tensor, of the sums that lack one.
-    """
+    """Sums between workers of one process; `contributed`: turn -> member -> its tensor, while one is lacking."""
 
     def __init__(self, members: int) -> None:
         self.members = members

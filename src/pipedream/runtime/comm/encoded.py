@@ -57,11 +57,7 @@ def decode(code: torch.Tensor, original: TensorHeader) -> torch.Tensor:
 
 
 def encode_message(message: Message, encoding: str, *, only_wanted: bool) -> Message:
-    """Returns a message with codes in place of tensors that the encoding makes smaller.
-
-    Args:
-        only_wanted: tensors whose gradient is not sent back travel as they are.
-    """
+    """Encodes the tensors that become smaller; if `only_wanted`, only those whose gradient is sent back."""
     tensors = list(message.tensors)
     originals: list[TensorHeader | None] = [None] * len(tensors)
     for i, tensor in enumerate(tensors):

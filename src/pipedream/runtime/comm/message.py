@@ -154,14 +154,7 @@ class MessageFormat:
 
     @classmethod
     def of(cls, message: Message, separate: str = "") -> MessageFormat:
-        """Returns a message's format.
-
-        Args:
-            separate: type of device whose tensors are sent by themselves.
-
-        Raises:
-            TypeError: a tensor of a type that cannot be sent.
-        """
+        """Returns a message's format; tensors on a device `separate` are sent by themselves. May raise TypeError."""
         specs: list[TensorSpec | None] = []
         end = 0
         for tensor in message.tensors:

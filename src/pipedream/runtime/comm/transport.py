@@ -46,12 +46,7 @@ _DEPTH = 2
 
 
 class Transport:
-    """Opens this rank's ends of channels; ranks that share channels open them in one order.
-
-    Args:
-        programs: one per phase, over the same channels.
-        device: where the stages are.
-    """
+    """Opens this rank's ends of channels, for all phases; ranks that share channels open them in one order."""
 
     def __init__(self, connections: Connections, programs: Sequence[Program], device: torch.device) -> None:
         self._connections, self._links = connections, connections.links
@@ -184,12 +179,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class PeerConnection:
-    """A connection to another rank; each side opens its own end.
-
-    Attributes:
-        number: of its (first) channel.
-        separate: type of device whose tensors are not sent here.
-    """
+    """A connection to another rank, of which this is one side; tensors on devices `separate` are not sent here."""
 
     connections: Connections
     device: torch.device

@@ -391,12 +391,9 @@ class _TeeReader(Reader):
 
 
 class FollowingReader(Reader):
-    """Reads the same minibatches as replica 0, which alone says where a stream ends.
+    """Reads the same minibatches as replica 0, whose notices alone say where a stream ends.
 
     At a request to drain, replicas are at different microbatches, so none could decide alone.
-
-    Args:
-        receiver: of replica 0's notices.
     """
 
     def __init__(self, reader: LoaderReader, receiver: Receiver, rank: int) -> None:

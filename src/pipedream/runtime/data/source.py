@@ -289,9 +289,6 @@ class MeshSource(Source):
     """Microbatches of the first rank of a mesh, which it sends to the others.
 
     It has no `end`, which ranks that take turns need: these have no mesh.
-
-    Args:
-        source: where this rank has them from.
     """
 
     def __init__(self, source: Source, senders: Sequence[Sender]) -> None:
@@ -506,11 +503,7 @@ class _DataRequest:
 
 
 class _OpenLoader:
-    """A loader with the random state of its order, which outlives each of its readers.
-
-    Attributes:
-        splits: whether minibatches are split, in all phases or in some.
-    """
+    """A loader with the random state of its order; `splits`: whether minibatches are split, in all or some phases."""
 
     def __init__(self, splits: Set[bool]) -> None:
         self.splits = splits
