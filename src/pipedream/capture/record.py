@@ -25,13 +25,12 @@ from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import (
     PLAIN,
     READS_NUMBERS,
-    SavedAttribute,
     find_prefix,
     is_in_place,
-    unwrap_calls,
+    name_next_call,
     walk,
     walk_arguments,
-    wrap_calls,
+    wrapping_calls,
 )
 from pipedream.core.model.graph import ValueSite
 from pipedream.core.user_code import user_line
@@ -305,8 +304,7 @@ class _Recorder(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> CallRecord:
         self.moment += 1
         path = self.names[id(module)]
-        count = self.counts[path] = self.counts.get(path, 0) + 1
-        name = path if count == 1 else f"{path}@{count}"
+        name = name_next_call(self.counts, path)
         hooked = module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook)
         whole = self._explain_whole() or ("hooked" if hooked else "")
         call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=whole)
@@ -361,13 +359,8 @@ def record(
             record.sites.append(ValueSite("", "in", name, -1))
             recorder.records[id(leaf)] = record
     generators = read_python_generators()
-    saved: list[SavedAttribute] = []
-    try:
-        wrap_calls([(module, module) for module in dict.fromkeys(model.modules())], recorder.call, saved)
-        with recorder:
-            output = model(*args, **kwargs)
-    finally:
-        unwrap_calls(saved)
+    with wrapping_calls([(module, module) for module in dict.fromkeys(model.modules())], recorder.call), recorder:
+        output = model(*args, **kwargs)
     draws_in_python = read_python_generators() != generators
     root = recorder.root.inner[0] if recorder.root.inner else recorder.root
     for where, leaf in walk(output):

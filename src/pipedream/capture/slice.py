@@ -17,7 +17,7 @@ from torch import nn
 
 from pipedream.capture.slice_forward import Places, SliceForward
 from pipedream.capture.split import list_skipped_calls
-from pipedream.capture.structure import SavedAttribute, unwrap_calls, wrap_calls
+from pipedream.capture.structure import name_next_call, wrapping_calls
 from pipedream.core.model.graph import LayerGraph, Value, ValueSite
 
 _ABSENT = object()
@@ -215,22 +215,17 @@ class ModelSlice(nn.Module):
         self, reseed: Callable[[str], None] | None, counts: dict[str, int], real_device: torch.device
     ) -> Iterator[None]:
         """Seeds calls and makes the compiled ones, as a forward would after the calls in `counts`, and nothing else."""
-        saved: list[SavedAttribute] = []
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            count = counts[path] = counts.get(path, 0) + 1
-            name = path if count == 1 else f"{path}@{count}"
+            name = name_next_call(counts, path)
             if reseed is not None and path in self.seeded:
                 reseed(name)
             return self.compiled.get(name, original)(*args, **kwargs)
 
-        with torch.random.fork_rng([real_device] if real_device.type == "cuda" else []):
-            try:
-                paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
-                wrap_calls([(module, path) for module, path in self.watched if path in paths], call, saved)
-                yield
-            finally:
-                unwrap_calls(saved)
+        paths = self.seeded | {name.partition("@")[0] for name in self.compiled}
+        modules = [(module, path) for module, path in self.watched if path in paths]
+        with torch.random.fork_rng([real_device] if real_device.type == "cuda" else []), wrapping_calls(modules, call):
+            yield
 
 
 def _make_evaluating(

@@ -47,10 +47,10 @@ from pipedream.capture.structure import (
     find_leaf,
     find_prefix,
     map_leaves,
-    unwrap_calls,
+    name_next_call,
     walk,
     walk_arguments,
-    wrap_calls,
+    wrapping_calls,
 )
 from pipedream.core.model.graph import Value
 from pipedream.core.user_code import note_module, split_arguments
@@ -216,9 +216,7 @@ class SliceForward:
     @contextmanager
     def _wrapping_calls(self) -> Iterator[None]:
         part = self.part
-        saved: list[SavedAttribute] = []
-        try:
-            wrap_calls(part.watched, self._call, saved)
+        with wrapping_calls(part.watched, self._call) as saved:
             self.backward_hooks = _take_backward_hooks(part.shared_modules, saved)
             for name in part.foreign_glue:
                 owner, _, slot = name.rpartition(".")
@@ -229,15 +227,12 @@ class SliceForward:
                     saved.append((slots, slot, tensor))
                     slots[slot] = placeholder_like(tensor, self.real_device, tensor.requires_grad)
             yield
-        finally:
-            unwrap_calls(saved)
 
     def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:  # as in the recording, no call of its own
             return original(*args, **kwargs)
         part = self.part
-        count = self.counts[path] = self.counts.get(path, 0) + 1
-        name = path if count == 1 else f"{path}@{count}"
+        name = name_next_call(self.counts, path)
         if self.is_done:  # the model has caught it
             raise _Left
         self.last_call = name

@@ -1,6 +1,7 @@
 """Walks through arguments and outputs of modules: containers of tensors, numbers and opaque objects."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,22 +90,34 @@ def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") ->
     return replace(value, **parts)
 
 
-def wrap_calls(modules: Iterable[tuple[nn.Module, Any]], call: Callable[..., Any], saved: list[SavedAttribute]) -> None:
-    """Lets ``call(key, original, ...)`` make the calls of (module, key) pairs; appends what `unwrap_calls` needs."""
-    for module, key in modules:
-        slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
-        original = getattr(module, slot)
-        saved.append((module.__dict__, slot, module.__dict__.get(slot)))
-        module.__dict__[slot] = partial(call, key, original)
+@contextmanager
+def wrapping_calls(
+    modules: Iterable[tuple[nn.Module, Any]], call: Callable[..., Any]
+) -> Iterator[list[SavedAttribute]]:
+    """Context in which ``call(key, original, ...)`` makes the calls of (module, key) pairs.
+
+    Yields attributes that are restored at the end, the last first, to which more may be added.
+    """
+    saved: list[SavedAttribute] = []
+    try:
+        for module, key in modules:
+            slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+            original = getattr(module, slot)
+            saved.append((module.__dict__, slot, module.__dict__.get(slot)))
+            module.__dict__[slot] = partial(call, key, original)
+        yield saved
+    finally:
+        for attributes, slot, value in reversed(saved):
+            if value is None:
+                del attributes[slot]
+            else:
+                attributes[slot] = value
 
 
-def unwrap_calls(saved: Iterable[SavedAttribute]) -> None:
-    """Restores attributes, the last first."""
-    for attributes, slot, value in reversed(list(saved)):
-        if value is None:
-            del attributes[slot]
-        else:
-            attributes[slot] = value
+def name_next_call(counts: dict[str, int], path: str) -> str:
+    """Counts a call of a module, and returns its name: the module's path, from the second one on with the number."""
+    count = counts[path] = counts.get(path, 0) + 1
+    return path if count == 1 else f"{path}@{count}"
 
 
 def _is_container(value: Any) -> bool:
