@@ -31,10 +31,6 @@ class Captured:
     model: nn.Module | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if len(self.layers) != len(self.graph.layers):
-            raise ValueError(f"{len(self.graph.layers)} layers in the graph but {len(self.layers)} modules")
-
     def stage(self, first: int, last: int) -> Sequence[tuple[str, nn.Module]]:
         """Returns what a stage of the layers first <= i < last runs, with names."""
         names = [layer.name for layer in self.graph.layers]

@@ -190,7 +190,9 @@ def _fingerprint_all(
     outputs.clear()  # of the caller too: what no backward needs is freed before it
     if floats:
         try:
-            torch.autograd.backward(floats, [_make_weights_like(leaf) for leaf in floats])
+            spread = _spread_numbers.__wrapped__  # not cached: as large as an output
+            weights = [spread(leaf.numel(), leaf.dtype, leaf.device).view(leaf.shape) for leaf in floats]
+            torch.autograd.backward(floats, weights)
         except (AttributeError, TypeError) as error:
             raise CaptureError(
                 f"the backward of {type(model).__name__} raised {with_place(error)} after its forward had ended; it "
@@ -305,14 +307,8 @@ def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> tor
     return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
 
 
-def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:
-    # Not cached: as large as an output.
-    return _spread_numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
-
-
 def _copy_inputs(inputs: Any) -> Any:
-    return map_leaves(lambda _, leaf: _clone(leaf), inputs)
+    def copy(_: str, leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-
-def _clone(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    return map_leaves(copy, inputs)
