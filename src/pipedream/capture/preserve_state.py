@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN
+from pipedream.capture.structure import PLAIN, is_stand_in
 from pipedream.core.errors import CaptureError
 
 _DEPTH = 4  # of containers and objects in a module's attributes

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import read_python_generators
-from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import (
     PLAIN,
     READS_NUMBERS,
     find_prefix,
     is_in_place,
+    is_stand_in,
     name_next_call,
     walk,
     walk_arguments,

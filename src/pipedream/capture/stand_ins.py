@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from pipedream.capture.preserve_state import Attributes
+from pipedream.capture.structure import is_stand_in
 
 
 @contextmanager
@@ -35,26 +38,16 @@ def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -
                 return _make_stand_in(leaf, dtype, replacements, mode)
             return replacements.setdefault(id(leaf), leaf.detach().to("cpu", copy=True))  # may be written into
 
-    modules = {id(module): module for module in model.modules()}.values()
-    saved = [(m, dict(m._parameters), dict(m._buffers), _select_tensor_attributes(m)) for m in modules]
+    attributes = Attributes([model], children=True)
     try:
-        for module, parameters, buffers, attributes in saved:
-            module._parameters.update({name: replaced(p) for name, p in parameters.items()})
-            module._buffers.update({name: replaced(b) for name, b in buffers.items()})
-            module.__dict__.update({name: tree_map(replaced, value) for name, value in attributes.items()})
+        for module in attributes.every:
+            for tensors in (module._parameters, module._buffers):
+                tensors.update({name: replaced(tensor) for name, tensor in tensors.items()})
+            selected = _select_tensor_attributes(module)
+            module.__dict__.update({name: tree_map(replaced, value) for name, value in selected.items()})
         yield tree_map(replaced, sample)
     finally:
-        for module, parameters, buffers, attributes in saved:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module.__dict__.update(attributes)
-
-
-def is_stand_in(leaf: Any) -> bool:
-    """Returns whether a value is a stand-in, or a tensor on the meta device."""
-    return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
+        attributes.restore()
 
 
 def has_stand_ins(model: nn.Module, sample: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 
@@ -31,6 +32,11 @@ class SameAs:
 def is_in_place(name: str) -> bool:
     """Returns whether a function writes into its first argument, judging by its name."""
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
+def is_stand_in(leaf: Any) -> bool:
+    """Returns whether a value is a stand-in (`stand_ins`), or a tensor on the meta device."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
