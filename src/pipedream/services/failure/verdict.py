@@ -148,13 +148,11 @@ class FailureDetector:
         server = self.statuses.get(0) if self._store_owner == "rank 0" else None
         if self._unanswered_s <= SILENT_S or (server is not None and server.ended):
             return None
-        return Verdict(
-            self._rank,
-            self._activity.where,
+        cause = (
             f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
-            f"(stopped, ended, machine or link gone); {UNREACHED}",
-            store_lost=True,
+            f"(stopped, ended, machine or link gone); {UNREACHED}"
         )
+        return Verdict(self._rank, self._activity.where, cause, store_lost=True)
 
     def _check_gpu(self, since_s: float) -> Verdict | None:
         """Returns a verdict if the GPU makes no progress in its queue; nothing else times out that wait."""
@@ -163,12 +161,9 @@ class FailureDetector:
         self._gpu_mark = mark
         if not self._stuck_after_s or self._gpu_s <= _GPU_TIMES * self._stuck_after_s:
             return None
-        return Verdict(
-            self._rank,
-            self._activity.where,
+        return self._find_stuck(
             f"the GPU has made no progress for {self._gpu_s:.1f} s",
-            "check dmesg and nvidia-smi for errors of the card or its links; if a kernel may take this long, raise "
-            f"stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; 0 turns this check off",
+            "check dmesg and nvidia-smi for errors of the card or its links; if a kernel may take this long",
         )
 
     def _check_stuck(self, since_s: float) -> Verdict | None:
@@ -185,14 +180,14 @@ class FailureDetector:
         if self._task_s <= limit_s:
             return None
         gpu = f", nor on the GPU for {self._gpu_s:.1f} s" if self._gpu_s > self._task_s / 2 else ""
-        return Verdict(
-            self._rank,
-            self._activity.where,
-            f"no progress in {task[0]} for {self._task_s:.1f} s{gpu}; "
-            f"the longest one before took {durations.longest_s:.2g} s",
-            f"if it may take this long, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
-            "0 turns this check off",
+        longest = f"the longest one before took {durations.longest_s:.2g} s"
+        return self._find_stuck(
+            f"no progress in {task[0]} for {self._task_s:.1f} s{gpu}; {longest}", "if it may take this long"
         )
+
+    def _find_stuck(self, cause: str, advice: str) -> Verdict:
+        limit = f"raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; 0 turns this check off"
+        return Verdict(self._rank, self._activity.where, cause, f"{advice}, {limit}")
 
 
 def _spell_after(minibatches: int) -> str:

@@ -51,7 +51,7 @@ class Loggers:
         self, loggers: Iterable[Any], rank: int, workers: int, status: Callable[[], Mapping[int, Mapping[str, float]]]
     ) -> None:
         self._loggers = tuple(loggers)
-        self._is_first = rank == 0
+        self._called = self._loggers if rank == 0 else ()
         self._workers = workers
         self._status = status
         self._begun = False
@@ -66,10 +66,9 @@ class Loggers:
 
     def begin(self, params: Callable[[], Mapping[str, Any]]) -> None:
         """Logs the hyperparameters, once."""
-        if self._begun or not self._is_first:
-            return
+        loggers = () if self._begun else self._called
         self._begun = True
-        for logger in self._loggers:
+        for logger in loggers:
             if hasattr(logger, "log_hyperparams"):
                 logger.log_hyperparams(dict(params()))
 
@@ -77,11 +76,9 @@ class Loggers:
         if not self._loggers:
             return
         speed = self._measure_speed(done)
-        if not self._is_first:
-            return
         numbers = {"epoch": done.epoch, "train/loss": done.loss, "train/rate": done.rate}
         numbers |= {f"train/{name}": value for name, value in done.metrics.items()}
-        for logger in self._loggers:
+        for logger in self._called:
             if hasattr(logger, "log"):
                 logger.log(done)
                 if speed and hasattr(logger, "log_metrics"):
@@ -91,7 +88,7 @@ class Loggers:
 
     def evaluation(self, name: str, metrics: Mapping[str, float], step: int) -> None:
         """Logs an evaluation, named 'test' or otherwise."""
-        for logger in self._loggers if self._is_first else ():
+        for logger in self._called:
             if hasattr(logger, "log_metrics"):
                 logger.log_metrics({f"{name}/{metric}": value for metric, value in metrics.items()}, step)
 
@@ -100,7 +97,7 @@ class Loggers:
         self._since_s = None
 
     def finalize(self, status: str) -> None:
-        for logger in self._loggers if self._is_first else ():
+        for logger in self._called:
             if hasattr(logger, "finalize"):
                 logger.finalize(status)
 

@@ -78,11 +78,7 @@ def _compare_parts(
                 raise
             return LossWeight.OTHER  # the model does not take parts of a batch, such as a list with an item per sample
     losses = [loss for loss, _, _ in evaluations]
-    all_amounts = [
-        part_amounts
-        for part_amounts in (amounts, *(part_amounts for _, part_amounts, _ in evaluations))
-        if part_amounts is not None
-    ]
+    all_amounts = [part for part in (amounts, *(part for _, part, _ in evaluations)) if part is not None]
     if amounts is not None and [a.is_sum for a in all_amounts] == [amounts.is_sum] * (len(parts) + 1):
         if not all(first.fits(other) for first in all_amounts for other in all_amounts):
             return LossWeight.OTHER

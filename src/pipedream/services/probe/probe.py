@@ -142,31 +142,25 @@ def warn_of_loopback(plan: Plan, rank: int) -> None:
 def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Returns the necessary measurements, and those to make if there is time."""
     leaders = tuple(ranks[0] for ranks in machines)
-    all_ranks = tuple(rank for ranks in machines for rank in ranks)
     multi_rank = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)
+    # Of each level: the groups within which messages are sent, and the ranks of the largest all-reduce.
+    levels = [(multi_rank, multi_rank[0])] if multi_rank else []
+    if len(machines) > 1:
+        levels.append(([leaders], tuple(rank for ranks in machines for rank in ranks)))
     needed: list[Step] = []
     further: list[Step] = []
-    if multi_rank:
-        _add_level(needed, further, 0, multi_rank, multi_rank[0])
-    if len(machines) > 1:
-        _add_level(needed, further, 1 if multi_rank else 0, [leaders], all_ranks)
+    for level, (groups, all_ranks) in enumerate(levels):
+        pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
+        first = groups[0]
+        needed += [("link", level, pairs[0]), ("sum", level, all_ranks)]
+        if len(first) > 2:
+            star = first[: _MAX_PEERS + 1]
+            needed += [("out", level, star), ("into", level, star)]
+        further += [("link", level, pair) for pair in pairs[1:_MAX_LINKS]]
+        if all_ranks != first:  # all-reduces between machines: one rank of each, then all
+            further.append(("sum", level, first))
+        further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
     return tuple(needed), tuple(further)
-
-
-def _add_level(
-    needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], all_ranks: tuple[int, ...]
-) -> None:
-    """Adds messages within the groups, and all-reduces of `all_ranks` and fewer."""
-    pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
-    first = groups[0]
-    needed += [("link", level, pairs[0]), ("sum", level, all_ranks)]
-    if len(first) > 2:
-        star = first[: _MAX_PEERS + 1]
-        needed += [("out", level, star), ("into", level, star)]
-    further += [("link", level, pair) for pair in pairs[1:_MAX_LINKS]]
-    if all_ranks != first:  # all-reduces between machines: one rank of each, then all
-        further.append(("sum", level, first))
-    further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
 
 
 def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
