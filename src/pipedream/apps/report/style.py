@@ -5,6 +5,7 @@ Forwards are blue and backwards green, as in PipeDream's figures.
 
 import math
 from collections.abc import Callable
+from importlib.resources import files
 
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
@@ -92,61 +93,13 @@ def page_style() -> str:
     light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
     variables = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     drawn = f".pd text{{font-family:{FONT}}}" + _write_rules(lambda colour: f"var(--pd-{colour})")
-    return variables + drawn + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
+    layout = files("pipedream.apps.report").joinpath("page.css").read_text(encoding="utf-8")
+    return f"{variables}{drawn}\n{layout}".replace("FONT", FONT).replace("MONO", MONO)
 
 
 def _write_rules(colour: Callable[[str], str]) -> str:
     fills = (f".pd .{name}{{fill:{colour(of)}}}" for name, of in _FILLS.items())
     return "".join([*fills, *(f".pd .{name}{{stroke:{colour(of)}}}" for name, of in _STROKES.items())])
-
-
-_PAGE = """
-:root{color-scheme:light dark}
-*{box-sizing:border-box}
-body{margin:0;background:var(--pd-lane);color:var(--pd-ink);font:15px/1.5 FONT;-webkit-text-size-adjust:100%}
-header,main{max-width:1260px;margin:0 auto;padding:0 24px}
-header{padding-top:28px}
-h1{font-size:26px;line-height:1.25;margin:0;letter-spacing:-.01em}
-p code{font:13px MONO;overflow-wrap:anywhere}
-header p{margin:4px 0 0;color:var(--pd-faint)}
-h2{font-size:17px;margin:0 0 12px}
-h3{font-size:14px;margin:18px 0 8px;color:var(--pd-faint);font-weight:600}
-h2+h3{margin-top:0}
-main{padding-bottom:48px}
-section,details{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:18px 20px;
- margin:16px 0;min-width:0}
-section p{margin:8px 0 0;color:var(--pd-faint);font-size:13px}
-summary{font-size:17px;font-weight:700;cursor:pointer}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:12px;margin:18px 0 0}
-.card{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:12px 16px}
-dt{color:var(--pd-faint);font-size:13px}
-dd{margin:0;font-size:25px;font-weight:650;line-height:1.3;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
-small{display:block;font-size:12.5px;font-weight:400;letter-spacing:0;color:var(--pd-faint)}
-.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(360px,1fr));gap:0 16px}
-.scroll{overflow-x:auto;border-radius:6px;background:linear-gradient(90deg,var(--pd-paper) 50%,transparent) 0/48px 100%,
- linear-gradient(270deg,var(--pd-paper) 50%,transparent) 100%/48px 100%,
- linear-gradient(90deg,var(--pd-line),transparent) 0/16px 100%,
- linear-gradient(270deg,var(--pd-line),transparent) 100%/16px 100%;
- background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
-.scroll:focus-visible,summary:focus-visible{outline:2px solid var(--pd-mark);outline-offset:2px}
-.scroll svg{display:block}
-.fits svg{max-width:100%;min-width:900px;height:auto}
-.row svg{min-width:440px}
-.row{display:flex;flex-wrap:wrap;gap:12px}
-.timelines svg+svg{margin-top:2px}
-table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--pd-faint);font-size:13px;padding-bottom:6px}
-th,td{padding:5px 10px;text-align:left;border-bottom:1px solid var(--pd-line);white-space:nowrap;font-weight:400}
-thead th{color:var(--pd-faint);font-size:12.5px}
-tbody tr:last-child>*{border-bottom:0}
-th:first-child{padding-left:0}
-.number{text-align:right}
-.columns td{font-family:MONO;font-size:12.5px;white-space:normal;overflow-wrap:anywhere}
-.bar{display:inline-block;min-width:64px;padding:0 4px;border-radius:3px;
- background:linear-gradient(90deg,var(--pd-F1) var(--share),var(--pd-wait) var(--share))}
-@media(max-width:560px){header,main{padding-left:12px;padding-right:12px}.columns{grid-template-columns:1fr}}
-@media print{body{background:none}section,details,.card{break-inside:avoid}}
-"""
 
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
