@@ -64,7 +64,6 @@ class Metrics(Tabular, Artifact):
         return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each rank."""
         return [{"rank": rank} | asdict(row) for rank, row in enumerate(self.per_rank)]
 
     def __str__(self) -> str:

@@ -100,7 +100,6 @@ MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS = (
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON object."""
     print(json.dumps(value, indent=1))
 
 
@@ -170,7 +169,6 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
 
 
 def read_memory(text: str | None) -> int | None:
-    """Reads --memory."""
     try:
         return None if text is None else units.parse_bytes(text)
     except ValueError as error:

@@ -72,10 +72,8 @@ def _flatten(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str,
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{before}{name}.")
-        elif isinstance(value, (list, tuple)) and value:
-            yield escape(f"{before}{name}"), escape(", ".join(map(str, value)))
         elif value or (isinstance(value, (int, float)) and value is not False):
-            yield escape(f"{before}{name}"), amount(value)
+            yield escape(f"{before}{name}"), _write_cell("", value)
 
 
 def amount(value: Any) -> str:

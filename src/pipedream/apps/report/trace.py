@@ -41,7 +41,6 @@ _ROOM = 1000
 
 
 def _place_spans(timeline: Timeline) -> list[tuple[Span, int]]:
-    """Returns the thread of each span."""
     placed = [(span, span.rank * _ROOM) for span in timeline.spans if span.kind not in _BESIDE]
     for rank in range(timeline.workers):
         beside = [span for span in timeline.spans if span.rank == rank and span.kind in _BESIDE]

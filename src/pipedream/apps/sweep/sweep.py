@@ -78,7 +78,6 @@ class Sweep(Tabular):
     crossovers: tuple[Crossover, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each point."""
         return [asdict(point) for point in self.points]
 
     def __repr__(self) -> str:

@@ -124,7 +124,6 @@ class Stage:
         self.clear()
 
     def clear(self) -> None:
-        """Begins the next update."""
         self.gradients: list[Values] = [{} for _ in self.buffers]
         self.loss_weights = [0.0 for _ in self.buffers]
         self.is_empty = True
