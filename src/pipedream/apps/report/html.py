@@ -42,7 +42,7 @@ def page(
 
     Args:
         summary: the content of the run's ``summary.json``; values may be missing or null.
-        measured: the part of the run that is compared with the prediction.
+        measured: the part of the run that is compared with the prediction, without a drain.
         start: the begin of the run, if it is not in `measured`.
         losses: (minibatch number, loss).
         title: '': the recipe and the schedule.
@@ -54,7 +54,7 @@ def page(
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{tables.cards(_list_figures(summary))}</dl>',
         *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
-        _draw_timelines(runs, start, summary.get("drains") or []),
+        _draw_timelines(runs, start),
         tables.section("Loss", _draw_losses(summary, losses)),
         tables.section("Evaluations", _draw_evaluations(summary)),
         *_draw_results(summary, plan, profile),
@@ -161,11 +161,11 @@ def _format_metric(name: str, value: Any) -> str:
     return tables.percent(value) if is_share else format_number(value)
 
 
-def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
+def _draw_timelines(runs: Runs, begin: Timeline | None) -> str:
     """Draws middle and start of the run; predicted above measured, on one scale of time."""
     first = [(word, begin if begin is not None and word == "measured" else run) for word, run in runs]
     parts = {
-        "In the middle of the run": [(word, run, middle_window(run, _count_shown(run), drains)) for word, run in runs],
+        "In the middle of the run": [(word, run, middle_window(run, _count_shown(run))) for word, run in runs],
         "At the start": [(word, run, start_window(run, _count_shown(run))) for word, run in first],
     }
     boxes = ""

@@ -1,8 +1,7 @@
 """The rows of overlapping spans, and the part of a run to show."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 
@@ -59,23 +58,14 @@ def start_window(timeline: Timeline, count: int) -> Window | None:
     return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
 
 
-def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
-    """Returns the middle of the longest part without a drain, if that has twice `count` microbatches.
-
-    Args:
-        drains: minibatch numbers.
-    """
+def middle_window(timeline: Timeline, count: int) -> Window | None:
+    """Returns the middle of a run without a drain, if that has twice `count` microbatches."""
     starts = _find_starts(timeline)
-    m = timeline.minibatch_microbatches
-    if not starts:
-        return None
-    low, high = min(starts), max(starts) + 1
-    edges = sorted({low, high, *(number * m for number in drains if low < number * m < high)})
-    length, first = max(((b - a, a) for a, b in pairwise(edges)), key=lambda pair: pair[0])
+    first, length = min(starts, default=0), max(starts, default=-1) + 1 - min(starts, default=0)
     if length < 2 * count:
         return None
     middle = first + (length - count) // 2
-    middle -= middle % m  # whole minibatches of a flushing schedule
+    middle -= middle % timeline.minibatch_microbatches  # whole minibatches of a flushing schedule
     return _make_window(timeline, starts, middle, count) if middle in starts else None
 
 
