@@ -61,6 +61,7 @@ class _Commands(TyperGroup):
 
 @cache  # workers, forked later, have it
 def load(name: str) -> Any:
+    """Imports a command."""
     command_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     offers, home = list_offers(f"command_{name}"), f"pipedream.apps.cli.{name}"
     if not offers and find_spec(home) is None:

@@ -100,6 +100,7 @@ MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS = (
 
 
 def print_json(value: Any) -> None:
+    """Prints one JSON object."""
     print(json.dumps(value, indent=1))
 
 
@@ -169,6 +170,7 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
 
 
 def read_memory(text: str | None) -> int | None:
+    """Reads --memory."""
     try:
         return None if text is None else units.parse_bytes(text)
     except ValueError as error:

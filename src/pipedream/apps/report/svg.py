@@ -93,6 +93,7 @@ def frame(inside: str, width: float, height: float, label: str, standalone: bool
 def text(
     x: float, y: float, words: str, *, colour: str = "ink", size: float = 11, weight: int = 400, anchor: str = "start"
 ) -> str:
+    """Returns a line of text."""
     bold = f' font-weight="{weight}"' if weight != 400 else ""
     where = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return (
@@ -134,6 +135,7 @@ def y_axis(
 
 
 def polyline(kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, *, title: str = "") -> str:
+    """Returns a line through points."""
     look = {"fill": "none", "stroke": stroke, "stroke_width": str(width), "stroke_linejoin": "round"}
     return shape("polyline", kind, title=title, points=write_points(points), **look)
 
