@@ -15,7 +15,7 @@ from commands import Refused, Run
 
 import pipedream as pd
 from pipedream.apps import cli
-from pipedream.options import TrainingOptions
+from pipedream.apps.training.options import TrainingOptions
 
 
 def test_commands_load_only_what_they_need(files: Path) -> None:

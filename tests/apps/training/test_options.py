@@ -11,8 +11,9 @@ import torch
 
 import pipedream as pd
 from pipedream.apps.training.job import Job
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.flags import flag_of
-from pipedream.options import MethodOptions, ModelOptions, PipelineOptions, TrainingOptions
+from pipedream.options import MethodOptions, ModelOptions, PipelineOptions
 
 KINDS = [ModelOptions, MethodOptions, PipelineOptions, TrainingOptions, pd.Recipe]
 

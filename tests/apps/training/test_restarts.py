@@ -18,7 +18,7 @@ from marks import long, slow
 import pipedream as pd
 from pipedream._version import hash_sources
 from pipedream.apps.training import checkpoint_cost, job, run_folder
-from pipedream.options import TrainingOptions
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.runtime.comm import process_group
 from pipedream.services.failure import processes, restarts
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from pipedream.apps.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import ProfileError
 from pipedream.core.flags import Panel, option, option_of
-from pipedream.options import TrainingOptions
 
 _META = "Prediction, with --device meta"
 

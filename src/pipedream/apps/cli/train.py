@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipedream.apps.cli import options as common
 from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.garbage import pause_collection
@@ -18,7 +19,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import ranks_of
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.options import TrainingOptions
 from pipedream.schedules import build, refuse_code, uniform
 from pipedream.workflows.phases import read_phases
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.units import format_rate, parse_rate
-from pipedream.options import TrainingOptions
 from pipedream.plan_request import PlanRequest
 
 _MIN_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4  # latency: of a message

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.apps.training.recipe import Recipe, blaming
 from pipedream.apps.training.run_folder import ResumePoint, find_resume_point
 from pipedream.capture import Captured, capture
@@ -22,7 +23,6 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan, check_activations, with_choices
 from pipedream.core.plan.ranks import choose_layout, meshes_of, ranks_of
-from pipedream.options import TrainingOptions
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
 from pipedream.runtime.comm import process_group

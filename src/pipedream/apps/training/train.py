@@ -11,6 +11,7 @@ from typing import Any
 from pipedream.apps.training import run_folder
 from pipedream.apps.training.job import Job, PlannedJob, Process, make_model_input, plan_job, resolve
 from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
+from pipedream.apps.training.options import TrainingOptions
 from pipedream.apps.training.recipe import Recipe, blaming, make_recipe
 from pipedream.apps.training.summary_text import collectives_text, failures_text, slowness_text
 from pipedream.core.errors import RecipeError
@@ -19,7 +20,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
 from pipedream.metrics import run_metrics
-from pipedream.options import ChoiceOptions, TrainingOptions, keywords, model_options, plain
+from pipedream.options import ChoiceOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
