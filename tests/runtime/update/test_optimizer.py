@@ -13,7 +13,7 @@ from cases import make_pipeline
 from torch import nn
 
 import pipedream as pd
-from pipedream.core.schedule import coupling
+from pipedream.core.schedule.update_policy import Policy
 from pipedream.extensions.compensations.error_feedback import ErrorFeedback
 from pipedream.extensions.delays.predictions import add_velocity
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
@@ -86,7 +86,7 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     stage_state: Any = SimpleNamespace(
         optimizer=optimizer, collect_gradients=lambda: gradients, compare_first_update=lambda: None
     )
-    policy, program = coupling.Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
+    policy, program = Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
     run_alone(Updates(policy, program, LocalGroup(1).member(0), {0: stage_state}).prepare(0, 0.0))
     assert all(handle.grad is not None for handle in handles.values())
     with pytest.raises(RuntimeError):
