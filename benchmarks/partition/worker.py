@@ -26,7 +26,7 @@ from models import TIMED
 from torch import nn
 
 from pipedream import partition
-from pipedream.core.model.collective import EXCHANGE
+from pipedream.core.plan.cost import EXCHANGE
 from pipedream.extensions.meshes.layouts import GroupRanks, PartitionedStep, TracedStep
 from pipedream.extensions.meshes.sharding.functions import exchange
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.collective import Collective
-from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
+from pipedream.core.model.profile import Collective, LayerProfile, Profile, RankProfile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.search import MeshSearch

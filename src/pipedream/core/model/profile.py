@@ -6,11 +6,11 @@ As in PipeDream, SOSP 2019, section 3.1, with the spread of times, the bytes tha
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
@@ -107,6 +107,41 @@ class TiedParameters:
     layers: tuple[int, ...]
     parameter_bytes: int
     trained: bool = True
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind over one dimension of a mesh, in a pass or an update.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or exchange.
+        over: the dimension, or several joined by +.
+        count: number of collectives.
+        size_bytes: their sum; each counts the greater of the bytes that a rank contributes and receives.
+        of_weights: they move weights or their gradients, so their bytes do not depend on the samples.
+    """
+
+    kind: str
+    over: str
+    count: int
+    size_bytes: int
+    of_weights: bool = False
+
+    @classmethod
+    def sums(cls, rows: Iterable[Collective]) -> tuple[Collective, ...]:
+        """Returns the sum of each kind, in a fixed order."""
+        totals: dict[tuple[str, str, bool], list[int]] = {}
+        for row in rows:
+            total = totals.setdefault((row.kind, row.over, row.of_weights), [0, 0])
+            total[0] += row.count
+            total[1] += row.size_bytes
+        return tuple(
+            cls(kind, over, count, size_bytes, weights)
+            for (kind, over, weights), (count, size_bytes) in sorted(totals.items())
+        )
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.kind} over {self.over}, {format_bytes(self.size_bytes)}"
 
 
 @dataclass(frozen=True)

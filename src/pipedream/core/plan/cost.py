@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.collective import EXCHANGE
+
+EXCHANGE = "exchange"
+"""Kind of collective in searched layouts: each rank sends others the pieces that they lack."""
 
 Numbers = float | NDArray[Any]
 """One value, or an array: the planner computes many stages at once."""
@@ -136,7 +138,7 @@ class SumLink(NamedTuple):
         return 2 * (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))
 
     def collective_s(self, kind: str, count: int, size_bytes: Numbers, ranks: int) -> Numbers:
-        """Returns the seconds of several collectives (`core.model.collective.Collective`).
+        """Returns the seconds of several collectives (`core.model.profile.Collective`).
 
         An all-gather, a reduce-scatter or an all-to-all takes (n - 1) (l + b / (n B)): n - 1 steps with a part each. An
         exchange, whose bytes all go to other ranks, takes (n - 1) l + b / B.

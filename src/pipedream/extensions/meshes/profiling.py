@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from pipedream import profiler
 from pipedream.capture import Captured
 from pipedream.core.errors import PlanError, ProfileError
-from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.model.profile import Profile, RankProfile
+from pipedream.core.model.profile import Collective, Profile, RankProfile
 from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.extensions.meshes.layout import Layout
 from pipedream.extensions.meshes.planning import NOT_MEASURED

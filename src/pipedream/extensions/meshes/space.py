@@ -16,8 +16,7 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.collective import Collective
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import Collective, LayerProfile, Profile
 from pipedream.core.plan import depth as depths
 from pipedream.core.plan.cost import Site, SumLink
 from pipedream.core.plan.plan import Plan

@@ -117,7 +117,6 @@ class LocalWorkers:
             wait_for_all()
             self.connections.close()
         self.connections, self.group = None, world_group()
-        self.materials = ()  # their channels keep groups, with threads and connections
         self.materials = ()  # their links hold groups, too, whose threads would stay
 
     @property

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.box import Box, count_elements, slice_of, slice_within
-from pipedream.core.model.collective import EXCHANGE
+from pipedream.core.plan.cost import EXCHANGE
 from pipedream.extensions.meshes.layout import Piece
 from pipedream.extensions.meshes.layouts.description.text import Access, Operator
 from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges, Result

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import Collective
 from pipedream.tensors.parts import local_part
 
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d

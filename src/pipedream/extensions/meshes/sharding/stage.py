@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from pipedream.core.box import Box, box_of, dense_strides, slice_of
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import Collective
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import BATCH, Crossing, Layout
 from pipedream.extensions.meshes.sharding.count import CountCollectives, FirstPasses
