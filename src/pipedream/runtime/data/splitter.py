@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message
@@ -163,24 +163,21 @@ class Splitter:
                 stacklevel=2,
             )
 
-        def message(part: int, structure: str = "", tensors: tuple[torch.Tensor, ...] = ()) -> Message:
-            return Message(
+        parts: Parts = []
+        for part, size in enumerate(sizes):
+            header = Message(
                 microbatch=first + part,
-                content=Content.DATA if sizes[part] else Content.EMPTY,
-                tensors=tensors,
-                structure=structure,
-                wants=(False,) * len(tensors),
+                content=Content.DATA if size else Content.EMPTY,
                 minibatch=self._base + number,
                 epoch=minibatch.epoch,
-                samples=sizes[part],
+                samples=size,
                 flags=ENDS_EPOCH if minibatch.ends_epoch else 0,
-                share=sizes[part] / count,
+                share=size / count,
             )
-
-        parts = [
-            (message(part, *flat_inputs[part]), message(part, *flat_targets[part])) if size else (message(part),) * 2
-            for part, size in enumerate(sizes)
-        ]
+            pair = header, header
+            if size:
+                pair = header.with_tensors(*flat_inputs[part]), header.with_tensors(*flat_targets[part])
+            parts.append(pair)
         if self.on_first is not None:
             on_first, self.on_first = self.on_first, None
             on_first(self._make_first(inputs, targets, parts, count))
@@ -607,22 +604,8 @@ def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:
 
 def _split_items(items: Any, sizes: Sequence[int]) -> list[Any]:
     """Splits a list, or a packed sequence; a part of that without samples, which is not run, is None."""
-    ends = list(accumulate(sizes))
+    samples = unpack_sequence(items) if isinstance(items, PackedSequence) else items
+    parts = [samples[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     if not isinstance(items, PackedSequence):
-        return [items[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    padded, lengths = pad_packed_sequence(items, batch_first=True)
-    parts: list[Any] = []
-    for size, end in zip(sizes, ends, strict=True):
-        part_lengths = lengths[end - size : end]
-        longest = int(part_lengths.max()) if size else 0
-        parts.append(
-            pack_padded_sequence(
-                padded[end - size : end, :longest],
-                part_lengths,
-                batch_first=True,
-                enforce_sorted=items.sorted_indices is None,
-            )
-            if size
-            else None
-        )
-    return parts
+        return parts
+    return [pack_sequence(part, enforce_sorted=items.sorted_indices is None) if part else None for part in parts]
