@@ -77,6 +77,9 @@ def _build_graph(
         for leaf, parameters in zip(starts, tensor_names, strict=True)
     )
     ties, inseparable = _find_ties(model, leaves, moments, tensor_names)
+    # Calls that draw random numbers, or after which glue code does.
+    leaf_starts = [leaf.start for leaf in leaves]
+    drawing = (leaves[max(bisect_right(leaf_starts, moment) - 1, 0)].path for moment in recording.draws)
     crossing = [_make_value(record, cuts) for record in (*values, *_list_inputs(recording))]
     graph = LayerGraph(
         layers,
@@ -87,7 +90,7 @@ def _build_graph(
         values=tuple(value for value in crossing if value is not None),
         glue=_list_glue(state, leaves),
         replayed=tuple(replayed),
-        seeded=_list_seeded(recording, leaves),
+        seeded=tuple(dict.fromkeys(drawing)),
         draws_in_python=recording.draws_in_python,
         inputs=tuple(dict.fromkeys(r.sites[0].path for r in recording.tensors if r.sites and r.sites[0].moment == -1)),
     )
@@ -296,13 +299,6 @@ def _assign_tensors(
     listed_ids = {id(all_tensors[name]) for name in listed}
     names[0].update({name: None for name, tensor in all_tensors.items() if id(tensor) not in listed_ids})
     return [list(layer_names) for layer_names in names]
-
-
-def _list_seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[str, ...]:
-    """The paths of calls that draw random numbers, or after which glue code does."""
-    starts = [leaf.start for leaf in leaves]
-    paths = (leaves[max(bisect_right(starts, moment) - 1, 0)].path for moment in recording.draws)
-    return tuple(dict.fromkeys(paths))
 
 
 def _find_ties(

@@ -1,7 +1,7 @@
 """Runs layers forward and backward, one at a time, and times each."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
@@ -96,20 +96,13 @@ class Passes:
         self._time_call("the loss", self._compute_loss, arguments, [])
 
     def run_layer(self, index: int, arguments: Sample) -> Any:
-        try:
-            with enter_autocast(self._device.type, self._autocast):
-                return self._call(self._layers[index], arguments)
-        except CaptureError:  # says itself which cut fails, and what to do
-            raise
-        except Exception as error:
-            raise _make_error(f"the {self._name_layer(index)}", arguments, error) from error
+        what = f"the {self._name_layer(index)}"
+        with _naming_failure(what, arguments), enter_autocast(self._device.type, self._autocast):
+            return self._call(self._layers[index], arguments)
 
     def run_loss(self, output: Any) -> torch.Tensor:
-        try:
-            with enter_autocast(self._device.type, self._autocast):
-                return self._compute_loss(output)
-        except Exception as error:
-            raise _make_error("the loss", (output,), error) from error
+        with _naming_failure("the loss", (output,), ()), enter_autocast(self._device.type, self._autocast):
+            return self._compute_loss(output)
 
     def measure_sizes(self, sample: Sample) -> tuple[tuple[Sizes, ...], int]:
         """Returns each layer's sizes, and the bytes that autograd keeps from the loss."""
@@ -183,13 +176,9 @@ class Passes:
         leaves: list[torch.Tensor] = []
         with torch.enable_grad():
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
-            try:
+            with _naming_failure(what, arguments):
                 value = self._time_forward(forward, entered)
                 self._time_backward(_select_differentiable(value), [*leaves, *parameters])
-            except CaptureError:
-                raise
-            except Exception as error:
-                raise _make_error(what, arguments, error) from error
         return tree_map(leave, value)
 
     def _time_forward(self, forward: Callable[..., Any], arguments: Sample) -> Any:
@@ -284,10 +273,19 @@ def leave(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if has_numbers(leaf) else leaf
 
 
-def _make_error(what: str, arguments: Sample, error: Exception) -> ProfileError:
-    shapes = ", ".join(str(list(shape)) for shape in list_shapes(arguments)) or "no tensor"
-    advice = "; ".join(notes_of(error)) or "check the sample's shape, dtype and device"
-    return ProfileError(
-        f"{what} should run forward and backward on inputs of shape {shapes}, but raised "
-        f"{type(error).__name__}: {error}; {advice}"
-    )
+@contextmanager
+def _naming_failure(
+    what: str, arguments: Sample, kept: tuple[type[Exception], ...] = (CaptureError,)
+) -> Iterator[None]:
+    """Raises a ProfileError in place of another; a CaptureError says itself which cut fails, and what to do."""
+    try:
+        yield
+    except kept:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(list(shape)) for shape in list_shapes(arguments)) or "no tensor"
+        advice = "; ".join(notes_of(error)) or "check the sample's shape, dtype and device"
+        raise ProfileError(
+            f"{what} should run forward and backward on inputs of shape {shapes}, but raised "
+            f"{type(error).__name__}: {error}; {advice}"
+        ) from error

@@ -177,6 +177,7 @@ class _EpochIndices:
     Attributes:
         seeds: generator state for the loading processes.
         number: of the next list of all replicas.
+        drawn: lists of the epoch so far.
         position: lists of the epoch before the replica's next one.
         loading: (number, ends the epoch, checksum of the indices).
     """
@@ -191,8 +192,7 @@ class _EpochIndices:
         self._reader = reader
         self._lists, self.seeds = loader.begin_epoch(order)
         skipped = loader.skip_indices(self._lists, order, partial(reader.is_before, epoch))
-        self._marks, self._drawn = reader.begin_at(epoch, skipped), skipped.batches
-        self.empty = not self._drawn
+        self._marks, self.drawn = reader.begin_at(epoch, skipped), skipped.batches
         self._ahead = self._seek()
 
     @property
@@ -213,13 +213,12 @@ class _EpochIndices:
 
     def _seek(self) -> tuple[int, Any] | None:
         while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
-            self.empty = False
-            self._drawn += 1
+            self.drawn += 1
             self._marks.append(self._loader.advance(self._marks[-1], indices))
             number = self.number
             self.number += 1
             if number % self._loader.replicas == self._loader.replica:
-                self.position = self._drawn - 1
+                self.position = self.drawn - 1
                 return number, indices
         self._reader.save_epoch_state(self.epoch + 1)
         return None
@@ -275,7 +274,7 @@ class ShardedReader(LoaderReader):
         self._next_epoch += 1
         self._begin_epoch(epoch)
         indices = _EpochIndices(epoch, self._sharded, self._order, self, first)
-        if indices.empty:
+        if not indices.drawn:
             raise empty_epoch_error(epoch)
         self._open_epochs.append(indices)
         return True

@@ -217,7 +217,7 @@ class Splitter:
                 continue
             if self._is_split.setdefault(key, is_split) != is_split:
                 raise _make_error(
-                    f"the tensor {name!r} of the {role}, of shape {_describe_shape(leaf)} for {count} samples, "
+                    f"the tensor {name!r} of the {role}, of shape {tuple(leaf.data.shape)} for {count} samples, "
                     f"{'has' if is_split else 'does not have'} the number of samples in dimension {dim}, unlike "
                     "in earlier minibatches, so it is unclear whether to split it with the samples",
                     f"give batch_dim={{{name!r}: None}} if all samples share it, or the dimension of its samples",
@@ -587,10 +587,6 @@ def _find_size(leaf: Any, dim: int | None) -> int | None:
     if not isinstance(leaf, torch.Tensor):
         return len(leaf)
     return leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None
-
-
-def _describe_shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(getattr(leaf.data if isinstance(leaf, PackedSequence) else leaf, "shape", [len(leaf)]))
 
 
 def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:

@@ -127,17 +127,17 @@ class Loss:
                 calls.end()
             return *self._check_pair(result, output, batch), True
         value = self._check_scalar(result)
-        if calls is not None and minibatch is not None:
-            amount, is_sum = self._weigh_user_loss(calls, value, samples, share, minibatch)
-            if calls.recognised is False:
+        if minibatch is not None and self._user_calls is not None:
+            weight, is_sum = float(samples), False
+            if calls is not None:
+                weight, is_sum = self._weigh_user_loss(calls, value, samples, share, minibatch)
+            if self._user_calls.recognised is False:
                 self._parts_check.check(output, batch, received, samples, minibatch)
-            return value, amount, is_sum
+            return value, weight, is_sum
         if self.function is None and self.weight is None:
             return value, *self._weigh_model_loss(result, samples, share, minibatch)
         if self.weight is not None:
             return value, float(self.weight(received)), False
-        if minibatch is not None and self._user_calls is not None:
-            self._parts_check.check(output, batch, received, samples, minibatch)
         note = self._note_torch_loss(output, received)
         if note is not None and note.kind == "sum":
             return value, share, True  # the minibatch's loss is the sum of its parts: their weights sum to one

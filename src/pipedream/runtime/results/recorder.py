@@ -4,6 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -34,14 +35,12 @@ _SAME_MOMENT_S = 20e-6
 """An op that begins this soon after the last one ended shares its event."""
 
 
+@dataclass(slots=True, eq=False)
 class GpuMoment:
     """A point in the GPU's stream. `seconds`, of `time.perf_counter`, is nan until known; then `event` is None."""
 
-    __slots__ = ("event", "seconds")
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event: torch.cuda.Event | None = event
-        self.seconds = float("nan")
+    event: torch.cuda.Event | None
+    seconds: float = float("nan")
 
 
 Moment = float | GpuMoment
