@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
-from pipedream.core.model import collective, profile, runtime_costs as additions
+from pipedream.core.model import profile, runtime_costs as additions
 from pipedream.extensions.host_weights.roundpipe import dispatched, homes, roundpipe
 from pipedream.simulator import Costs
 
@@ -157,11 +157,11 @@ def meshed_profile(draw: random.Random, most: int = 4) -> pd.Profile:
         output_bytes = choose([0, 4, 8, 16]) // choose([1, 2])
         return pd.LayerProfile(*seconds, output_bytes, *sizes, temporary_bytes=choose([0, 2, 8]))
 
-    def some(mesh: pd.Mesh) -> tuple[collective.Collective, ...]:
+    def some(mesh: pd.Mesh) -> tuple[profile.Collective, ...]:
         over = [name for name in mesh.dimensions if draw.random() < 0.5]
         kinds, sizes = ["all-reduce", "all-gather"], [1, 4, 16]
         return tuple(
-            collective.Collective(choose(kinds), name, choose([1, 2]), choose(sizes), choose([True, False]))
+            profile.Collective(choose(kinds), name, choose([1, 2]), choose(sizes), choose([True, False]))
             for name in over
         )
 
