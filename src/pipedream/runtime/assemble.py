@@ -32,7 +32,7 @@ from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
 from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates
 from pipedream.runtime.update.reducer import Reducer
-from pipedream.runtime.update.replica import make_reducer
+from pipedream.runtime.update.replica import Replica
 from pipedream.runtime.update.stepped import LossFactor, MovingAverages, SteppedWeights
 from pipedream.runtime.updates import Updates
 from pipedream.runtime.worker import Worker
@@ -109,6 +109,10 @@ def _gather_stage_materials(blueprint: Blueprint, source: StageSource, residence
     stepped = residence.settle(stage, source.replica, module, handles, averages.tensors)
     optimizer = make_optimizer(settings.optimizer, stepped)
     tied = [name for weights in blueprint.tied if stage in weights.stages for name in weights.names]
+    reducer = Reducer()
+    if replica_group is not None:
+        replica = Replica(handles, averages.tensors, replica_group, plan.replicas[stage], tied)
+        reducer = plan.choices.sums.make_reducer(replica)
     return StageMaterials(
         source,
         module,
@@ -116,7 +120,7 @@ def _gather_stage_materials(blueprint: Blueprint, source: StageSource, residence
         optimizer,
         scheduler=None if settings.scheduler is None else settings.scheduler(optimizer),
         averages=averages,
-        reducer=make_reducer(plan.choices.sums, handles, averages.tensors, replica_group, plan.replicas[stage], tied),
+        reducer=reducer,
         loss_scale=settings.make_loss_scale(),
     )
 

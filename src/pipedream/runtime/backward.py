@@ -60,7 +60,7 @@ class BackwardRunner:
         passes, start = self._begin_backward(self._gradient_kind, stage, index, "a repeated forward")
         saved = self._saved_forwards[stage, index]
         if saved.weights is not None:
-            with passes.pass_parts.backward(saved), passes.module.counting_collectives("repeated forward"):
+            with passes.pass_parts.backward(saved), passes.module.division.count_collectives("repeated forward"):
                 saved.repeat_forward()
         self._recorder.note("recompute", stage, self._stream.offset + index, start)
         self._activity.end()
@@ -78,7 +78,7 @@ class BackwardRunner:
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             what = "backward" if begins else "weights' backward"
-            with passes.pass_parts.backward(saved), passes.module.counting_collectives(what):
+            with passes.pass_parts.backward(saved), passes.module.division.count_collectives(what):
                 if not begins:
                     weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
                 else:

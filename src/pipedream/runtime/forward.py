@@ -165,7 +165,7 @@ class ForwardRunner:
         if message.content is not Content.EMPTY:
             passes.pass_parts.receive(message)
             saved, run = self._prepare(stage, index, passes, message)
-            with passes.pass_parts.forward(saved), passes.module.counting_collectives("forward"):
+            with passes.pass_parts.forward(saved), passes.module.division.count_collectives("forward"):
                 result = passes.pass_parts.run_forward(saved, message, run)
                 passes.observer.after_forward(index)
         elif stage == self._last_stage and not runs_backward_elsewhere:
@@ -185,13 +185,13 @@ class ForwardRunner:
         self, stage: int, index: int, passes: StagePasses, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns the saved forward, and the function that runs the forward and fills it in."""
-        weights, version = passes.acquire(self._program.weights.forward_version(stage, index))
+        weights, version = passes.weight_choice.acquire(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.wants, index, version)
         targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last_stage else None
 
         def run(message: Message, recomputes: bool = False) -> Message:
             if stage == 0:
-                value = passes.module.prepare_input(self._unpack_value(message), message.samples)
+                value = passes.module.division.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value, saved.graph_inputs = passes.module.enter(message.structure, message.tensors, message.wants)
                 saved.gradient_structure = passes.module.division.gradient_structure(message)
@@ -207,7 +207,7 @@ class ForwardRunner:
                     structure, saved.outputs = passes.module.pack_output(output, message.samples)
                     wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                     return message.with_tensors(structure, saved.outputs, wants, version)
-                output = passes.module.gather_output(output)
+                output = passes.module.division.gather_output(output)
                 minibatch = self._stream.minibatch(index)
                 with passes.module.autocasting():
                     value, saved.loss_weight, saved.scale = self._scorer.score(
@@ -219,19 +219,19 @@ class ForwardRunner:
         return saved, run
 
     def _run_without_backward(self, stage: int, index: int, passes: StagePasses, message: Message) -> Message:
-        leaves, context = passes.reading(self._stream.ema)
+        leaves, context = passes.store.reading(self._stream.ema)
         is_scored = stage == self._last_stage and not self._stream.predicts
         with torch.no_grad(), context:
             module = passes.module
             if stage == 0:
-                value = module.prepare_input(self._unpack_value(message), message.samples)
+                value = module.division.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value = to_device(module.unpack_value(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
             with self._scorer.watching(value, message.samples, trains=False) if is_scored else nullcontext():
                 output = module.forward(value, leaves, self._stream.offset + index, stage == 0)
             if stage < self._last_stage:
                 return message.with_tensors(*module.pack_output(output, message.samples))
-            output = module.gather_output(output)
+            output = module.division.gather_output(output)
             if self._stream.predicts:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:

@@ -1,7 +1,6 @@
 """The passes of a stage on one rank: its layers, the store of their weights, and the gradients that they give."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,7 @@ UNOBSERVED = StageObserver()
 class StagePasses:
     """What runs the passes of a stage on a rank, at the home of its weights or elsewhere.
 
-    1. A forward calls `acquire` for its weights, and runs the layers with `forward`.
+    1. A forward acquires its weights (`weight_choice`), and runs the layers with `forward`.
     2. A backward runs in the context of the parts (`pass_parts`); `add_gradients` then adds its gradients to those of
        the next update and releases the weights.
     3. `finish_minibatch` follows the last forward, or backward, of a minibatch, and each forward without a backward.
@@ -99,17 +98,6 @@ class StagePasses:
         self.next_forward = 0
         for part in self.parts:
             part.begin()
-
-    def reading(self, ema: bool) -> tuple[dict[str, torch.Tensor], AbstractContextManager[None]]:
-        """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
-        return self.store.reading(ema)
-
-    def acquire(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
-
-        Weights that are kept for the backward are released by `add_gradients`.
-        """
-        return self.weight_choice.acquire(version)
 
     def read_for_recomputation(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None

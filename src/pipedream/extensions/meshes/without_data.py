@@ -126,14 +126,14 @@ def predict_collectives(
             )
             nodes: tuple[Any, ...] = ()
             if is_first:
-                value = fake_module.prepare_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
+                value = fake_module.division.prepare_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
             else:
                 value, nodes = fake_module.enter(message.structure, tensors, message.wants)
             output = fake_module.forward(value, weights.leaves, 0, is_first)
             if is_last:
                 outputs = tuple(
                     tensor
-                    for tensor in flatten(fake_module.gather_output(output), opaque_as_none=True)[1]
+                    for tensor in flatten(fake_module.division.gather_output(output), opaque_as_none=True)[1]
                     if tensor is not None
                 )
             else:

@@ -103,7 +103,7 @@ class StagePart:
         return choice
 
     def receive(self, message: Message) -> None:
-        """Takes the message that a forward, whose backward follows, begins with."""
+        """Takes the message of a forward whose backward follows. Of a stage's parts at most one overrides it."""
 
     def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
         """Returns the context of a forward with training."""
@@ -167,16 +167,14 @@ class PassParts:
     """What parts do in the passes of a stage, which pay only for methods that are overridden.
 
     Attributes:
-        receive: see `StagePart`; calls all parts.
         forward, backward: see `StagePart`; the context of all parts.
         run_layers: see `StagePart`; through all parts, of which the first is the outermost.
-        run_forward, packing, begin_backward, end_backward: see `StagePart`; of the part that overrides it.
+        receive, run_forward, packing, begin_backward, end_backward: see `StagePart`; of the part that overrides it.
     """
 
     def __init__(self, parts: Sequence[StagePart]) -> None:
         nothing = StagePart()
-        receive = _list_overrides(parts, "receive")
-        self.receive = nothing.receive if not receive else partial(_call_all, receive)
+        self.receive = _find_override(parts, "receive", nothing.receive)
         self.forward = _join_contexts(_list_overrides(parts, "forward"))
         self.backward = _join_contexts(_list_overrides(parts, "backward"))
         self.run_forward = _find_override(parts, "run_forward", nothing.run_forward)
@@ -196,11 +194,6 @@ def _find_override(parts: Sequence[StagePart], method: str, default: Override) -
     overrides = _list_overrides(parts, method)
     assert len(overrides) <= 1, f"several parts override {method}: {overrides}"
     return overrides[0] if overrides else default
-
-
-def _call_all(methods: Sequence[Callable[[Message], None]], message: Message) -> None:
-    for method in methods:
-        method(message)
 
 
 def _run_layers_in(outer: Any, inner: Any, layers: RunLayers, value: Any, weights: WeightSet) -> Any:

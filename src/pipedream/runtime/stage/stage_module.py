@@ -173,10 +173,10 @@ class StageModule:
         self.device = device
         self.generators = LayerGenerators(seed, device)
         self._autocast = autocast
+        choose_caller = self.division.choose_caller if compile is None else partial(_compile, arguments=compile)
         # A slice seeds each of its calls, so that the cut does not matter.
         self._calls = [
-            (name, layer, _choose_caller(layer, compile, self.division), hasattr(layer, "reseed"), never_draws(layer))
-            for name, layer in layers
+            (name, layer, choose_caller(layer), hasattr(layer, "reseed"), never_draws(layer)) for name, layer in layers
         ]
         self._names = tuple(handles)
         self.handles = handles
@@ -278,14 +278,6 @@ class StageModule:
         """Returns an output's structure and tensors, which `unpack_value` takes at the next stage."""
         return self.division.pack(*flatten(output), samples)
 
-    def gather_output(self, output: Any) -> Any:
-        """Returns an output of the model, its sharded tensors gathered."""
-        return self.division.gather_output(output)
-
-    def prepare_input(self, value: Any, samples: int) -> Any:
-        """Returns the model's input for `forward`."""
-        return self.division.prepare_input(value, samples)
-
     def backward(
         self,
         saved: SavedForward,
@@ -384,10 +376,6 @@ class StageModule:
             else:  # it would move the leaves away from the handles
                 attributes["flatten_parameters"] = lambda: None
 
-    def counting_collectives(self, what: str) -> AbstractContextManager[None]:
-        """Returns the context of a pass; on a mesh the collectives of the first one are counted."""
-        return self.division.count_collectives(what)
-
     def with_layers(
         self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], division: Division
     ) -> StageModule:
@@ -425,13 +413,6 @@ def _check_storages(old_storages: Mapping[str, int], leaves: Mapping[str, torch.
 
 def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
-
-
-def _choose_caller(layer: nn.Module, compile: Mapping[str, Any] | None, division: Division) -> Callable[..., Any]:
-    """Returns what is called in place of a layer."""
-    if compile is not None:
-        return _compile(layer, compile)
-    return division.choose_caller(layer)
 
 
 def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Makes the reducer that a plan has chosen for the replicas of a stage."""
+"""One replica of a stage, as the reducer that a plan has chosen needs it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from pipedream.core.plan.sum_method import SumMethod
 from pipedream.runtime.comm.channel import Group
 from pipedream.runtime.update.all_reduce import GradientAllReduce, GradientSum
-from pipedream.runtime.update.reducer import NamedTensors, Reducer
+from pipedream.runtime.update.reducer import NamedTensors
 
 
 class Replica(NamedTuple):
-    """One replica of a stage, as its reducer needs it.
+    """One replica of a stage.
 
     Attributes:
         handles: the stage's weights, by name.
@@ -49,18 +48,3 @@ class Replica(NamedTuple):
     ) -> GradientSum:
         """Returns the sum of all gradients, see `GradientAllReduce`."""
         return GradientSum(self.all_reduce(encode=encode, decode=decode))
-
-
-def make_reducer(
-    method: SumMethod,
-    handles: Mapping[str, torch.nn.Parameter],
-    ema: NamedTensors,
-    group: Group | None,
-    replicas: int,
-    tied: Collection[str] = (),
-) -> Reducer:
-    """Returns the part of one replica; `group` is None for a single one."""
-    if group is None:
-        return Reducer()
-    reducer: Reducer = method.make_reducer(Replica(handles, ema, group, replicas, tied))
-    return reducer
