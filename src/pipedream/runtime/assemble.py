@@ -24,7 +24,7 @@ from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.part import PassFacts, StageFacts
 from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import WeightStore, choose_weights
+from pipedream.runtime.stage.versions import WeightChoice, WeightStore
 from pipedream.runtime.stage_parts import check_parts, make_parts
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import StageState
@@ -199,9 +199,11 @@ def _build_stage_state(
         loss_scale=materials.loss_scale,
         division=module.division,
     )
-    facts = StageFacts(stage, rank, blueprint.programs, module, shared, versions, versions, optimizer, replica_group)
-    choice, parts = choose_weights(rule, versions), (*source.parts, *make_parts(facts, program))
-    return StageState(module, versions, optimizer, parts, choice)
+    choice = WeightChoice(versions, rule)
+    facts = StageFacts(
+        stage, rank, blueprint.programs, module, shared, versions, choice, versions, optimizer, replica_group
+    )
+    return StageState(module, versions, optimizer, (*source.parts, *make_parts(facts, program)), choice)
 
 
 def _build_passes_on_copies(
@@ -209,8 +211,9 @@ def _build_passes_on_copies(
 ) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
     weights = materials.make_copies(program)
-    parts = make_parts(PassFacts(stage, rank, blueprint.programs, module, shared, weights), program)
-    return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts)
+    choice = WeightChoice(weights)
+    parts = make_parts(PassFacts(stage, rank, blueprint.programs, module, shared, weights, choice), program)
+    return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts, choice)
 
 
 def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> None:
@@ -219,7 +222,8 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
         for stage, stage_state in worker.stage_states.items():
             optimizer, division = stage_state.optimizer, stage_state.module.division
             versions = stage_state.versions
-            check_parts(StageFacts(stage, worker.rank, programs, stage_state.module, {}, versions, versions, optimizer))
+            facts = worker.rank, programs, stage_state.module, {}, versions, stage_state.weight_choice
+            check_parts(StageFacts(stage, *facts, versions, optimizer))
             if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
                 raise ScheduleError(
                     f"sums={worker.program.plan.choices.sums!r} was asked for with "

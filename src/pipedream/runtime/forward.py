@@ -185,7 +185,7 @@ class ForwardRunner:
         self, stage: int, index: int, passes: StagePasses, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns the saved forward, and the function that runs the forward and fills it in."""
-        weights, version = passes.weight_choice.acquire(self._program.weights.forward_version(stage, index))
+        weights, version = passes.pass_parts.acquire(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.wants, index, version)
         targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last_stage else None
 

@@ -53,13 +53,13 @@ UNOBSERVED = StageObserver()
 class StagePasses:
     """What runs the passes of a stage on a rank, at the home of its weights or elsewhere.
 
-    1. A forward acquires its weights (`weight_choice`), and runs the layers with `forward`.
+    1. A forward acquires its weights (`pass_parts`), and runs the layers with `forward`.
     2. A backward runs in the context of the parts (`pass_parts`); `add_gradients` then adds its gradients to those of
        the next update and releases the weights.
     3. `finish_minibatch` follows the last forward, or backward, of a minibatch, and each forward without a backward.
 
     Args:
-        choice: what chooses the weights of passes, unless a part does; by default the store.
+        choice: what chooses the weights of passes, unless a part does.
 
     Attributes:
         loss_scale: factor on the loss.
@@ -77,8 +77,8 @@ class StagePasses:
         store: WeightStore,
         gradients: Gradients,
         loss_scale: LossFactor,
-        parts: Iterable[StagePart] = (),
-        choice: WeightChoice | None = None,
+        parts: Iterable[StagePart],
+        choice: WeightChoice,
     ) -> None:
         self.module = module
         self.store = store
@@ -88,10 +88,8 @@ class StagePasses:
         self.gradient_versions: list[tuple[int, int, int]] = []
         self.observer = UNOBSERVED
         self.parts = tuple(parts)
-        self.pass_parts = PassParts(self.parts)
-        self.weight_choice = choice or WeightChoice(store)
-        for part in self.parts:
-            self.weight_choice = part.choose_weights(self.weight_choice)
+        self.weight_choice = choice
+        self.pass_parts = PassParts(self.parts, choice)
 
     def begin(self) -> None:
         """Begins a stream with training."""

@@ -20,7 +20,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction, WeightRule
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart, Task
 from pipedream.runtime.stage.stage_module import SavedForward
-from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
+from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -65,9 +65,6 @@ class WeightPredictions(StagePart):
 
     def begin(self) -> None:
         self._shared_for = None
-
-    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
-        return _PredictedChoice(choice, self)
 
     def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
@@ -158,26 +155,6 @@ class WeightPredictions(StagePart):
         self._optimizer.schedule.step()  # the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.schedule.factor)
-
-
-class _PredictedChoice(WeightChoice):
-    """Lets forwards acquire predictions; otherwise the choice that it replaces."""
-
-    def __init__(self, choice: WeightChoice, predictions: WeightPredictions) -> None:
-        self._choice = choice
-        self._predictions = predictions
-
-    def acquire(self, version: int) -> tuple[WeightSet, int]:
-        return self._predictions.acquire(version)
-
-    def choose_for_backward(self, weights: WeightSet) -> WeightSet:
-        return self._choice.choose_for_backward(weights)
-
-    def backward_version(self, weights: WeightSet) -> int:
-        return self._choice.backward_version(weights)
-
-    def release(self, weights: WeightSet) -> None:
-        self._choice.release(weights)
 
 
 def _drop_if_zero(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:

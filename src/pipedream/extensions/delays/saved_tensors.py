@@ -50,12 +50,14 @@ class SavedTensorHooks(StagePart):
     Args:
         autocasts: the forward runs under autocast, which saves casts of weights.
         redirects: graphs keep references to weights, which backwards look up in another version.
+        choice: which one.
     """
 
     task = Task.USE_NEWER
 
-    def __init__(self, autocasts: bool = False, redirects: bool = False) -> None:
+    def __init__(self, autocasts: bool = False, redirects: bool = False, choice: WeightChoice | None = None) -> None:
         self.redirects = redirects
+        self._choice = choice
         self._autocasts = autocasts
         self._checked = False
         self._redirect_checked = False
@@ -70,14 +72,11 @@ class SavedTensorHooks(StagePart):
         ):
             return None
         rule = program.weights
-        return cls(facts.module.autocasts, rule.backward_rule == "graph" and rule.held_until is not None)
-
-    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
-        self._choice = choice
-        return choice
+        redirects = rule.backward_rule == "graph" and rule.held_until is not None
+        return cls(facts.module.autocasts, redirects, facts.choice)
 
     def backward(self, saved: SavedForward) -> AbstractContextManager[None]:
-        if not self.redirects:
+        if not self.redirects or self._choice is None:
             return super().backward(saved)
         assert saved.weights is not None
         return self.redirected_to(self._choice.choose_for_backward(saved.weights))

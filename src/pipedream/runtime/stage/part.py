@@ -59,6 +59,7 @@ class PassFacts:
     module: StageModule
     shared: dict[object, Any]
     store: WeightStore
+    choice: WeightChoice
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class StagePart:
 
     # -- passes -------------------------------------------------------------------------------------
 
-    def choose_weights(self, choice: WeightChoice) -> WeightChoice:
-        """Returns what chooses the weights of the passes, in place of `choice`."""
-        return choice
+    def acquire(self, version: int) -> tuple[WeightSet, int]:
+        """Returns what a forward reads, see `WeightChoice.acquire`. At most one part overrides it."""
+        raise NotImplementedError
 
     def receive(self, message: Message) -> None:
         """Takes the message of a forward whose backward follows. Of a stage's parts at most one overrides it."""
@@ -169,11 +170,13 @@ class PassParts:
     Attributes:
         forward, backward: see `StagePart`; the context of all parts.
         run_layers: see `StagePart`; through all parts, of which the first is the outermost.
-        receive, run_forward, packing, begin_backward, end_backward: see `StagePart`; of the part that overrides it.
+        acquire, receive, run_forward, packing, begin_backward, end_backward: see `StagePart`; of the part that
+            overrides it.
     """
 
-    def __init__(self, parts: Sequence[StagePart]) -> None:
+    def __init__(self, parts: Sequence[StagePart], choice: WeightChoice) -> None:
         nothing = StagePart()
+        self.acquire = _find_override(parts, "acquire", choice.acquire)
         self.receive = _find_override(parts, "receive", nothing.receive)
         self.forward = _join_contexts(_list_overrides(parts, "forward"))
         self.backward = _join_contexts(_list_overrides(parts, "backward"))

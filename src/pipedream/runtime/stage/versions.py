@@ -344,9 +344,8 @@ def requires_grad_changed(name: str) -> CaptureError:
 
 
 class WeightChoice:
-    """Chooses the weights that a stage's passes read. This class stashes: a backward reads its forward's weights.
-
-    Where a method predicts weights, a forward reads a prediction from the version in the table.
+    """Chooses the weights that a stage's passes read, by the rule of a program; by default a backward reads its
+    forward's. Where a method predicts weights, a forward reads a prediction from the version in the table.
 
     | `backward_rule` | `held_until` | a forward reads | its backward reads |
     | --- | --- | --- | --- |
@@ -357,56 +356,34 @@ class WeightChoice:
 
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, rule: WeightRule | None = None) -> None:
         self._store = store
+        self._newer: Versions | None = None  # what a backward reads newer weights from
+        self._keeps, self._reader = True, None
+        if rule is not None and rule.backward_rule != "stash":
+            assert isinstance(store, Versions), "other ranks copy what their forwards have read"
+            self._newer, self._keeps = store, rule.held_until is not Kind.FORWARD
+            self._reader = rule.backward_reader(store)
 
     def acquire(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and the version that they are or are predicted from.
 
         `release` follows the backward.
         """
-        weights = self._store.acquire(version)
+        if self._newer is not None and not self._keeps:
+            weights = self._newer.peek(version)
+        else:
+            weights = self._store.acquire(version)
         return weights, weights.version  # not `version`: what was read is compared with the table
 
     def choose_for_backward(self, weights: WeightSet) -> WeightSet:
-        return weights
+        if self._newer is None:
+            return weights
+        return self._newer.peek() if self._reader is None else self._reader(weights)
 
     def backward_version(self, weights: WeightSet) -> int:
-        return weights.version
+        return weights.version if self._newer is None else self._newer.newest
 
     def release(self, weights: WeightSet) -> None:
-        self._store.release(weights)
-
-
-class _NewerChoice(WeightChoice):
-    """A backward reads newer weights than its forward: the newest, or what `reader` returns."""
-
-    def __init__(self, versions: Versions, reader: Callable[[WeightSet], WeightSet] | None) -> None:
-        super().__init__(versions)
-        self._versions = versions
-        self._reader = reader
-
-    def choose_for_backward(self, weights: WeightSet) -> WeightSet:
-        return self._versions.peek() if self._reader is None else self._reader(weights)
-
-    def backward_version(self, weights: WeightSet) -> int:
-        return self._versions.newest
-
-
-class _PassingChoice(_NewerChoice):
-    """No set is kept for a backward."""
-
-    def acquire(self, version: int) -> tuple[WeightSet, int]:
-        weights = self._versions.peek(version)
-        return weights, weights.version
-
-    def release(self, weights: WeightSet) -> None:
-        """Does nothing."""
-
-
-def choose_weights(rule: WeightRule, versions: Versions) -> WeightChoice:
-    """Returns the choice of a rule."""
-    if rule.backward_rule == "stash":
-        return WeightChoice(versions)
-    newer = _PassingChoice if rule.held_until is Kind.FORWARD else _NewerChoice
-    return newer(versions, rule.backward_reader(versions))
+        if self._keeps:
+            self._store.release(weights)
