@@ -203,7 +203,7 @@ def _build_stage_state(
     facts = StageFacts(
         stage, rank, blueprint.programs, module, shared, versions, choice, versions, optimizer, replica_group
     )
-    return StageState(module, versions, optimizer, (*source.parts, *make_parts(facts, program)), choice)
+    return StageState(facts, (*source.parts, *make_parts(facts, program)))
 
 
 def _build_passes_on_copies(
@@ -211,19 +211,16 @@ def _build_passes_on_copies(
 ) -> StagePasses:
     program, module, loss_scale = blueprint.program, materials.module, blueprint.settings.make_loss_scale()
     weights = materials.make_copies(program)
-    choice = WeightChoice(weights)
-    parts = make_parts(PassFacts(stage, rank, blueprint.programs, module, shared, weights, choice), program)
-    return StagePasses(module, weights, Gradients(len(module.handles)), loss_scale, parts, choice)
+    facts = PassFacts(stage, rank, blueprint.programs, module, shared, weights, WeightChoice(weights))
+    return StagePasses(facts, Gradients(len(module.handles)), loss_scale, make_parts(facts, program))
 
 
 def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> None:
     """Raises a `ScheduleError` before a run if a stage does not fit one of the programs that it will run."""
     for worker in workers:
-        for stage, stage_state in worker.stage_states.items():
+        for stage_state in worker.stage_states.values():
             optimizer, division = stage_state.optimizer, stage_state.module.division
-            versions = stage_state.versions
-            facts = worker.rank, programs, stage_state.module, {}, versions, stage_state.weight_choice
-            check_parts(StageFacts(stage, *facts, versions, optimizer))
+            check_parts(stage_state.facts)
             if optimizer.reducer.averages_weights and hasattr(optimizer.optimizer, "eval"):
                 raise ScheduleError(
                     f"sums={worker.program.plan.choices.sums!r} was asked for with "

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.stage.part import PassParts, StagePart
-from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.versions import WeightChoice, WeightSet, WeightStore
+from pipedream.runtime.stage.part import PassFacts, PassParts, StagePart
+from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.stepped import LossFactor
 
@@ -58,9 +58,6 @@ class StagePasses:
        the next update and releases the weights.
     3. `finish_minibatch` follows the last forward, or backward, of a minibatch, and each forward without a backward.
 
-    Args:
-        choice: what chooses the weights of passes, unless a part does.
-
     Attributes:
         loss_scale: factor on the loss.
         next_forward: microbatch of the next forward.
@@ -72,24 +69,18 @@ class StagePasses:
     """
 
     def __init__(
-        self,
-        module: StageModule,
-        store: WeightStore,
-        gradients: Gradients,
-        loss_scale: LossFactor,
-        parts: Iterable[StagePart],
-        choice: WeightChoice,
+        self, facts: PassFacts, gradients: Gradients, loss_scale: LossFactor, parts: Iterable[StagePart]
     ) -> None:
-        self.module = module
-        self.store = store
+        self.module = facts.module
+        self.store = facts.store
         self.gradients = gradients
         self.loss_scale = loss_scale
         self.next_forward = 0
         self.gradient_versions: list[tuple[int, int, int]] = []
         self.observer = UNOBSERVED
         self.parts = tuple(parts)
-        self.weight_choice = choice
-        self.pass_parts = PassParts(self.parts, choice)
+        self.weight_choice = facts.choice
+        self.pass_parts = PassParts(self.parts, facts.choice)
 
     def begin(self) -> None:
         """Begins a stream with training."""

@@ -11,12 +11,10 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import NOT_FINITE_ADVICE
-from pipedream.runtime.stage.part import StagePart
-from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet
+from pipedream.runtime.stage.part import StageFacts, StagePart
+from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses
 from pipedream.runtime.update.gradients import Gradients
-from pipedream.runtime.update.optimizer import Optimizer
 
 
 class StageState(StagePasses):
@@ -32,18 +30,12 @@ class StageState(StagePasses):
     The `parts` take part in all of it, and in checkpoints.
     """
 
-    def __init__(
-        self,
-        module: StageModule,
-        versions: Versions,
-        optimizer: Optimizer,
-        parts: Iterable[StagePart],
-        choice: WeightChoice,
-    ) -> None:
-        super().__init__(module, versions, Gradients(len(versions.handles)), optimizer.loss_scale, parts, choice)
-        versions.averages = optimizer.ema
-        self.versions = versions
-        self.optimizer = optimizer
+    def __init__(self, facts: StageFacts, parts: Iterable[StagePart]) -> None:
+        gradients = Gradients(len(facts.versions.handles))
+        super().__init__(facts, gradients, facts.optimizer.loss_scale, parts)
+        self.facts = facts
+        self.versions, self.optimizer = facts.versions, facts.optimizer
+        self.versions.averages = self.optimizer.ema
 
     def take_over(self, former: "StageState", input_updates: int) -> None:
         """Continues where another program has drained, when one version of the weights is left.
