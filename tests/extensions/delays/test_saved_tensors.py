@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import pipedream as pd
+from pipedream.apps.testing import passes
 from pipedream.core.seeds import layer_seed
 from pipedream.extensions.delays import saved_tensors
 from pipedream.runtime.stage import stage_module, versions as kept
@@ -131,7 +132,7 @@ def differentiate(layer: nn.Module, x: Tensor, old: Named, newer: Named, slope: 
     leaves = {name: w.clone().requires_grad_() for name, w in old.items()}
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     read = ({"": x} if x.requires_grad else {}) | leaves
-    with pd.testing.passes.reading(leaves, newer):
+    with passes.reading(leaves, newer):
         torch.default_generator.manual_seed(layer_seed(0, 0, "layer"))
         with context or nullcontext():
             tensors = {name.removeprefix("layer."): leaf for name, leaf in leaves.items()}
