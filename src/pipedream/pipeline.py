@@ -25,6 +25,7 @@ from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, PlanError, ScheduleError
 from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import StageCollectives
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.plan.ranks import TensorLayout, choose_layout
@@ -39,7 +40,6 @@ from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.division import StageCollectives
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights

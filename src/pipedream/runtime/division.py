@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipedream.core.box import Box
-from pipedream.core.model.profile import Collective
+from pipedream.core.model.profile import Collective, StageCollectives
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 
 _NOTHING = nullcontext()
-
-Passes = dict[str, tuple[Collective, ...]]
-
-
-@dataclass(frozen=True)
-class StageCollectives:
-    """Collectives of a stage's first microbatch and first update, at the first rank of its mesh.
-
-    Attributes:
-        measured: "forward", "backward" and "update" -> one of each kind and dimension; a backward includes those of its
-            recomputation.
-        predicted: the same, of the stage run without data; None if that fails.
-        problem: why it fails.
-    """
-
-    measured: Passes
-    predicted: Passes | None = None
-    problem: str = ""
 
 
 class Division:

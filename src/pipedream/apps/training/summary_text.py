@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream.core.artifact import decode
+from pipedream.core.model.profile import StageCollectives
 from pipedream.core.units import describe_slowness, format_number
-from pipedream.runtime.division import StageCollectives
 
 
 def slowness_text(summary: Mapping[str, Any]) -> str:

@@ -145,6 +145,22 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class StageCollectives:
+    """Collectives of a stage's first microbatch and first update, at the first rank of its mesh.
+
+    Attributes:
+        measured: "forward", "backward" and "update" -> one of each kind and dimension; a backward includes those of its
+            recomputation.
+        predicted: the same, of the stage run without data; None if that fails.
+        problem: why it fails.
+    """
+
+    measured: dict[str, tuple[Collective, ...]]
+    predicted: dict[str, tuple[Collective, ...]] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class RankProfile:
     """The costs of the first rank of a mesh, with its parts of all tensors; see `Profile`.
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import StageCollectives
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.meshes.layout import Boundary, Layout, read_crossings, with_crossings
 from pipedream.extensions.meshes.sharding.parallelized import parallelize_layers
@@ -21,7 +22,7 @@ from pipedream.extensions.meshes.without_data import SampleMessage
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.message import Message, dimension_order
-from pipedream.runtime.division import Division, StageCollectives
+from pipedream.runtime.division import Division
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.weights.initial_values import named_state

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from pipedream.core.model.profile import Collective
+from pipedream.core.model.profile import Collective, StageCollectives
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
-from pipedream.runtime.division import StageCollectives
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet

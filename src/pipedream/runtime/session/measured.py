@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PipelineError
+from pipedream.core.model.profile import StageCollectives
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.division import StageCollectives
 from pipedream.runtime.results.memory import tensor_bytes
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.worker import Worker
