@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, option, option_of
-from pipedream.core.plan.choices import FurtherOptions
+from pipedream.core.plan.choices import Chooser
 from pipedream.core.plan.ranks import TensorLayout
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update_policy import Policy
@@ -31,7 +31,7 @@ _ELSEWHERE = "the recipe's or the plan's"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions(FurtherOptions):
+class ChoiceOptions(Chooser):
     """What to trade otherwise than a recipe or a plan does, as in `PlanRequest` (docs/less_communication.md).
 
     Attributes:

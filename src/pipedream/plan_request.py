@@ -6,7 +6,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
 from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.choices import FurtherOptions, option_of_choice
+from pipedream.core.plan.choices import Chooser, option_of_choice
 from pipedream.core.plan.depth import read_depth
 
 AUTO = "auto"
@@ -26,7 +26,7 @@ def _read_cuts(text: str) -> tuple[int | str, ...]:
 
 
 @dataclass(frozen=True)
-class PlanRequest(FurtherOptions):
+class PlanRequest(Chooser):
     """What to plan: the arguments of `pipedream.plan` besides the profile.
 
     Attributes:

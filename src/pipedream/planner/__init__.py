@@ -1,7 +1,6 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
 from pipedream.core.schedule.occupancy import MethodOccupancy as MethodOccupancy
-from pipedream.planner.auto import SearchOptions as SearchOptions, choose_method as choose_method
 from pipedream.planner.comparison import (
     Candidate as Candidate,
     Comparison as Comparison,

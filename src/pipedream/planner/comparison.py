@@ -100,6 +100,11 @@ class Candidate:
         return tuple(int(part.partition("x")[0]) for part in self.config.split("-")) if self.config else ()
 
     @property
+    def seconds(self) -> float:
+        """`period_s`, or infinite."""
+        return inf if self.period_s is None else self.period_s
+
+    @property
     def is_data_parallel(self) -> bool:
         return len(self.replicas) == 1 and self.replicas != (1,) and not self.is_meshed
 
@@ -118,16 +123,14 @@ class Candidate:
     @property
     def words(self) -> str:
         """The plan in words, without its method."""
-        if self.is_meshed:
-            on = f"on the mesh {', '.join(dict.fromkeys(self.mesh.split('/')))}"
-            if self.replicas == (1,):
-                return f"one worker {on}"
-            return f"{'data parallelism' if len(self.replicas) == 1 else 'the pipeline'} {shorten(self.config)} {on}"
+        on = f" on the mesh {', '.join(dict.fromkeys(self.mesh.split('/')))}" if self.is_meshed else ""
+        if self.replicas == (1,):
+            return f"one worker{on}"
         if len(self.replicas) == 1:
-            return f"DDP on {self.config} workers" if self.is_data_parallel else "one worker"
-        if set(self.replicas) == {1}:
+            return f"data parallelism {shorten(self.config)}{on}" if on else f"DDP on {self.config} workers"
+        if set(self.replicas) == {1} and not on:
             return f"a straight pipeline of {len(self.replicas)} stages"
-        return f"the pipeline {shorten(self.config)}"
+        return f"the pipeline {shorten(self.config)}{on}"
 
     def __str__(self) -> str:
         parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
@@ -172,8 +175,8 @@ class Comparison(Tabular):
             for reference in self.references
             if reference.schedule == chosen.schedule or reference.samples_per_update == chosen.samples_per_update
         ]
-        best = min((chosen, *rivals), key=_read_period_s)
-        best = best if _read_period_s(best) < _read_period_s(chosen) * (1 - _TIE) else chosen
+        best = min((chosen, *rivals), key=lambda candidate: candidate.seconds)
+        best = best if best.seconds < chosen.seconds * (1 - _TIE) else chosen
         method = "" if len(best.replicas) == 1 else f" with {best.schedule}"
         if best is chosen and not self.plan.choices.sums.is_exact:
             method += f" with sums={self.plan.choices.sums} (approximate)"
@@ -187,9 +190,8 @@ class Comparison(Tabular):
 
     def kinds(self) -> dict[str, Candidate | None]:
         """Returns the fastest candidate of each of `KINDS`; None if there is none."""
-        return {
-            kind: next((candidate for candidate in self.candidates if candidate.kind == kind), None) for kind in KINDS
-        }
+        fastest = {candidate.kind: candidate for candidate in reversed(self.candidates)}
+        return {kind: fastest.get(kind) for kind in KINDS}
 
     def kinds_in_words(self) -> str:
         """Says why the plan is of its kind: the seconds of the best of each."""
@@ -204,7 +206,7 @@ class Comparison(Tabular):
 
     def _format_seconds(self, candidate: Candidate) -> str:
         samples = f" of {self.plan.batch} samples" if self.plan.batch > 1 else ""
-        return f"{format_seconds(_read_period_s(candidate))} per minibatch{samples}{self._format_update(candidate)}"
+        return f"{format_seconds(candidate.seconds)} per minibatch{samples}{self._format_update(candidate)}"
 
     def _format_update(self, candidate: Candidate) -> str:
         return f" ({candidate.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
@@ -282,9 +284,8 @@ class Comparison(Tabular):
             ("bubble", ">6", lambda candidate: f"{max(candidate.bubble or 0.0, 0.0):.1%}"),
             ("peak", ">9", lambda candidate: format_bytes(candidate.peak_bytes)),
         ]
-        if len({(c.schedule, c.config, c.mesh, c.microbatches, c.depth_mode, c.update_delay) for c in shown}) < len(
-            shown
-        ):
+        ways = {(c.schedule, c.config, c.mesh, c.microbatches, c.depth_mode, c.update_delay) for c in shown}
+        if len(ways) < len(shown):
             columns.append(("search", "", lambda candidate: candidate.shape))
         if any(candidate.fixed_s for candidate in shown):
             columns.insert(6, ("fixed", ">9", lambda candidate: format_seconds(candidate.fixed_s)))
@@ -312,13 +313,13 @@ def compare_by_simulation(
         PlanError: no candidate works.
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
-    link_factor: list[tuple[Candidate, Plan]] = []
+    slower: list[tuple[Candidate, Plan]] = []
     refused, fastest_s = list(refused), {"pipeline": rival_s}
     for number, (candidate, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].least_s, row[0])):
         rival_kind = candidate.kind if len(candidate.replicas) == 1 else "pipeline"
         if candidate.least_s > fastest_s.get(rival_kind, inf) * (1 + _TIE):
             why = f"cannot take less than {format_seconds(candidate.least_s)}"
-            link_factor.append((replace(candidate, why=why), plan))
+            slower.append((replace(candidate, why=why), plan))
             continue
         try:
             result = score(plan)
@@ -327,9 +328,9 @@ def compare_by_simulation(
             continue
         fastest_s[rival_kind] = min(fastest_s.get(rival_kind, inf), result.period_s)
         simulated.append((result.period_s, candidate.peak_bytes, number, with_score(candidate, result), plan))
-    unsimulated = (*(candidate for candidate, _ in link_factor), *refused)
-    if not simulated and link_factor:
-        return Comparison(link_factor[0][1], unsimulated)
+    unsimulated = (*(candidate for candidate, _ in slower), *refused)
+    if not simulated and slower:
+        return Comparison(slower[0][1], unsimulated)
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(row[0] for row in simulated) * (1 + _TIE)
@@ -339,9 +340,7 @@ def compare_by_simulation(
 
 def with_score(candidate: Candidate, score: Score) -> Candidate:
     """Returns the candidate with the result of its simulation."""
-    return replace(
-        candidate, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""
-    )
+    return replace(candidate, why="", **vars(score))
 
 
 def candidate_from_plan(candidate: Candidate, plan: Plan, method: MethodProperties) -> Candidate:
@@ -445,12 +444,5 @@ def _format_plan(candidate: Candidate) -> str:
 
 
 def _describe_seconds(candidate: Candidate) -> str:
-    return (
-        f"at least {format_seconds(candidate.least_s)}"
-        if candidate.period_s is None
-        else format_seconds(candidate.period_s)
-    )
-
-
-def _read_period_s(candidate: Candidate) -> float:
-    return inf if candidate.period_s is None else candidate.period_s
+    least = f"at least {format_seconds(candidate.least_s)}"
+    return least if candidate.period_s is None else format_seconds(candidate.period_s)

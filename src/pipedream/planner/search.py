@@ -291,9 +291,8 @@ class SearchVariant(NamedTuple):
     link_factor: float = 1.0
 
     def __str__(self) -> str:
-        return (
-            self.shape if self.link_factor == 1 else f"{self.shape}, as if links were {self.link_factor:g} times slower"
-        )
+        slower = f", as if links were {self.link_factor:g} times slower" if self.link_factor != 1 else ""
+        return f"{self.shape}{slower}"
 
 
 def list_finalists(
@@ -315,14 +314,10 @@ def list_finalists(
     counts = [(workers // count,) * count for count in stages] + [(1,) * count for count in powers]
     counts += list_compositions(workers, workers) if workers <= _VERY_FEW_WORKERS else []
     single = ["data-parallel", *([] if all_workers or workers == 1 else ["1", *map(str, powers)])]
-    shapes = [
-        str(shape),
-        "pipeline",
-        *(single if shape == "any" else []),
-        *(_join_counts(row) for row in counts if len(row) > 1),
-    ]
-    link_factor = [] if is_large else [SearchVariant("pipeline", factor) for factor in _SLOWER]
-    return [*map(SearchVariant, dict.fromkeys(shapes)), *link_factor]
+    several = (_join_counts(row) for row in counts if len(row) > 1)
+    shapes = [shape, "pipeline", *(single if shape == "any" else []), *several]
+    slower = [] if is_large else [SearchVariant("pipeline", factor) for factor in _SLOWER]
+    return [*map(SearchVariant, dict.fromkeys(shapes)), *slower]
 
 
 def list_compositions(total: int, most: int) -> list[tuple[int, ...]]:

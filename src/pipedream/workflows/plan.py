@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner.tables.search_space import list_savings
 from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.method_search import choose_method
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
@@ -255,16 +256,8 @@ def _compare_by_planner(
         if request.strategy == offer.NAME:
             return compare_alone(offer.plan(profile, request), request)
     if request.schedule == AUTO:
-        options = {field.name: getattr(request, field.name) for field in fields(planner.SearchOptions)}
         compared = methods.select_methods(names, allow_asynchronous=request.allow_asynchronous)
-        return planner.choose_method(
-            profile,
-            request.workers_and_links,
-            compared,
-            methods.score,
-            methods.occupancy_of,
-            planner.SearchOptions(**options),
-        )
+        return choose_method(profile, request, compared)
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.stage_order_of(request.schedule) is not None:

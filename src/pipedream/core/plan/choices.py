@@ -211,18 +211,6 @@ def _list_texts(source: Any) -> dict[str, Any]:
 DEFAULTS = Choices()
 
 
-class Chooser:
-    """Options with some of the texts of `Choices`."""
-
-    @property
-    def choices(self) -> Choices:
-        return Choices.resolve(command=self)
-
-    def check_choices(self) -> None:
-        """Raises a `PlanError` if a text is not known."""
-        _ = self.choices
-
-
 def option_of_choice(name: str, default: Any, help: str, **settings: Any) -> Any:
     """Declares the option of a choice, see `core.flags.option`."""
     return option(default, help, metavar=KINDS[name].list_texts(), **settings)
@@ -232,5 +220,13 @@ def option_of_choice(name: str, default: Any, help: str, **settings: Any) -> Any
     lambda choice: option_of_choice(choice.option, None, choice.help, unset=str(choice), kind=str, panel=Panel.METHOD)
 )
 @dataclass(frozen=True, kw_only=True)
-class FurtherOptions(Chooser):
-    """Options with the texts of all further choices."""
+class Chooser:
+    """Options with texts of `Choices`: those of all further ones, and some of the others."""
+
+    @property
+    def choices(self) -> Choices:
+        return Choices.resolve(command=self)
+
+    def check_choices(self) -> None:
+        """Raises a `PlanError` if a text is not known."""
+        _ = self.choices

@@ -1,12 +1,12 @@
 """Chooses the method, the stages, the microbatches and the depth, by simulating many ways to train.
 
-A plan's own seconds ignore filling, draining and exposed communication. The simulation and the methods are passed in:
-planning knows neither schedules nor a clock.
+A plan's own seconds ignore filling, draining and exposed communication.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipedream import planner
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -14,49 +14,38 @@ from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.residence import ALWAYS, NEVER
 from pipedream.core.progress import progress
-from pipedream.core.schedule.occupancy import MethodOccupancy, MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
-from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, compare_by_simulation
-from pipedream.planner.search import PlanSearch, SearchVariant, list_finalists
-from pipedream.planner.tables.search_space import SearchSpace, apply_depth
+from pipedream.plan_request import PlanRequest
+from pipedream.planner import Candidate, PlanSearch, SearchSpace, SearchVariant
+from pipedream.planner.tables.search_space import apply_depth
+from pipedream.workflows.methods import occupancy_of, score
 
 MAX_MICROBATCHES = 64  # each power of two is another plan and simulation for every method and shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What a search may choose: fields of `PlanRequest`."""
-
-    shape: str | tuple[int, ...]
-    microbatches: int | None
-    in_flight: str | tuple[int, ...]
-    update_delay: int
-    all_workers: bool
-    choices: Choices
 
 
 @dataclass(frozen=True, eq=False)
 class _Alternatives:
     profile: Profile
     cluster: Cluster
+    request: PlanRequest
     methods: Mapping[str, MethodProperties]
-    occupancy: Callable[[str, int], MethodOccupancy]
-    shapes: Sequence[SearchVariant]
-    options: SearchOptions
+    choices: Choices
     _profiles: dict[tuple[object, int], Profile] = field(default_factory=dict, init=False)
     _searches: dict[tuple[object, ...], PlanSearch] = field(default_factory=dict, init=False)
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
     def all(self) -> Iterator[tuple[Candidate, SearchVariant, str | tuple[int, ...]]]:
+        request = self.request
+        shapes = planner.list_finalists(request.shape, self.profile, self.cluster.workers, request.all_workers)
         powers = range(min(self.profile.batch, MAX_MICROBATCHES).bit_length())
-        options = self.options
-        splits = [1 << power for power in powers] if options.microbatches is None else [options.microbatches]
+        splits = [1 << power for power in powers] if request.microbatches is None else [request.microbatches]
         for name, method in self.methods.items():
-            depths = [options.in_flight] if options.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
+            depths = [request.in_flight] if request.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
             delays = (0, 1) if method.delays_updates else (0,)
-            if method.delays_updates and options.update_delay:
-                delays = (options.update_delay,)
-            for shape in self.shapes:
+            if method.delays_updates and request.update_delay:
+                delays = (request.update_delay,)
+            for shape in shapes:
                 for m in splits if method.splits_minibatch else [1]:
                     for in_flight in depths:
                         mode = in_flight if isinstance(in_flight, str) else "hand"
@@ -65,7 +54,7 @@ class _Alternatives:
 
     def plan_candidate(self, candidate: Candidate, finalist: SearchVariant, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if the candidate's delay or depth changes nothing."""
-        occupancy = self.occupancy(candidate.schedule, candidate.microbatches)
+        occupancy = occupancy_of(candidate.schedule, candidate.microbatches)
         profile = self._split_profile(self.methods[candidate.schedule].same_updates, candidate.microbatches)
         unlimited = self._plan_unlimited(profile, finalist, candidate.update_delay)
         if candidate.update_delay and not any(unlimited.update_delay):
@@ -75,7 +64,7 @@ class _Alternatives:
         space = SearchSpace.of(
             profile,
             self.cluster,
-            choices=self.options.choices,
+            choices=self.choices,
             update_delay=candidate.update_delay,
             microbatches=candidate.microbatches,
             occupancy=occupancy,
@@ -83,11 +72,11 @@ class _Alternatives:
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(unlimited, cluster=self.cluster), "noam")
         except PlanError:
-            search = PlanSearch(space, self.options.all_workers)
+            search = PlanSearch(space, self.request.all_workers)
             planned = search.best(finalist.shape, link_factor=finalist.link_factor)
         noam = planned.in_flight
         planned = apply_depth(space, planned, in_flight)
-        if in_flight == "auto" and self.options.in_flight == "noam" and planned.in_flight == noam:
+        if in_flight == "auto" and self.request.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
         return replace(
             planned, schedule=candidate.schedule, microbatches=candidate.microbatches, bound_s=0.0
@@ -105,13 +94,13 @@ class _Alternatives:
     def _plan_unlimited(self, profile: Profile, finalist: SearchVariant, update_delay: int) -> Plan:
         key = id(profile), update_delay  # `_profiles` keeps it, so no other gets its id
         if key not in self._searches:
-            again = ALWAYS if self.options.choices.recompute == ALWAYS else NEVER  # memory is not limited
+            again = ALWAYS if self.choices.recompute == ALWAYS else NEVER  # memory is not limited
             self._searches[key] = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
-                choices=self.options.choices.choosing(recompute=again),
+                choices=self.choices.choosing(recompute=again),
                 update_delay=update_delay,
-                all_workers=self.options.all_workers,
+                all_workers=self.request.all_workers,
             )
         if (*key, finalist) not in self._plans:
             self._plans[*key, finalist] = self._searches[key].best(finalist.shape, link_factor=finalist.link_factor)
@@ -119,27 +108,20 @@ class _Alternatives:
 
 
 def choose_method(
-    profile: Profile,
-    cluster: Cluster,
-    methods: Mapping[str, MethodProperties],
-    score: Callable[[Plan], Score],
-    occupancy: Callable[[str, int], MethodOccupancy],
-    options: SearchOptions,
-) -> Comparison:
+    profile: Profile, request: PlanRequest, methods: Mapping[str, MethodProperties]
+) -> planner.Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
     Ties go to fewer bytes on the fullest worker, then to the order of the methods, the finalists, the microbatches, the
     depths and the update delays.
 
     Args:
-        methods: by name.
-        score: simulates a plan with its method and microbatches; may raise a PipelineError.
-        occupancy: (method, microbatches) -> what the stages of a plan hold.
-        options: the shape 'any' tries those of `list_finalists`, among them pipelines with equal replicas, like
+        request: the shape 'any' tries those of `list_finalists`, among them pipelines with equal replicas, like
             PipeDream-2BW's planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one stage; any other shape
             is the only one. Without microbatches, powers of two up to the samples of a minibatch, 64 at most. The depth
             'noam' also tries 'auto' with methods that can be deeper, an update delay of 0 also 1 with methods that can
             delay updates.
+        methods: by name.
 
     Raises:
         ShortageError: no candidate works, and memory is missing for some (with the least that is).
@@ -151,12 +133,12 @@ def choose_method(
             f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not have the seconds of the "
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
-    shapes = list_finalists(options.shape, profile, cluster.workers, options.all_workers)
-    alternatives = _Alternatives(profile, cluster, methods, occupancy, shapes, options)
+    cluster = request.workers_and_links
+    alternatives = _Alternatives(profile, cluster, request, methods, request.choices)
     with progress("planning", sum(1 for _ in alternatives.all())) as advance:
         planned, refused, shortages = _plan_all(alternatives, advance)
     try:
-        comparison = compare_by_simulation(planned, score, refused)
+        comparison = planner.compare_by_simulation(planned, score, refused)
     except PlanError as error:
         text = f"no method works with what was asked on {cluster.workers} workers; "
         if not shortages:
@@ -168,7 +150,7 @@ def choose_method(
     best = comparison.candidates[0]
     if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
         note += "; its gradients are stale, so it may learn differently from a single process"
-    if profile.batch == 1 and options.microbatches is None:
+    if profile.batch == 1 and request.microbatches is None:
         note += "; a minibatch of one sample cannot be split"
     return replace(comparison, plan=replace(comparison.plan, note=note))
 
@@ -194,7 +176,7 @@ def _plan_all(
         if key in keys:
             continue
         keys.add(key)
-        planned.append((candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule]), plan))
+        planned.append((planner.candidate_from_plan(candidate, plan, alternatives.methods[candidate.schedule]), plan))
     return planned, refused, shortages
 
 
