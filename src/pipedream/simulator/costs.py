@@ -214,10 +214,6 @@ class Costs:
             return 0.0
         return self.link(channel)[1]
 
-    def transfer_s(self, channel: Channel) -> float:
-        """Returns the seconds from the start of a message to its arrival on idle ports."""
-        return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
-
 
 def _find_flop_s(device: str) -> float:
     """Returns the seconds of one floating-point operation in a product of matrices."""

@@ -17,9 +17,9 @@ from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.plan_request import PlanRequest
-from pipedream.planner import Candidate, PlanSearch, SearchSpace, SearchVariant
+from pipedream.planner import Candidate, PlanSearch, SearchVariant
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.workflows.methods import occupancy_of, score
+from pipedream.workflows.methods import score, space_of
 
 MAX_MICROBATCHES = 64  # each power of two is another plan and simulation for every method and shape
 
@@ -54,21 +54,14 @@ class _Alternatives:
 
     def plan_candidate(self, candidate: Candidate, finalist: SearchVariant, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if the candidate's delay or depth changes nothing."""
-        occupancy = occupancy_of(candidate.schedule, candidate.microbatches)
         profile = self._split_profile(self.methods[candidate.schedule].same_updates, candidate.microbatches)
         unlimited = self._plan_unlimited(profile, finalist, candidate.update_delay)
         if candidate.update_delay and not any(unlimited.update_delay):
             raise PlanError("no stage delays its updates")
         if self.methods[candidate.schedule].flushes and max(unlimited.replicas) > candidate.microbatches:
             raise PlanError("fewer microbatches than replicas")
-        space = SearchSpace.of(
-            profile,
-            self.cluster,
-            choices=self.choices,
-            update_delay=candidate.update_delay,
-            microbatches=candidate.microbatches,
-            occupancy=occupancy,
-        )
+        method = candidate.schedule, candidate.microbatches
+        space = space_of(profile, self.cluster, self.choices, *method, update_delay=candidate.update_delay)
         try:  # the best plan without limits may fit as it is
             planned = apply_depth(space, replace(unlimited, cluster=self.cluster), "noam")
         except PlanError:
@@ -78,9 +71,8 @@ class _Alternatives:
         planned = apply_depth(space, planned, in_flight)
         if in_flight == "auto" and self.request.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
-        return replace(
-            planned, schedule=candidate.schedule, microbatches=candidate.microbatches, bound_s=0.0
-        )  # the bound holds for other updates
+        # The bound holds for other updates.
+        return replace(planned, schedule=candidate.schedule, microbatches=candidate.microbatches, bound_s=0.0)
 
     def _split_profile(self, same_updates: bool, microbatches: int) -> Profile:
         graph = self.profile.graph

@@ -9,6 +9,7 @@ from typing import Any
 from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.garbage import pause_collection
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
@@ -35,11 +36,11 @@ def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = Fals
     if names:
         return {schedules.canonical(name): _check_comparable(name) for name in names}
     methods = {
-        name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.STAGE_ORDERS
-    }
-    # A profile does not have the seconds of the halves of a backward.
-    methods = {
-        name: method for name, method in methods.items() if method.reads_stored_weights and not method.splits_backward
+        name: method
+        for name in schedules.SCHEDULES
+        if name not in schedules.STAGE_ORDERS
+        and (method := schedules.properties_of(name)).reads_stored_weights
+        and not method.splits_backward  # of the halves a profile does not have the seconds
     }
     flushing = [name for name, method in methods.items() if method.flushes]
     delayed = [name for name, method in methods.items() if allow_asynchronous and not method.flushes]
@@ -126,6 +127,14 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
     return planner.MethodOccupancy(find_usages, versions_grow)
 
 
+def space_of(
+    profile: Profile, cluster: Cluster, choices: Choices, schedule: str, microbatches: int, **more: Any
+) -> planner.SearchSpace:
+    """Returns the space of plans for a method; `more` are further arguments of `SearchSpace.of`."""
+    more |= {"occupancy": occupancy_of(schedule, microbatches), "microbatches": microbatches}
+    return planner.SearchSpace.of(profile, cluster, choices=choices, **more)
+
+
 def _check_comparable(name: str) -> MethodProperties:
     if schedules.stage_order_of(name) is not None:
         raise ScheduleError(
@@ -152,21 +161,14 @@ def resolve_method(plan: Plan, schedule: str | None, microbatches: int | None = 
 
 
 def adapt_plan_to_method(
-    plan: Plan, profile: Profile, choices: Choices, schedule: str, microbatches: int | None
+    profile: Profile, choices: Choices, schedule: str, plan: Plan, microbatches: int | None
 ) -> Plan:
     """Returns a plan that names its method and its m, by default the method's own."""
     built = schedules.build(schedule, plan, microbatches)
     if built.microbatches == 1:
         return replace(plan, schedule=built.name)
     if microbatches is None:
-        space = planner.SearchSpace.of(
-            profile,
-            plan.cluster,
-            choices=choices,
-            occupancy=occupancy_of(schedule, built.microbatches),
-            microbatches=built.microbatches,
-        )
-        plan = space.with_bytes(plan)
+        plan = space_of(profile, plan.cluster, choices, schedule, built.microbatches).with_bytes(plan)
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
     note = f"{plan.note}; the table assumes a full pipeline; only a simulation counts {built.name}'s own updates"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)

@@ -59,19 +59,12 @@ class Phase:
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     def __str__(self) -> str:
+        name = self.name if isinstance(self.schedule, str) else f"<{self.name}>"
         microbatches = "" if self.microbatches is None else f"/{self.microbatches}"
-        compensations_text = (
-            ""
-            if self.compensation is None
-            else "".join(f"+{compensation}" for compensation in self.compensation or ("none",))
-        )
-        end = f":{self.until}" if self.until is not None else ""
-        return (
-            (self.name if isinstance(self.schedule, str) else f"<{self.name}>")
-            + microbatches
-            + compensations_text.replace(":", "=")
-            + (end if self.until_epoch is None else f":{self.until_epoch}e")
-        )
+        rules = () if self.compensation is None else self.compensation or ("none",)
+        texts = "".join(f"+{rule}" for rule in rules).replace(":", "=")
+        end = "" if self.until is None else f":{self.until}"
+        return f"{name}{microbatches}{texts}{end if self.until_epoch is None else f':{self.until_epoch}e'}"
 
 
 def phases_text(phases: Sequence[Phase]) -> str:

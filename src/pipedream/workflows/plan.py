@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -226,14 +227,14 @@ def plan_once(
 ) -> planner.Comparison:
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
+    compare_by_planner = partial(_compare_by_planner, profile, names, score_plan, rival_s)
     if not request.choices.activations:
-        return _compare_by_planner(profile, request, names, score_plan, rival_s)
+        return compare_by_planner(request)
     comparisons = []
     with suppress(PlanError):
-        unmoved = replace(request, activations="")
-        comparisons.append(_compare_by_planner(profile, unmoved, names, score_plan, rival_s))
+        comparisons.append(compare_by_planner(replace(request, activations="")))
     try:
-        comparisons.append(_compare_by_planner(profile, request, names, score_plan, rival_s))
+        comparisons.append(compare_by_planner(request))
     except PlanError:
         if not comparisons:
             raise
@@ -242,10 +243,10 @@ def plan_once(
 
 def _compare_by_planner(
     profile: Profile,
-    request: PlanRequest,
     names: Sequence[str],
     score_plan: Callable[[Plan], planner.Score],
     rival_s: float,
+    request: PlanRequest,
 ) -> planner.Comparison:
     if request.microbatches is not None and 1 < profile.batch < request.microbatches:
         raise PlanError(
@@ -278,11 +279,7 @@ def _list_references(
     profile: Profile, request: PlanRequest, candidates: Sequence[planner.Candidate]
 ) -> Iterator[planner.Candidate]:
     """Yields data parallelism, with a minibatch for each worker and with a part of one, and one worker."""
-    listed = {
-        (candidate.schedule, candidate.microbatches, candidate.config)
-        for candidate in candidates
-        if candidate.period_s is not None
-    }
+    listed = {(row.schedule, row.microbatches, row.config) for row in candidates if row.period_s is not None}
     cluster = request.workers_and_links
     workers, choices = cluster.workers, request.choices.exact
     split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
@@ -291,13 +288,10 @@ def _list_references(
         if (schedule, m, config) in listed:
             continue
         listed.add((schedule, m, config))
-        reference = PlanRequest(
-            cluster, schedule=schedule, microbatches=m if m > 1 else None, shape=shape, **choices.words
-        )
-        try:
-            plan = _strip_search_costs(
-                plan_once(profile, reference).plan, profile, reference
-            )  # not what else would fit
+        parts = m if m > 1 else None
+        reference = PlanRequest(cluster, schedule=schedule, microbatches=parts, shape=shape, **choices.words)
+        try:  # without a word on what else would fit
+            plan = _strip_search_costs(plan_once(profile, reference).plan, profile, reference)
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
         else:
@@ -354,8 +348,7 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
             f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
         )
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
-    occupancy = methods.occupancy_of(schedule, m)
-    space = planner.SearchSpace.of(profile, cluster, choices=choices, occupancy=occupancy, microbatches=m)
+    space = methods.space_of(profile, cluster, choices, schedule, m)
     plan = space.with_bytes(plan)
     _check_worker_memory(plan, space)
     methods.check_machines(plan, built)
@@ -386,12 +379,12 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         )
     parts = parsed.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
-    options: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
-    options |= {"choices": request.choices}
+    space: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
+    space |= {"choices": request.choices}
     if request.cuts is None:
-        plan = planner.PlanSearch.of(profile, line, **options).best("straight", request.in_flight)
+        plan = planner.PlanSearch.of(profile, line, **space).best("straight", request.in_flight)
     else:
-        plan = planner.manual_plan(profile, line, request.cuts, in_flight=request.in_flight, **options)
+        plan = planner.manual_plan(profile, line, request.cuts, in_flight=request.in_flight, **space)
     if len(plan.stages) != stages:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
@@ -401,7 +394,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
             plan, cluster=cluster, worker_order=parsed.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
         )
         _check_worker_memory(plan)
-    return methods.adapt_plan_to_method(plan, profile, request.choices, name, parts)
+    return methods.adapt_plan_to_method(profile, request.choices, name, plan, parts)
 
 
 def _check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import inf
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.planner.comparison import MEASURED_SHARE
 from pipedream.planner.search import list_compositions
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.workflows.methods import MAX_SIMULATED, adapt_plan_to_method, occupancy_of
+from pipedream.workflows.methods import MAX_SIMULATED, adapt_plan_to_method, occupancy_of, space_of
 
 _ALL_COUNTS_UP_TO = 8  # workers; at most 128 replica counts
 
@@ -78,18 +78,14 @@ class StageSearch:
         if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
             plan = self._plan_for_few_microbatches(microbatches or 1, one_stage=shape == "any")
-        plan = adapt_plan_to_method(plan, self.profile, self._choices, self.request.schedule, microbatches)
-        if microbatches is not None:
+        adapt = partial(adapt_plan_to_method, self.profile, self._choices, self.request.schedule)
+        plan = adapt(plan, microbatches)
+        limit = self.profile.batch if self.profile.batch > 1 else plan.microbatches  # 1: perhaps unknown
+        is_over |= plan.first_stage_over_memory is not None or plan.microbatches > limit
+        if microbatches is not None or not is_over:
             return plan
-        batch = self.profile.batch
-        limit = batch if batch > 1 else plan.microbatches  # 1: perhaps unknown
-        if (
-            is_over or plan.first_stage_over_memory is not None or plan.microbatches > limit
-        ):  # again, with those of the method
-            m = max(min(plan.microbatches, limit), *plan.replicas)
-            plan = self.plan_with_microbatches(m, shape, link_factor)
-            plan = adapt_plan_to_method(plan, self.profile, self._choices, self.request.schedule, m)
-        return plan
+        m = max(min(plan.microbatches, limit), *plan.replicas)  # again, with those of the method
+        return adapt(self.plan_with_microbatches(m, shape, link_factor), m)
 
     def _plan_finalists(
         self, score_plan: Callable[[Plan], planner.Score], rival_s: float
@@ -115,10 +111,9 @@ class StageSearch:
                     continue
                 if finalist.link_factor != 1 and reaches_bound:
                     continue
-                if finalist == planner.SearchVariant("pipeline") and any(
-                    len(plan.stages) > 1 for _, plan in rows.values()
-                ):
-                    continue  # the fastest of all plans is a pipeline
+                is_known = any(len(plan.stages) > 1 for _, plan in rows.values())  # the fastest of all is a pipeline
+                if finalist == planner.SearchVariant("pipeline") and is_known:
+                    continue
                 try:
                     plan = self.plan_best(*finalist, limit_s if is_pipeline else inf)
                 except PipelineError as error:
@@ -145,10 +140,8 @@ class StageSearch:
                 if plan.bound_s and len(plan.stages) > 1:
                     limit_s = min(rival_s, simulated_s) * (1 + NO_GAP) / MEASURED_SHARE
         try:
-            if replicated := self._copy_over_sites():
-                rows.setdefault(
-                    (replicated.worker_order,), (make_candidate(replicated, "a copy on each site"), replicated)
-                )
+            if copied := self._copy_over_sites():
+                rows.setdefault((copied.worker_order,), (make_candidate(copied, "a copy on each site"), copied))
         except PipelineError as error:
             errors.append(error)
         if not rows:
@@ -175,14 +168,11 @@ class StageSearch:
             order += [number * site.workers + worker for worker in site_workers for number in range(sites)]
         stages = tuple(replace(stage, replicas=sites * stage.replicas) for stage in plan.stages)
         parts = plan.microbatches
-        occupancy = occupancy_of(request.schedule, parts)
-        space = planner.SearchSpace.of(
-            self.profile, cluster, choices=request.choices, occupancy=occupancy, microbatches=parts
-        )
-        plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order))
-        plan = replace(plan, choices=space.choices.of_plan(plan.replicas))
+        space = space_of(self.profile, cluster, request.choices, request.schedule, parts)
+        choices = space.choices.of_plan([stage.replicas for stage in stages])
+        plan = replace(plan, cluster=cluster, stages=stages, worker_order=tuple(order), choices=choices)
         plan = apply_depth(space, plan, request.in_flight)
-        return adapt_plan_to_method(plan, self.profile, request.choices, request.schedule, request.microbatches)
+        return adapt_plan_to_method(self.profile, request.choices, request.schedule, plan, request.microbatches)
 
     def plan_with_microbatches(
         self, parts: int, shape: str | tuple[int, ...], link_factor: float = 1.0, limit_s: float = inf
@@ -244,15 +234,9 @@ class StageSearch:
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:
-            self._searches[parts] = planner.PlanSearch.of(
-                self.profile,
-                self.request.workers_and_links,
-                occupancy=occupancy_of(self.request.schedule, parts),
-                microbatches=parts,
-                update_delay=self.request.update_delay,
-                choices=self._choices,
-                all_workers=self.request.all_workers,
-            )
+            where = self.profile, self.request.workers_and_links, self._choices
+            space = space_of(*where, self.request.schedule, parts, update_delay=self.request.update_delay)
+            self._searches[parts] = planner.PlanSearch(space, self.request.all_workers)
         return self._searches[parts]
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.errors import ProfileError
@@ -118,31 +119,6 @@ class Device(Artifact):
         )
 
 
-def _make_gpu(name: str, memory_gb: int, gb_per_s: float, flop_share: float, **tera: float) -> Device:
-    peaks = {dtype: peak * 1e12 for dtype, peak in tera.items()}
-    return Device(name, memory_gb * 10**9, peaks, gb_per_s * 1e9, flop_share=flop_share)
-
-
-_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0}
-_AMPERE = {"float64": 9.7, "float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-_HOPPER = {"float64": 34.0, "float32": 67.0, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
-_ADA = {"float64": 1.29, "float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2}
-
-DEVICES = {
-    device.name: device
-    for device in (
-        _make_gpu("V100-16GB", 16, 900, 0.75, **_VOLTA),
-        _make_gpu("V100-32GB", 32, 900, 0.75, **_VOLTA),
-        _make_gpu("A100-40GB", 40, 1555, 0.75, **_AMPERE),
-        _make_gpu("A100-80GB", 80, 2039, 0.75, **_AMPERE),
-        _make_gpu("H100-SXM", 80, 3350, 0.70, **_HOPPER),
-        _make_gpu("H200", 141, 4800, 0.70, **_HOPPER),
-        _make_gpu("RTX-4090", 24, 1008, 0.75, **_ADA),
-    )
-}
-"""Name -> device, from the table above."""
-
-
 @dataclass(frozen=True)
 class GpuLinks:
     """A GPU's links to the other GPUs of its machine, one way; `nvlink_bytes_per_s` is None without NVLink."""
@@ -153,30 +129,50 @@ class GpuLinks:
     latency_s: float = 15e-6
 
 
-GPU_LINKS = {
-    "V100-16GB": GpuLinks(150e9, 15.75e9),
-    "V100-32GB": GpuLinks(150e9, 15.75e9),
-    "A100-40GB": GpuLinks(300e9, 31.5e9),
-    "A100-80GB": GpuLinks(300e9, 31.5e9),
-    "H100-SXM": GpuLinks(450e9, 63e9),
-    "H200": GpuLinks(450e9, 63e9),
-    "RTX-4090": GpuLinks(None, 31.5e9),
+class _Gpu(NamedTuple):
+    """A row of the table above, with what CUDA calls it: a regular expression."""
+
+    memory_gb: int
+    gb_per_s: float
+    flop_share: float
+    tflops_per_s: dict[str, float]
+    links: GpuLinks
+    cuda_name: str
+
+
+_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0}
+_AMPERE = {"float64": 9.7, "float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+_HOPPER = {"float64": 34.0, "float32": 67.0, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
+_ADA = {"float64": 1.29, "float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2}
+_GPUS = {
+    "V100-16GB": _Gpu(16, 900, 0.75, _VOLTA, GpuLinks(150e9, 15.75e9), r"V100-SXM2-16GB"),
+    "V100-32GB": _Gpu(32, 900, 0.75, _VOLTA, GpuLinks(150e9, 15.75e9), r"V100-SXM2-32GB"),
+    "A100-40GB": _Gpu(40, 1555, 0.75, _AMPERE, GpuLinks(300e9, 31.5e9), r"A100-SXM\d?-40GB"),
+    "A100-80GB": _Gpu(80, 2039, 0.75, _AMPERE, GpuLinks(300e9, 31.5e9), r"A100-SXM\d?-80GB"),
+    "H100-SXM": _Gpu(80, 3350, 0.70, _HOPPER, GpuLinks(450e9, 63e9), r"H100 80GB HBM3"),
+    "H200": _Gpu(141, 4800, 0.70, _HOPPER, GpuLinks(450e9, 63e9), r"H200$"),
+    "RTX-4090": _Gpu(24, 1008, 0.75, _ADA, GpuLinks(None, 31.5e9), r"RTX 4090$"),
 }
+
+DEVICES = {
+    name: Device(
+        name,
+        gpu.memory_gb * 10**9,
+        {dtype: peak * 1e12 for dtype, peak in gpu.tflops_per_s.items()},
+        gpu.gb_per_s * 1e9,
+        flop_share=gpu.flop_share,
+    )
+    for name, gpu in _GPUS.items()
+}
+"""Name -> device, from the table above."""
+
+GPU_LINKS = {name: gpu.links for name, gpu in _GPUS.items()}
 """Name -> links, for the devices above."""
 
 OTHER_LINKS = GpuLinks(None, 15.75e9)
 """Links of other GPUs: PCIe 3.0 x16."""
 
 _FAMILIES = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
-_CUDA_NAMES = {
-    r"V100-SXM2-16GB": "V100-16GB",
-    r"V100-SXM2-32GB": "V100-32GB",
-    r"A100-SXM\d?-40GB": "A100-40GB",
-    r"A100-SXM\d?-80GB": "A100-80GB",
-    r"H100 80GB HBM3": "H100-SXM",
-    r"H200$": "H200",
-    r"RTX 4090$": "RTX-4090",
-}
 
 
 def device_named(name: str) -> Device:
@@ -192,7 +188,7 @@ def device_named(name: str) -> Device:
     simple_name = _simplify(_FAMILIES.get(simple_name, simple_name))
     devices = [device for device_name, device in DEVICES.items() if _simplify(device_name) == simple_name]
     if name.startswith("cuda: "):
-        devices = [DEVICES[device_name] for pattern, device_name in _CUDA_NAMES.items() if re.search(pattern, name)]
+        devices = [DEVICES[gpu_name] for gpu_name, gpu in _GPUS.items() if re.search(gpu.cuda_name, name)]
     if not devices:
         raise ProfileError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}, or give a device's file")
     return devices[0]

@@ -21,12 +21,14 @@ class Choice:
     Attributes:
         option: its name; `help` is that of its flag. Both are of further choices and of words.
         approximates: it may change results.
+        is_searched: it says what a search may do, so that a plan of one begins with the default.
         exclusions: rows about it of the table in `workflows/exclusions.py`.
     """
 
     option: ClassVar[str]
     help: ClassVar[str] = ""
     approximates: ClassVar[bool] = False
+    is_searched: ClassVar[bool] = False
     exclusions: ClassVar[str] = ""
 
     @classmethod
@@ -51,15 +53,8 @@ class Choice:
         """Returns the bytes that it leaves free on a machine; see `Choices.check_machine`."""
         return free_bytes
 
-    def without_approximation(self) -> Self:
-        return self
-
     def on_replicas(self, replicas: Sequence[int]) -> Self:
         """Returns the value that has a meaning for stages with these replicas."""
-        return self
-
-    def of_new_plan(self) -> Self:
-        """Returns the value with which a plan begins that a search makes."""
         return self
 
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:

@@ -126,7 +126,7 @@ class Choices:
     @property
     def exact(self) -> Choices:
         """The choices without the approximate ones."""
-        return self._each(lambda choice: choice.without_approximation())
+        return self.choosing(**{name: DEFAULTS.named[name] for name, kind in KINDS.items() if kind.approximates})
 
     def terms(self, weights: Stage | Profile) -> Terms:
         """Returns what the choices cost; for a model, in the mean over its stages."""
@@ -180,18 +180,16 @@ class Choices:
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""
-        return self.on_replicas(replicas)._each(lambda choice: choice.of_new_plan())
+        defaults = {name: DEFAULTS.named[name] for name, kind in KINDS.items() if kind.is_searched}
+        return self.on_replicas(replicas).choosing(**defaults)
 
     def on_replicas(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices that have a meaning for stages with these replicas."""
-        return self._each(lambda choice: choice.on_replicas(replicas))
+        return self.choosing(**{name: choice.on_replicas(replicas) for name, choice in self.named.items()})
 
     def choosing(self, **texts: Any) -> Choices:
         """Returns the choices with some made otherwise, by their texts."""
         return replace(self, **texts)
-
-    def _each(self, change: Callable[[Choice], Choice]) -> Choices:
-        return self.choosing(**{name: change(choice) for name, choice in self.named.items()})
 
 
 KINDS: dict[str, type[Choice]] = {choice.name: type(cast(Choice, choice.default)) for choice in fields(Choices)}

@@ -90,9 +90,6 @@ class MessageEncoding(Choice):
     def encoding(self, carries: Carries) -> str:
         return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, FULL)
 
-    def without_approximation(self) -> MessageEncoding:
-        return MessageEncoding()
-
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         return terms._replace(message_shares=self.shares)
 

@@ -234,14 +234,9 @@ class Plan(Tabular, Artifact):
     @property
     def first_stage_over_memory(self) -> int | None:
         """The first stage whose worker has too little memory."""
-        if self.is_shared:
-            peaks, memories = self.worker_bytes, self.cluster.memories
-            overfull = {w for w, peak in peaks.items() if (limit := memories[w]) is not None and peak > limit}
-            return next((s for s in range(len(self.stages)) if overfull.intersection(self.workers_of(s))), None)
-        for s, (stage, site) in enumerate(zip(self.stages, self.costs.sites, strict=True)):
-            if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
-                return s
-        return None
+        peaks, memories = self.worker_bytes, self.cluster.memories
+        overfull = {w for w, peak in peaks.items() if (limit := memories[w]) is not None and peak > limit}
+        return next((s for s in range(len(self.stages)) if overfull.intersection(self.workers_of(s))), None)
 
     @property
     def gap(self) -> float | None:

@@ -21,6 +21,7 @@ class Activations(WordChoice):
     """'host' if those of the stages with `Stage.offload` wait in the memory of the machine, else ''."""
 
     option = "activations"
+    is_searched = True
     texts = NONE, HOST
     exclusions = """
 recompute=always | activations
@@ -38,9 +39,6 @@ activations | mesh
                 "recompute='auto' or more microbatches"
             )
         return cls("") if text in ("", NONE) else super().read(text)
-
-    def of_new_plan(self) -> Self:
-        return type(self)("")  # the search has moved none yet
 
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
         return HOST if on_gpus and not self and choices.recompute != ALWAYS else ""
@@ -92,14 +90,12 @@ class Recomputation(WordChoice):
     """Which stages a search lets repeat their forward. In a plan its stages say it, and this is 'never'."""
 
     option = "recompute"
+    is_searched = True
     texts = NEVER, AUTOMATIC, ALWAYS
 
     @classmethod
     def read(cls, text: Any) -> Self:
         return super().read(ALWAYS if text is True else text)
-
-    def of_new_plan(self) -> Self:
-        return type(self)(NEVER)
 
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
         return AUTOMATIC if self == NEVER else ""

@@ -80,9 +80,6 @@ class SumMethod(Choice):
     def on_replicas(self, replicas: Sequence[int]) -> Any:
         return self if max(replicas) > 1 else FullSum()
 
-    def without_approximation(self) -> Any:
-        return FullSum()
-
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         return terms._replace(sums=self.costs(weights.trained_bytes, weights.matrices, value_bytes))
 

@@ -24,7 +24,7 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.plan_request import PlanRequest
 from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.workflows.methods import occupancy_of
+from pipedream.workflows.methods import space_of
 
 NAME = "2bw"
 _METHOD = "pipedream_2bw"
@@ -82,9 +82,7 @@ def plan(profile: Profile, request: PlanRequest) -> Plan:
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
                 continue
-            space = SearchSpace.of(
-                profile, cluster, choices=choices, microbatches=m, occupancy=occupancy_of(_METHOD, m)
-            )
+            space = space_of(profile, cluster, choices, _METHOD, m)
             for recomputes in choices.recomputing:
                 rows = tuple(replace(stage, recompute=recomputes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
