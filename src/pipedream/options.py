@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.plan.choices import Chooser
@@ -25,6 +24,7 @@ from pipedream.core.plan.ranks import TensorLayout
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.plan_request import PlanRequest
+from pipedream.services.callbacks.callbacks import Callback, monitored
 from pipedream.services.failure.verdict import STUCK_AFTER_S
 
 _ELSEWHERE = "the recipe's or the plan's"

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pipedream.callbacks import FollowedEvaluations, load_states, states_of
 from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
@@ -51,6 +50,7 @@ from pipedream.runtime.update.stepped import LossFactor
 from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
 from pipedream.runtime.weights.tied import find_tied_weights
+from pipedream.services.callbacks.callbacks import FollowedEvaluations, load_states, states_of
 from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
