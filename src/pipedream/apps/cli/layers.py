@@ -1,6 +1,7 @@
 """`pipedream layers`."""
 
 from pipedream.apps.cli.options import FINEST, JSON, RECIPE, SEED, print_json
+from pipedream.core.artifact import encode_attributes
 from pipedream.core.flags import option
 from pipedream.core.model.graph import crossings
 
@@ -34,13 +35,11 @@ def layers(
             "chain": not graph.calls,
             "layers": [
                 {
-                    "name": layer.name,
-                    "kind": layer.kind,
-                    "parameters": list(layer.parameters),
+                    **encode_attributes(layer, "name", "kind", "parameters"),
                     "sent_bytes": across[i].bytes if i else None,
                     "returned_bytes": across[i].gradient_bytes if i else None,
                     "crossing": [
-                        {"name": value.name, "bytes": value.bytes, "gradient": value.gradient}
+                        encode_attributes(value, "name", "bytes", "gradient")
                         for value in (across[i].values if i else ())
                     ],
                 }

@@ -146,22 +146,17 @@ def _as_json(profile: Profile, request: PlanRequest, compared: Comparison, plann
     unlimited = PlanRequest(request.workers_and_links.without_memory_limits(), shape="data-parallel")
     data_parallel_s = planning.make_plan(profile, unlimited).slowest_stage_s
     return {
-        "verdict": compared.verdict,
-        "config": plan.config,
-        "kind": chosen.kind,
+        **encode_attributes(compared, "verdict"),
+        **encode_attributes(plan, "config", "ranks", "slowest_stage_s", "in_flight", "update_delay", "schedule"),
+        **encode_attributes(plan, "microbatches", "note", "bound_s", "gap"),
+        **encode_attributes(chosen, "kind", "samples_per_update"),
         "kinds": encode(compared.kinds()),
-        "ranks": plan.ranks,
-        "slowest_stage_s": plan.slowest_stage_s,
         "simulated_s": chosen.period_s,
-        "samples_per_update": chosen.samples_per_update,
         "speedup_over_one_worker": one_worker_s / period_s if period_s else None,
         "speedup_over_data_parallel": data_parallel_s / period_s if period_s else None,
         "planning_s": planning_s,
-        **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
-        "gap": plan.gap,
         "order": list(plan.worker_order),
-        "candidates": encode(compared.candidates),
-        "references": encode(compared.references),
+        **encode_attributes(compared, "candidates", "references"),
         "stages": [
             {
                 "layers": list(stage.names),
