@@ -24,7 +24,7 @@ from typing import Any
 
 from pipedream import metrics
 from pipedream._version import __version__
-from pipedream.core.artifact import encode, write_text
+from pipedream.core.artifact import encode, encode_attributes, write_text
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.extensions import list_offers
@@ -89,26 +89,23 @@ def summarise(
                     "stage": index,
                     "rank": rank,
                     "layers": list(stage.names),
-                    "mesh": stage.mesh,
-                    "layout": stage.layout,
+                    **encode_attributes(stage, "mesh", "layout"),
                     "collectives": encode(exchanges[index]),
                     "learning_rate": learning_rates[index],
                     **_list_shares(actual, rank, ""),
                     **_list_shares(expected, rank, "predicted_"),
                     "bytes_sent": sent_bytes.get(rank, 0),
-                    "peak_bytes": actual.per_rank[rank].peak_bytes,
+                    **encode_attributes(actual.per_rank[rank], "peak_bytes", "staleness"),
                     "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
                     "predicted_peak_bytes": predicted_bytes[worker],  # of all its stages, as it is measured
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
-                    "staleness": actual.per_rank[rank].staleness,
                 }
             )
     return {
         "format": 1,
         "command": _format_command(),
         "schedule": measured.name,
-        "workers": plan.workers,
-        "ranks": plan.ranks,
+        **encode_attributes(plan, "workers", "ranks"),
         "plan": json.loads(plan.to_json()),
         "stages": stages,
         "memory": _compare_memory(plan, measured),
