@@ -59,8 +59,8 @@ def _(result: Program) -> str:
     if result.placement.workers > _MAX_WORKERS:
         return ""
     m = result.microbatches
-    total = m * max(1, min(12, _MAX_MICROBATCHES) // m)
-    return timeline_svg(simulate(result, costs(result.plan, split=m), total), title=f"{result.name}, simulated")
+    timeline = simulate(result, costs(result.plan, split=m), m * max(1, 12 // m))
+    return timeline_svg(timeline, title=f"{result.name}, simulated")
 
 
 @picture.register
@@ -74,11 +74,7 @@ def _(result: Plan) -> str:
     return ""
 
 
-@picture.register
-def _(result: Comparison) -> str:
-    return picture(result.plan)
-
-
+picture.register(Comparison, lambda result: picture(result.plan))
 picture.register(Profile, profile_svg)
 
 
