@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipedream.extensions.meshes.layouts import TracedStep, trace
+from pipedream.extensions.meshes.layouts.tracing.trace import TracedStep, trace
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from rnn_partition import stacked

@@ -27,7 +27,8 @@ from torch import nn
 
 from pipedream import partition
 from pipedream.core.plan.cost import EXCHANGE
-from pipedream.extensions.meshes.layouts import GroupRanks, PartitionedStep, TracedStep
+from pipedream.extensions.meshes.layouts.step import GroupRanks, PartitionedStep
+from pipedream.extensions.meshes.layouts.tracing.trace import TracedStep
 from pipedream.extensions.meshes.sharding.functions import exchange
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -21,7 +21,7 @@ from pipedream.extensions.meshes.layout import (
     read_crossings,
     with_crossings,
 )
-from pipedream.extensions.meshes.layouts import Exchanges, complete_partition
+from pipedream.extensions.meshes.layouts.search import exchanges, partition
 
 Move = tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]
 
@@ -95,9 +95,9 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
     cuts = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), min_size=1, max_size=3))
     letters = ", ".join("abc"[: len(shape)])
     ops = Operators({"x": shape, "y": shape}, f"y[{letters}] = f(x[{letters}])")
-    layout = complete_partition(ops, 2 ** len(cuts), {"x": cuts})
+    layout = partition.complete_partition(ops, 2 ** len(cuts), {"x": cuts})
     mesh = Mesh(",".join(f"cut{at + 1}:2" for at in range(len(cuts))))
-    for place, box in zip(mesh.coordinates(), Exchanges(ops, layout).stored["x"], strict=True):
+    for place, box in zip(mesh.coordinates(), exchanges.Exchanges(ops, layout).stored["x"], strict=True):
         assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
 
 

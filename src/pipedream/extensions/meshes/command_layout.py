@@ -7,15 +7,14 @@ from pipedream.core import units
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.ranks import Mesh
-from pipedream.extensions.meshes.layouts import (
-    DescribedStep,
-    Operators,
-    check_request,
+from pipedream.extensions.meshes.layouts.description.operators import DescribedStep, Operators
+from pipedream.extensions.meshes.layouts.report import (
     compare_layouts,
     compare_partitions,
     format_layouts,
     format_partitions,
 )
+from pipedream.extensions.meshes.layouts.search.partition import check_request
 
 _BY_NAME = "By name, with --mesh"
 _BY_HALVES = "By halves, with --ranks"
@@ -122,7 +121,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     """
     from pipedream.apps.training.job import make_batch_loss, make_model_input
     from pipedream.apps.training.recipe import blaming, load_recipe
-    from pipedream.extensions.meshes.layouts import describe_step
+    from pipedream.extensions.meshes.layouts.tracing.trace import describe_step
     from pipedream.runtime.comm.values import to_device
 
     recipe = load_recipe(path, seed=seed)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from pipedream.core.box import Box, slice_of, slice_within
-from pipedream.extensions.meshes import layout, layouts
+from pipedream.extensions.meshes import layout
+from pipedream.extensions.meshes.layouts.step import GroupRanks, PartitionedStep
 
 Parts = dict[int, torch.Tensor]
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -40,9 +41,7 @@ class SimulatedRanks:
         return arrived
 
 
-def find_whole(
-    run: layouts.PartitionedStep, ranks: layouts.GroupRanks | SimulatedRanks, tensor: str, parts: Parts
-) -> torch.Tensor:
+def find_whole(run: PartitionedStep, ranks: GroupRanks | SimulatedRanks, tensor: str, parts: Parts) -> torch.Tensor:
     """Returns a tensor from the parts of all ranks, which all call it."""
     stored, shape = run.exchanges.stored[tensor], run.exchanges.operators.tensors[tensor]
     owners = {box: rank for rank, box in reversed(list(enumerate(stored)))}
@@ -65,7 +64,7 @@ def check_step(
     sample: torch.Tensor,
     loss: Loss | None,
     result: Any,
-    ranks: layouts.GroupRanks | SimulatedRanks,
+    ranks: GroupRanks | SimulatedRanks,
 ) -> None:
     """Compares a traced step in parts, those of `result`, with one process: all tensors, and bytes sent."""
     values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
@@ -76,14 +75,14 @@ def check_step(
     names = [*step.outputs, *step.gradients.values(), *step.input_gradients, *step.updated.values()]
     torch.manual_seed(0)
     expected = _run_alone(step, copy.deepcopy(model), sample, loss, [values[tensor] for tensor in step.tangents])
-    run = layouts.PartitionedStep(step, result, ranks)
+    run = PartitionedStep(step, result, ranks)
     torch.manual_seed(0)
     parts = run.run({tensor: run.part(tensor, value) for tensor, value in values.items()}, names)
     sent = torch.tensor(ranks.sent_bytes)
     for tensor, value in zip(names, expected, strict=True):
         whole = find_whole(run, ranks, tensor, parts[tensor])
         torch.testing.assert_close(whole, value, atol=1e-10, rtol=1e-10, msg=tensor)
-    if isinstance(ranks, layouts.GroupRanks):
+    if isinstance(ranks, GroupRanks):
         torch.distributed.all_reduce(sent)
     assert sent == run.sent_bytes
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.extensions.meshes.layouts import trace
 from pipedream.extensions.meshes.layouts.tracing.registry import REGISTRY, find_contradiction
+from pipedream.extensions.meshes.layouts.tracing.trace import trace
 from tests.extensions.meshes.layouts.simulated_ranks import SimulatedRanks, check_step
 
 

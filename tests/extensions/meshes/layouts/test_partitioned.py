@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.extensions.meshes.layouts import Exchanges, GroupRanks, Partition, trace
-from pipedream.extensions.meshes.layouts.search import partition, search
+from pipedream.extensions.meshes.layouts.search import exchanges, partition, search
+from pipedream.extensions.meshes.layouts.step import GroupRanks
+from pipedream.extensions.meshes.layouts.tracing.trace import trace
 from tests.extensions.meshes.layouts.simulated_ranks import Loss, SimulatedRanks, check_step
 
 
@@ -100,7 +101,7 @@ def _check(name: str, ranks: GroupRanks | SimulatedRanks, count: int, **how: Any
     _check_partition(name, ranks, pd.partition(_make_step(name)[2].operators, count, **how))
 
 
-def _check_partition(name: str, ranks: GroupRanks | SimulatedRanks, found_partition: Partition) -> None:
+def _check_partition(name: str, ranks: GroupRanks | SimulatedRanks, found_partition: partition.Partition) -> None:
     model, sample, step = _make_step(name)
     check_step(step, model, sample, CASES[name][2], found_partition, ranks)
 
@@ -133,7 +134,7 @@ def test_processes_equal_one(count: int) -> None:
     processes.team(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
 
 
-def _convert_layout(operators: pd.Operators, layout: pd.Layout, mesh: pd.Mesh) -> Partition:
+def _convert_layout(operators: pd.Operators, layout: pd.Layout, mesh: pd.Mesh) -> partition.Partition:
     """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
     shared = operators.with_shared_names()
     over, cuts = shared.named.read_rules(layout, mesh), []
@@ -148,7 +149,7 @@ def _convert_layout(operators: pd.Operators, layout: pd.Layout, mesh: pd.Mesh) -
             for step, other in zip(operators.steps, shared.steps, strict=True)
         )
         cuts += [partition.Halving(schemes, indices)] * (size.bit_length() - 1)
-    return Partition("layout", mesh.size, tuple(cuts), 0)
+    return partition.Partition("layout", mesh.size, tuple(cuts), 0)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
     operators = _make_step(name)[2].operators
     if name != "uneven":  # the published cost of halves that do not divide is a penalty
         result = pd.partition(operators, 2)
-        assert Exchanges(operators, result).elements == result.elements
+        assert exchanges.Exchanges(operators, result).elements == result.elements
     shared, mesh = operators.with_shared_names(), pd.Mesh("m:2")
     layouts = [
         pd.Layout(f"{name}:m") for name, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)
@@ -171,7 +172,7 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         # tensor may need less, and so does a partial sum that is sharded afterwards.
         moved = shared.report(layout, mesh).moved
         expected = sum(elements if kind == "all-reduce" else elements // 2 for (kind, _), elements in moved.items())
-        sent = Exchanges(operators, result).elements
+        sent = exchanges.Exchanges(operators, result).elements
         assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
     if name in ("mlp", "lstm"):
         mesh = pd.Mesh("m:2,n:4")
@@ -184,10 +185,10 @@ def test_busiest_bytes_are_those_of_the_busiest_rank_of_each_exchange(name: str,
     step, ranks = _make_step(name)[2], SimulatedRanks(4)
     result = pd.partition(step.operators, 4, method)
     _check_partition(name, ranks, result)
-    exchanges = Exchanges(step.operators, result)
+    sent = exchanges.Exchanges(step.operators, result)
     sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
-    busiest = ranks.busiest[: len(exchanges.list_busiest_bytes(sizes, len(step.calls)))]
-    assert exchanges.list_busiest_bytes(sizes, len(step.calls)) == busiest
+    busiest = ranks.busiest[: len(sent.list_busiest_bytes(sizes, len(step.calls)))]
+    assert sent.list_busiest_bytes(sizes, len(step.calls)) == busiest
 
 
 def test_what_cannot_be_described() -> None:

@@ -1,51 +1,30 @@
 """Searches how the ranks of one worker divide a training step, and runs the step so (docs/partition.md).
 
-Everything outside imports from here. Names are imported on first use, since only tracing and running a step need torch.
+What users import is here. Names are imported on first use, since only tracing and running a step need torch.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipedream.extensions.meshes.layouts.description.operators import (
-        DescribedStep as DescribedStep,
-        Operators as Operators,
-    )
-    from pipedream.extensions.meshes.layouts.layer import PartitionedLayer as PartitionedLayer
-    from pipedream.extensions.meshes.layouts.report import (
-        compare_layouts as compare_layouts,
-        compare_partitions as compare_partitions,
-        format_layouts as format_layouts,
-        format_partitions as format_partitions,
-    )
+    from pipedream.extensions.meshes.layouts.description.operators import Operators as Operators
     from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges as Exchanges
     from pipedream.extensions.meshes.layouts.search.lay_out import lay_out as lay_out
     from pipedream.extensions.meshes.layouts.search.partition import (
         METHODS as METHODS,
         Partition as Partition,
-        check_request as check_request,
-        complete_partition as complete_partition,
         partition as partition,
     )
-    from pipedream.extensions.meshes.layouts.step import GroupRanks as GroupRanks, PartitionedStep as PartitionedStep
     from pipedream.extensions.meshes.layouts.tracing.registry import register_operator as register_operator
-    from pipedream.extensions.meshes.layouts.tracing.trace import (
-        TracedStep as TracedStep,
-        describe_step as describe_step,
-        operators as operators,
-        trace as trace,
-    )
+    from pipedream.extensions.meshes.layouts.tracing.trace import operators as operators
 
 _NAMES = {
-    "description.operators": ("DescribedStep", "Operators"),
-    "layer": ("PartitionedLayer",),
-    "step": ("GroupRanks", "PartitionedStep"),
-    "report": ("compare_layouts", "compare_partitions", "format_layouts", "format_partitions"),
+    "description.operators": ("Operators",),
     "search.exchanges": ("Exchanges",),
     "search.lay_out": ("lay_out",),
-    "search.partition": ("METHODS", "Partition", "check_request", "complete_partition", "partition"),
+    "search.partition": ("METHODS", "Partition", "partition"),
     "tracing.registry": ("register_operator",),
-    "tracing.trace": ("TracedStep", "describe_step", "operators", "trace"),
+    "tracing.trace": ("operators",),
 }
 """Module -> the names that it defines."""
 

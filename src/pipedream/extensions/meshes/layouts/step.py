@@ -1,8 +1,6 @@
 """Runs forward and backward by a partition, each operator along its index, on several ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,8 +8,8 @@ import torch.distributed as dist
 from pipedream.core.box import Box, count_elements, slice_of, slice_within
 from pipedream.core.plan.cost import EXCHANGE
 from pipedream.extensions.meshes.layout import Piece
-from pipedream.extensions.meshes.layouts.description.text import Access, Operator
-from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges, Result
+from pipedream.extensions.meshes.layouts.description.text import Operator
+from pipedream.extensions.meshes.layouts.search.exchanges import Exchanges
 from pipedream.extensions.meshes.layouts.search.partition import Partition
 from pipedream.extensions.meshes.layouts.tracing.rules import COMBINE
 from pipedream.extensions.meshes.layouts.tracing.trace import DescribedCall, TracedStep
@@ -67,17 +65,6 @@ def _cut_out(part: torch.Tensor, have: Box | None, target: Box) -> torch.Tensor:
     return part[slice_within(target, have)]
 
 
-class _Exchanged(NamedTuple):
-    """The messages before and after an operator.
-
-    Attributes:
-        operands: each with its pieces and the part of it that each rank uses.
-    """
-
-    operands: Sequence[tuple[Access, tuple[Piece, ...], tuple[Box, ...]]]
-    result: Result
-
-
 class PartitionedStep:
     """A traced step that several ranks run together.
 
@@ -100,18 +87,7 @@ class PartitionedStep:
                 numbers.append(number)
         return tuple(reversed(numbers))
 
-    @cached_property
-    def _exchanged(self) -> list[_Exchanged]:
-        exchanged = []
-        for number, step in enumerate(self._step.operators.steps[: len(self._step.calls)]):
-            operands = [
-                (access, self.exchanges.plan_operand(number, access), self.exchanges.list_used(number, access))
-                for access in step.line.operands
-            ]
-            exchanged.append(_Exchanged(operands, self.exchanges.plan_result(number)))
-        return exchanged
-
-    @cached_property
+    @property
     def sent_bytes(self) -> int:
         """Bytes that all ranks send together in forward and backward."""
         elements = {name: dtype.itemsize for name, dtype in self._step.dtypes.items()}
@@ -148,23 +124,21 @@ class PartitionedStep:
 
     def _run(self, number: int, step: Operator, call: DescribedCall, live: Mapping[str, Parts]) -> Parts:
         operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.local}
-        exchanged = self._exchanged[number]
-        for access, pieces, used in exchanged.operands:
+        plan = self.exchanges.plans[number]
+        for access, pieces, used in plan.operands:
             parts = live[access.tensor]
             arrived = self._ranks.exchange(pieces, parts, self.exchanges.stored[access.tensor])
             for rank in self._ranks.local:
                 operands[rank][access.tensor, access.indices] = _assemble(used[rank], arrived[rank], parts[rank])
-        result = exchanged.result
         computed = {
-            rank: self._compute(number, call, rank, operands[rank], result.boxes[rank]) for rank in self._ranks.local
+            rank: self._compute(number, call, rank, operands[rank], plan.boxes[rank]) for rank in self._ranks.local
         }
-        if result.sums:
-            arrived = self._ranks.exchange(result.sums, computed, result.boxes)
+        if plan.sums:
+            arrived = self._ranks.exchange(plan.sums, computed, plan.boxes)
             for rank in self._ranks.local:
-                share = result.shares[rank]
-                if share is not None:
+                if (share := plan.shares[rank]) is not None:
                     computed[rank] = _combine(share, arrived[rank], computed[rank], step.line.reduction)
-        arrived = self._ranks.exchange(result.pieces, computed, result.shares)
+        arrived = self._ranks.exchange(plan.pieces, computed, plan.shares)
         stored = self.exchanges.stored[step.result]
         return {rank: _assemble(stored[rank], arrived[rank], computed[rank]) for rank in self._ranks.local}
 

@@ -185,7 +185,7 @@ class StageSharding(Division):
     def choose_caller(self, layer: torch.nn.Module) -> Callable[..., Any]:
         if not self._layout.uses_cuts(self.mesh):
             return layer
-        from pipedream.extensions.meshes.layouts import PartitionedLayer  # here, because only such a layout needs it
+        from pipedream.extensions.meshes.layouts.layer import PartitionedLayer  # only such a layout needs it
 
         assert self._group is not None
         return PartitionedLayer(layer, self.device_mesh, self._group)

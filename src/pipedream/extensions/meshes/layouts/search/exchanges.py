@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from pipedream.core.box import Box, box_of, count_elements
 from pipedream.extensions.meshes.layout import Piece, plan_pieces
@@ -18,21 +19,22 @@ from pipedream.extensions.meshes.layouts.description.text import Access
 from pipedream.extensions.meshes.layouts.search.partition import Partition
 
 
-@dataclass(frozen=True)
-class Result:
-    """The way of an operator's result to where it is stored.
+class OperatorPlan(NamedTuple):
+    """The way of an operator's operands to the ranks, and of its result to where it is stored.
 
     Attributes:
-        boxes: part that each rank has computed.
+        operands: each with the pieces that the ranks need, those from a rank to itself too, and the part each uses.
+        boxes: part of the result that each rank has computed.
         sums: pieces of partial sums; each rank adds up what it gets. Empty if nothing is pending.
         shares: part that each rank has after that, in place of `boxes`.
         pieces: the rest.
     """
 
-    boxes: tuple[Box, ...]
-    sums: tuple[Piece, ...]
-    shares: tuple[Box | None, ...]
-    pieces: tuple[Piece, ...]
+    operands: Sequence[tuple[Access, Sequence[Piece], Sequence[Box]]]
+    boxes: Sequence[Box]
+    sums: Sequence[Piece]
+    shares: Sequence[Box | None]
+    pieces: Sequence[Piece]
 
 
 @dataclass(frozen=True)
@@ -70,27 +72,30 @@ class Exchanges:
             all_ranges.append(tuple(dict(zip(place, part, strict=True)) for part in parts))
         return tuple(all_ranges)
 
-    def list_used(self, number: int, access: Access) -> tuple[Box, ...]:
-        """Returns the part of an operand, or of the result, that each rank of an operator uses, or computes."""
-        shape = self.operators.tensors[access.tensor]
-        return tuple(find_box(access, ranges, shape) for ranges in self.ranges[number])
+    @cached_property
+    def plans(self) -> list[OperatorPlan]:
+        """The messages of each operator."""
+        return [self._plan(number) for number in range(len(self.operators.steps))]
 
-    def plan_operand(self, number: int, access: Access) -> tuple[Piece, ...]:
-        """Returns the pieces of an operand that the ranks need; those from a rank to itself too."""
-        return _plan_pieces(self.stored[access.tensor], self.list_used(number, access))
+    def _plan(self, number: int) -> OperatorPlan:
+        step, all_ranges = self.operators.steps[number], self.ranges[number]
 
-    def plan_result(self, number: int) -> Result:
-        """Returns how the result of an operator gets to where it is stored."""
-        step = self.operators.steps[number]
-        boxes, stored = self.list_used(number, step.line.result), self.stored[step.result]
-        partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in self.ranges[number]]
+        def list_used(access: Access) -> list[Box]:
+            return [find_box(access, ranges, self.operators.tensors[access.tensor]) for ranges in all_ranges]
+
+        operands = []
+        for access in step.line.operands:
+            used = list_used(access)
+            operands.append((access, _plan_pieces(self.stored[access.tensor], used), used))
+        boxes, stored = list_used(step.line.result), self.stored[step.result]
+        partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in all_ranges]
         if len(set(partial)) == 1:
-            return Result(boxes, (), boxes, _plan_pieces(boxes, stored))
+            return OperatorPlan(operands, boxes, (), boxes, _plan_pieces(boxes, stored))
         shares = _plan_shares(stored)
         sums: list[Piece] = []
         for terms in dict.fromkeys(partial):
             sums += _plan_pieces([box if partial[rank] == terms else None for rank, box in enumerate(boxes)], shares)
-        return Result(boxes, tuple(sums), shares, _plan_pieces(shares, stored))
+        return OperatorPlan(operands, boxes, sums, shares, _plan_pieces(shares, stored))
 
     @property
     def elements(self) -> int:
@@ -118,25 +123,24 @@ class Exchanges:
                 busiest.append(element_bytes[name] * max(ends.values()))
         return busiest
 
-    def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, Sequence[Piece]]]:
         """Yields the tensor and the pieces of each exchange, in order."""
-        for number, step in enumerate(self.operators.steps[:steps]):
-            yield from ((access.tensor, self.plan_operand(number, access)) for access in step.line.operands)
-            result = self.plan_result(number)
-            yield from ((step.result, pieces) for pieces in (result.sums, result.pieces))
+        for plan, step in zip(self.plans[:steps], self.operators.steps, strict=False):
+            yield from ((access.tensor, pieces) for access, pieces, _ in plan.operands)
+            yield from ((step.result, pieces) for pieces in (plan.sums, plan.pieces))
 
 
 def _count_sent(pieces: Sequence[Piece]) -> int:
     return sum(count_elements(piece.box) for piece in pieces if piece.sender != piece.receiver)
 
 
-def _plan_pieces(have: Sequence[Box | None], need: Sequence[Box | None]) -> tuple[Piece, ...]:
+def _plan_pieces(have: Sequence[Box | None], need: Sequence[Box | None]) -> list[Piece]:
     """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it."""
     # The rank that differs in the lowest bits: a neighbour in the last cuts.
-    return tuple(plan_pieces(have, need, lambda ranks, receiver: min(ranks, key=lambda rank: rank ^ receiver)))
+    return plan_pieces(have, need, lambda ranks, receiver: min(ranks, key=lambda rank: rank ^ receiver))
 
 
-def _plan_shares(stored: Sequence[Box]) -> tuple[Box | None, ...]:
+def _plan_shares(stored: Sequence[Box]) -> list[Box | None]:
     """Returns equal parts of what several ranks have whole; the first has a tensor without dimensions."""
     shares: list[Box | None] = []
     for rank, box in enumerate(stored):
@@ -148,4 +152,4 @@ def _plan_shares(stored: Sequence[Box]) -> tuple[Box | None, ...]:
         share, turn = -(-len(box[longest]) // len(same)), same.index(rank)
         part = box[longest][turn * share : (turn + 1) * share]
         shares.append((*box[:longest], part, *box[longest + 1 :]))
-    return tuple(shares)
+    return shares
