@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,11 @@ class SampleMessage(StagePart):
 
     def receive(self, message: Message) -> None:
         if self._message is None:
-            self._message = drop_data(message)
+            tensors = (
+                torch.empty_like(tensor, device="meta") if torch.is_tensor(tensor) else tensor
+                for tensor in message.tensors
+            )
+            self._message = replace(message, tensors=tuple(tensors))
 
     def compare(
         self,
@@ -54,111 +59,68 @@ class SampleMessage(StagePart):
             program: that the first microbatch was trained with.
             needs_norms: of each update's gradients.
         """
-        stage, module = self._facts.stage, self._facts.module
-        assert self._message is not None, "what was measured began with a message"
-        ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
         try:
-            predicted = predict_collectives(
-                module,
-                division,
-                self._facts.versions.peek().leaves,
-                self._message,
-                is_first=stage == 0,
-                is_last=stage == program.placement.stages - 1,
-                splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
-                recomputes=program.plan.stages[stage].recompute,
-                needs_norms=needs_norms,
-            )
-        except Exception as error:  # of the user's layers
+            predicted = self._predict(division, program, needs_norms)
+        except Exception as error:  # of the user's layers, which may need numbers, or cannot be copied
             return StageCollectives(dict(measured), problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return StageCollectives(dict(measured), predicted)
 
-
-def drop_data(message: Message) -> Message:
-    """Returns a message with tensors on the meta device."""
-    tensors = (
-        torch.empty_like(tensor, device="meta") if torch.is_tensor(tensor) else tensor for tensor in message.tensors
-    )
-    return replace(message, tensors=tuple(tensors))
-
-
-def predict_collectives(
-    module: StageModule,
-    division: StageSharding,
-    leaves: Mapping[str, torch.Tensor],
-    message: Message,
-    *,
-    is_first: bool,
-    is_last: bool,
-    splits: bool = False,
-    recomputes: bool = False,
-    needs_norms: bool = False,
-) -> dict[str, tuple[Collective, ...]]:
-    """Returns the collectives of a stage's forward and backward of a microbatch, and of an update.
-
-    The backward starts from all outputs of the model, instead of the loss.
-
-    Args:
-        sharding, division: of the stage before it has run.
-        leaves: a version of the weights.
-        message: that the stage gets, from `drop_data`.
-        is_first, is_last: where the stage is in the model.
-        splits: the backward has two halves.
-
-    Raises:
-        Exception: any that the layers raise, which may need numbers, or cannot be copied.
-    """
-    memo, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        layers = [(name, copy.deepcopy(layer, memo)) for name, layer in module.layers]
-        handles = {name: copy.deepcopy(handle, memo) for name, handle in module.handles.items()}
-    with mode:
-        fake_module = module.with_layers(layers, handles, division)
-        weights = WeightSet(
-            0, {name: _allocate_like(leaf, leaf.device).requires_grad_() for name, leaf in leaves.items()}
-        )
-
-        def forward() -> SavedForward:
-            tensors = tuple(
-                _allocate_like(tensor, fake_module.device) if torch.is_tensor(tensor) else tensor
-                for tensor in message.tensors
+    def _predict(
+        self, division: StageSharding, program: Program, needs_norms: bool
+    ) -> dict[str, tuple[Collective, ...]]:
+        """The backward starts from all outputs of the model, instead of the loss."""
+        stage, module = self._facts.stage, self._facts.module
+        ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
+        splits = any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops)
+        memo, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
+        with FakeCopyMode(mode):
+            layers = [(name, copy.deepcopy(layer, memo)) for name, layer in module.layers]
+            handles = {name: copy.deepcopy(handle, memo) for name, handle in module.handles.items()}
+        with mode:
+            fake_module = module.with_layers(layers, handles, division)
+            leaves = self._facts.versions.peek().leaves
+            weights = WeightSet(
+                0, {name: _allocate_like(leaf, leaf.device).requires_grad_() for name, leaf in leaves.items()}
             )
-            nodes: tuple[Any, ...] = ()
-            if is_first:
-                value = fake_module.division.prepare_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
-            else:
-                value, nodes = fake_module.enter(message.structure, tensors, message.wants)
-            output = fake_module.forward(value, weights.leaves, 0, is_first)
-            if is_last:
-                outputs = tuple(
-                    tensor
-                    for tensor in flatten(fake_module.division.gather_output(output), opaque_as_none=True)[1]
-                    if tensor is not None
-                )
-            else:
-                outputs = fake_module.pack_output(output, message.samples)[1]
-            return SavedForward(weights, nodes, outputs, message.wants, 0, auxiliary_scale=1.0)
-
-        with division.count_collectives("forward"):
-            saved = forward()
-        with division.count_collectives("backward"):
-            saved = forward() if recomputes else saved
-            output_gradients = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
+            forward = partial(self._run_forward, fake_module, weights, stage == program.placement.stages - 1)
+            with division.count_collectives("forward"):
+                saved = forward()
+            with division.count_collectives("backward"):
+                saved = forward() if program.plan.stages[stage].recompute else saved
+                seeds = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
+                if splits:
+                    fake_module.backward_inputs(saved, seeds)
+                else:
+                    gradients, _ = fake_module.backward(saved, seeds, [None] * len(handles))
             if splits:
-                fake_module.backward_inputs(saved, output_gradients)
-            else:
-                gradients, _ = fake_module.backward(saved, output_gradients, [None] * len(handles))
-        if splits:
-            with division.count_collectives("weights' backward"):
-                gradients = fake_module.backward_weights(saved, [None] * len(handles))
-        pairs = zip(gradients, handles.values(), strict=True)
-        sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
-        division.sum_gradients(list(handles), sums)
-        if division.steps_whole_weights:
-            division.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
-        if needs_norms:
-            division.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
-    return division.collectives
+                with division.count_collectives("weights' backward"):
+                    gradients = fake_module.backward_weights(saved, [None] * len(handles))
+            pairs = zip(gradients, handles.values(), strict=True)
+            sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
+            division.sum_gradients(list(handles), sums)
+            if division.steps_whole_weights:
+                division.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
+            if needs_norms:
+                division.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
+        return division.collectives
+
+    def _run_forward(self, module: StageModule, weights: WeightSet, is_last: bool) -> SavedForward:
+        message, is_first, nodes = self._message, self._facts.stage == 0, tuple[Any, ...]()
+        assert message is not None, "what was measured began with a message"
+        tensors = tuple(
+            _allocate_like(tensor, module.device) if torch.is_tensor(tensor) else tensor for tensor in message.tensors
+        )
+        if is_first:
+            value = module.division.prepare_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
+        else:
+            value, nodes = module.enter(message.structure, tensors, message.wants)
+        output = module.forward(value, weights.leaves, 0, is_first)
+        if is_last:
+            leaves = flatten(module.division.gather_output(output), opaque_as_none=True)[1]
+            outputs = tuple(tensor for tensor in leaves if tensor is not None)
+        else:
+            outputs = module.pack_output(output, message.samples)[1]
+        return SavedForward(weights, nodes, outputs, message.wants, 0, auxiliary_scale=1.0)
 
 
 def _allocate_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -76,8 +76,8 @@ class _Part:
     def __init__(
         self,
         spec: DTensorSpec,
+        summed_late: frozenset[int] | None = frozenset(),
         *,
-        waits_for_update: bool,
         rows: Rows | None = None,
         shard_dim: int | None = None,
         batch: int | None = None,
@@ -88,20 +88,18 @@ class _Part:
         is_whole = batch is not None and spec.placements[batch] == Replicate()
         self._summed_by_batch = frozenset({batch} if is_whole and batch is not None else ())
         self._summed_now = frozenset() if shard_dim is None or rows is None else frozenset({shard_dim})
-        assert spec.tensor_meta is not None
-        self.whole_shape = spec.tensor_meta.shape
-        place = spec.mesh.get_coordinate() or ()
-        self.box = box_of(self.whole_shape, list_shards(spec.placements), spec.mesh.shape, place)
+        self.whole_shape = spec.shape
+        self._place = spec.mesh.get_coordinate() or ()
+        self.box = box_of(self.whole_shape, list_shards(spec.placements), spec.mesh.shape, self._place)
         if rows is not None:
             self.box = (self.box[0][rows.local.start : rows.local.stop], *self.box[1:])
         self.part_shape = torch.Size(map(len, self.box))
-        self._waits_for_update = waits_for_update
-        self.summed_late: frozenset[int] | None = None if waits_for_update else frozenset()
+        self.summed_late = summed_late
 
     def copy_fresh(self) -> _Part:
-        """Returns the same before any backward."""
+        """Returns the same of a weight before any backward."""
         fresh = copy.copy(self)
-        fresh.summed_late = None if self._waits_for_update else frozenset()
+        fresh.summed_late = None
         return fresh
 
     def wrap(self, local: torch.Tensor) -> Any:
@@ -118,9 +116,7 @@ class _Part:
         if target != list(gradient.placements):
             gradient = gradient.redistribute(placements=target)
         # A sum that is whole already counts once.
-        place = self.spec.mesh.get_coordinate()
-        assert place is not None
-        if any(place[at] for at in summed - unsummed):
+        if any(self._place[at] for at in summed - unsummed):
             return torch.zeros_like(local_part(gradient))
         return local_part(gradient)
 
@@ -232,7 +228,7 @@ class StageSharding(Division):
                 rows = Rows(self.device_mesh.get_group(self._shard_dim), -(-handle.shape[0] // parts))
             self._weights[name] = _Part(
                 spec,
-                waits_for_update=True,
+                None,
                 rows=rows,
                 shard_dim=self._shard_dim,
                 batch=self._find_dimension(self._layout.over.get(BATCH, "")),
@@ -402,7 +398,7 @@ class StageSharding(Division):
         shape, order = torch.Size(crossing.shape), crossing.order
         meta = TensorMeta(shape, dense_strides(shape, order), tensor.dtype)
         spec = DTensorSpec(self.device_mesh, tuple(list_placements(crossing.received)), meta)
-        return _wrap(put_in_order(tensor, order), _Part(spec, waits_for_update=False))
+        return _wrap(put_in_order(tensor, order), _Part(spec))
 
     def leave(self, tensor: torch.Tensor, placements: Sequence[int | None] | None = None) -> torch.Tensor:
         """Returns this rank's part of an output; by default all of it."""
@@ -413,7 +409,7 @@ class StageSharding(Division):
 
     def enter_layer(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
         """Returns a part that `leave_layer` gave, as it was before."""
-        return local if spec is None else _wrap(local, _Part(spec, waits_for_update=False))
+        return local if spec is None else _wrap(local, _Part(spec))
 
     def leave_layer(self, tensor: torch.Tensor, *, whole: bool) -> tuple[torch.Tensor, Any]:
         """Returns this rank's part of a value between two layers of a stage, and its placement.
