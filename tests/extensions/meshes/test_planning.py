@@ -93,9 +93,9 @@ def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypa
         except pd.errors.PlanError as error:
             return str(error)
 
-    chosen, compare_on = choose(), planning._SingleMesh.compare_on
-    monkeypatch.setattr(planning._SingleMesh, "compare_on", lambda *args, rival_s=0.0: compare_on(*args))
-    monkeypatch.setattr(planning._SingleMesh, "compute_bound_s", lambda *_: 0.0)
+    chosen, compare_on = choose(), planning._MeshChoice.compare_on
+    monkeypatch.setattr(planning._MeshChoice, "compare_on", lambda *args, rival_s=0.0: compare_on(*args))
+    monkeypatch.setattr(planning._MeshChoice, "compute_bound_s", lambda *_: 0.0)
     assert choose() == chosen
 
 

@@ -51,7 +51,8 @@ def compare(
             return score_once(replace(plan, note="", bound_s=0.0))  # several searches find the same stages
 
         compare_workers = partial(plan_once, names=names, score_plan=score_plan)
-        return choose_meshes(profile, request, compare_workers, score_plan), profile, request
+        choice = _MeshChoice(profile, replace(request, mesh=""), compare_workers, score_plan)
+        return choice.choose(), profile, request
     with suggest_on_shortage(profile, request):
         rank, rank_request = take_one_rank(profile, request, plan_once)
         comparison = plan_once(rank, rank_request, names)
@@ -111,94 +112,138 @@ def add_mesh(plan: Plan, mesh: str) -> Plan:
     return meshed
 
 
-def choose_meshes(
-    profile: Profile, request: PlanRequest, compare: Compare, score_plan: Callable[[Plan], planner.Score]
-) -> planner.Comparison:
-    """Returns the fastest plan on one mesh or on several, by simulation if the request asks for it.
+@dataclass(frozen=True)
+class _MeshChoice:
+    """The choice of the fastest plan on one mesh or on several, by simulation if the request asks for it.
 
-    Args:
+    Attributes:
         request: its cluster's workers are ranks.
         compare: plans for workers that all have one mesh.
-
-    Raises:
-        PlanError: nothing fits, or the options exclude a mesh for each stage and no single one works.
     """
-    meshes = _list_meshes(profile, request.workers_and_links)
-    single = _SingleMesh(profile, replace(request, mesh=""), compare)
-    comparisons: list[planner.Comparison] = []
-    errors: list[tuple[Mesh | None, PipelineError]] = []
-    too_slow: list[Mesh] = []
-
-    def compare_mixed() -> Sequence[planner.Comparison]:
-        try:
-            best = min((row for row in comparisons if not row.candidates[0].why), key=_rank_by_seconds, default=None)
-            return _compare_mixed(profile, single.request, meshes, score_plan, best)
-        except PipelineError as error:
-            errors.append((None, error))
-            return ()
-
-    # Most plans on one mesh need no simulation once these are known, unless the method is chosen on one mesh.
-    mixed = () if request.schedule == AUTO else compare_mixed()
-    for mesh in sorted(meshes, key=single.compute_bound_s):
-        simulated = (row.candidates[0].period_s for row in (*mixed, *comparisons))
-        rival_s = min((seconds for seconds in simulated if seconds is not None), default=inf)
-        if single.compute_bound_s(mesh) >= rival_s:
-            too_slow.append(mesh)
-            continue
-        try:
-            comparisons.append(single.compare_on(mesh, rival_s=rival_s))
-        except PipelineError as error:
-            errors.append((mesh, error))
-    if request.schedule == AUTO:
-        mixed = compare_mixed()
-    if not comparisons and not mixed:
-        _refuse(request.workers_and_links, errors)
-    others = _list_others(single, too_slow if _is_simulated(request) else meshes, score_plan)
-    return _choose_fastest(comparisons, mixed, others)
-
-
-def _list_meshes(profile: Profile, cluster: Cluster) -> list[Mesh]:
-    """Lists the meshes that a stage may have: a single rank, and those that the profile has measured."""
-    if not profile.ranks:
-        why = "".join(f" ({note})" for note in profile.notes if note.startswith(NOT_MEASURED))
-        raise PlanError(
-            f"mesh='auto' was asked for, but the profile has no measurement of a rank of any mesh{why}; profile with a "
-            "layout that shards the model's tensors and meshes='auto' (pipedream profile RECIPE --mesh auto)"
-        )
-    measured = dict.fromkeys(Mesh(rank.mesh) for rank in profile.ranks)
-    return [Mesh(), *(mesh for mesh in measured if 1 < mesh.size <= cluster.workers)]
-
-
-@dataclass(frozen=True)
-class _SingleMesh:
-    """Plans whose workers all have one mesh."""
 
     profile: Profile
     request: PlanRequest
     compare: Compare
+    score_plan: Callable[[Plan], planner.Score]
+
+    def choose(self) -> planner.Comparison:
+        """Raises a `PlanError` if nothing fits, or if options exclude a mesh for each stage and no single one works."""
+        comparisons: list[planner.Comparison] = []
+        errors: list[tuple[Mesh | None, PipelineError]] = []
+        too_slow: list[Mesh] = []
+
+        def compare_mixed() -> Sequence[planner.Comparison]:
+            rows = [row for row in comparisons if not row.candidates[0].why]
+            try:
+                return self._compare_mixed(min(rows, key=_rank_by_seconds, default=None))
+            except PipelineError as error:
+                errors.append((None, error))
+                return ()
+
+        is_auto = self.request.schedule == AUTO
+        meshes = sorted(self._meshes, key=self.compute_bound_s)
+        # Most plans on one mesh need no simulation once these are known, unless the method is chosen on one mesh.
+        mixed = () if is_auto else compare_mixed()
+        for mesh in meshes:
+            simulated = (row.candidates[0].period_s for row in (*mixed, *comparisons))
+            rival_s = min((seconds for seconds in simulated if seconds is not None), default=inf)
+            if self.compute_bound_s(mesh) >= rival_s:
+                too_slow.append(mesh)
+                continue
+            try:
+                comparisons.append(self.compare_on(mesh, rival_s=rival_s))
+            except PipelineError as error:
+                errors.append((mesh, error))
+        mixed = compare_mixed() if is_auto else mixed
+        if not comparisons and not mixed:
+            _refuse(self._cluster, errors)
+        return _choose_fastest(comparisons, mixed, self._list_others(too_slow))
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self.request.workers_and_links
+
+    @property
+    def _is_simulated(self) -> bool:
+        return self.request.strategy == "simulate" and self._cluster.workers <= MAX_SIMULATED
+
+    @cached_property
+    def _meshes(self) -> list[Mesh]:
+        """The meshes that a stage may have: a single rank, and those that the profile has measured."""
+        if not self.profile.ranks:
+            why = "".join(f" ({note})" for note in self.profile.notes if note.startswith(NOT_MEASURED))
+            raise PlanError(
+                f"mesh='auto' was asked for, but the profile has no measurement of a rank of any mesh{why}; profile "
+                "with a layout that shards the model's tensors and meshes='auto' (pipedream profile RECIPE --mesh auto)"
+            )
+        measured = dict.fromkeys(Mesh(rank.mesh) for rank in self.profile.ranks)
+        return [Mesh(), *(mesh for mesh in measured if 1 < mesh.size <= self._cluster.workers)]
 
     def compare_on(
         self, mesh: Mesh, shape: str | tuple[int, ...] | None = None, rival_s: float = inf
     ) -> planner.Comparison:
         """Returns the plans on a mesh. Raises a `PipelineError` if there is none, or if ranks idle that must not."""
-        cluster = self.request.workers_and_links
-        request = replace(self.request, cluster=cluster.of_meshes(mesh.size))
+        request = replace(self.request, cluster=self._cluster.of_meshes(mesh.size))
         request = request if shape is None else replace(request, shape=shape)
-        comparison = self.compare(_profile_rank(self.profile, mesh, cluster), request, rival_s=rival_s)
+        comparison = self.compare(_profile_rank(self.profile, mesh, self._cluster), request, rival_s=rival_s)
         comparison = _add_mesh_to_all(comparison, mesh)
         plan = comparison.plan
-        if request.all_workers and plan.ranks < cluster.workers:
+        if request.all_workers and plan.ranks < self._cluster.workers:
             raise PlanError(
-                f"the plan {plan.config} takes {plan.ranks} of {cluster.workers} ranks; give as many as it takes"
+                f"the plan {plan.config} takes {plan.ranks} of {self._cluster.workers} ranks; give as many as it takes"
             )
         return comparison
 
     def compute_bound_s(self, mesh: Mesh) -> float:
         """Returns a lower bound on the seconds per minibatch on a mesh: all passes, divided by the workers' speeds."""
-        cluster = self.request.workers_and_links
-        rank = _profile_rank(self.profile, mesh, cluster)
+        rank = _profile_rank(self.profile, mesh, self._cluster)
         rank = rank.in_parts(rank.parts)
-        return (rank.forward_s + rank.backward_s) / (sum(cluster.speeds) / mesh.size)
+        return (rank.forward_s + rank.backward_s) / (sum(self._cluster.speeds) / mesh.size)
+
+    def _list_others(self, too_slow: Sequence[Mesh]) -> list[planner.Candidate]:
+        """Lists the best plans of the kinds that were not compared.
+
+        These kinds are one worker on a mesh; without simulation also pipelines and data parallelism.
+        """
+        if self.request.shape != "any" or self.request.cuts is not None:
+            return []
+        kinds = [(mesh, "1") for mesh in (too_slow if self._is_simulated else self._meshes)]
+        kinds += [] if self._is_simulated else [(Mesh(), shape) for shape in ("straight", "data-parallel")]
+        candidates: list[planner.Candidate] = []
+        for mesh, shape in kinds:
+            with suppress(PipelineError):
+                comparison = self.compare_on(mesh, shape)
+                row = comparison.candidates[0]
+                is_missing = self._is_simulated and row.period_s is None
+                candidates.append(planner.with_score(row, self.score_plan(comparison.plan)) if is_missing else row)
+        return candidates
+
+    def _compare_mixed(self, best: planner.Comparison | None) -> Sequence[planner.Comparison]:
+        """Returns plans with a mesh for each stage; none where the request excludes them.
+
+        Args:
+            best: of the plans on one mesh; those that cannot be faster are not simulated.
+        """
+        request = self.request
+        if request.schedule == AUTO:  # that of the fastest plan on one mesh
+            if best is None:
+                return []
+            request = replace(request, schedule=best.plan.schedule, microbatches=best.plan.microbatches)
+        if request.shape in ("straight", "data-parallel") or request.strategy == "2bw":
+            return []
+        if schedules.stage_order_of(request.schedule) is not None or schedules.is_schedule_file(request.schedule):
+            return []
+        rows: list[planner.Comparison] = []
+        for plan, finalist in _MixedSearch(self.profile, request, self._meshes).plan_finalists(self._is_simulated):
+            mesh = "/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else ""
+            candidate = replace(make_candidate(plan, finalist), mesh=mesh)
+            best_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
+            if self._is_simulated and candidate.least_s >= best_s:
+                candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")
+            elif self._is_simulated and not takes_long(plan):
+                candidate = planner.with_score(candidate, self.score_plan(plan))
+            rows.append(planner.Comparison(plan, (candidate,)))
+        return rows
 
 
 def _profile_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
@@ -213,28 +258,6 @@ def _add_mesh_to_all(comparison: planner.Comparison, mesh: Mesh) -> planner.Comp
         for candidate in comparison.candidates
     )
     return replace(comparison, plan=comparison.plan.with_mesh(mesh.text), candidates=tuple(rows))
-
-
-def _list_others(
-    single: _SingleMesh, meshes: Sequence[Mesh], score_plan: Callable[[Plan], planner.Score]
-) -> list[planner.Candidate]:
-    """Lists the best plans of the kinds that were not compared.
-
-    These kinds are one worker on a mesh; without simulation also pipelines and data parallelism.
-    """
-    if single.request.shape != "any" or single.request.cuts is not None:
-        return []
-    simulates = _is_simulated(single.request)
-    kinds = [(mesh, "1") for mesh in meshes]
-    kinds += [] if simulates else [(Mesh(), shape) for shape in ("straight", "data-parallel")]
-    candidates: list[planner.Candidate] = []
-    for mesh, shape in kinds:
-        with suppress(PipelineError):
-            comparison = single.compare_on(mesh, shape)
-            row = comparison.candidates[0]
-            is_missing = simulates and row.period_s is None
-            candidates.append(planner.with_score(row, score_plan(comparison.plan)) if is_missing else row)
-    return candidates
 
 
 def _choose_fastest(
@@ -269,46 +292,6 @@ def _refuse(cluster: Cluster, errors: Sequence[tuple[Mesh | None, PipelineError]
     raise error.reworded(f"no plan fits on any mesh; nearest are those {where}, with {missing}: {error}")
 
 
-def _compare_mixed(
-    profile: Profile,
-    request: PlanRequest,
-    meshes: Sequence[Mesh],
-    score_plan: Callable[[Plan], planner.Score],
-    best: planner.Comparison | None,
-) -> Sequence[planner.Comparison]:
-    """Returns plans with a mesh for each stage; none where the request excludes them.
-
-    Args:
-        best: of the plans on one mesh; those that cannot be faster are not simulated.
-    """
-    if request.schedule == AUTO:  # that of the fastest plan on one mesh
-        if best is None:
-            return []
-        request = replace(request, schedule=best.plan.schedule, microbatches=best.plan.microbatches)
-    if request.shape in ("straight", "data-parallel") or request.strategy == "2bw":
-        return []
-    if schedules.stage_order_of(request.schedule) is not None or schedules.is_schedule_file(request.schedule):
-        return []
-    search = _MixedSearch(profile, request, meshes)
-    simulates = _is_simulated(request)
-    rows: list[planner.Comparison] = []
-    for plan, finalist in search.plan_finalists():
-        mesh = "/".join(map(str, plan.meshes)) if plan.ranks > plan.workers else ""
-        candidate = replace(make_candidate(plan, finalist), mesh=mesh)
-        best_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
-        if simulates and candidate.least_s >= best_s:
-            candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.least_s)}")
-        elif simulates and not takes_long(plan):
-            candidate = planner.with_score(candidate, score_plan(plan))
-        rows.append(planner.Comparison(plan, (candidate,)))
-    return rows
-
-
-def _is_simulated(request: PlanRequest) -> bool:
-    """Returns whether plans are simulated; the request's cluster has ranks as workers."""
-    return request.strategy == "simulate" and request.workers_and_links.workers <= MAX_SIMULATED
-
-
 def _rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:
     """Returns a sort key: seconds (simulated if possible), then stages, then ranks."""
     plan, period_s = comparison.plan, comparison.candidates[0].period_s
@@ -322,14 +305,12 @@ class _MixedSearch:
     meshes: Sequence[Mesh]
     _searches: dict[int, MeshSearch] = field(default_factory=dict)
 
-    def plan_finalists(self) -> list[tuple[Plan, str]]:
+    def plan_finalists(self, is_simulated: bool) -> list[tuple[Plan, str]]:
         """Returns the distinct plans of several searches, each with its search in words."""
-        shape = self._shape
+        shape = self._shape if isinstance(self._shape, str) else "-".join(map(str, self._shape))
         plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
-        for link_factor in _SLOWER_FACTORS if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
-            finalist = planner.SearchVariant(
-                shape if isinstance(shape, str) else "-".join(map(str, shape)), link_factor
-            )
+        for link_factor in _SLOWER_FACTORS if is_simulated and isinstance(self._shape, str) else (1.0,):
+            finalist = planner.SearchVariant(shape, link_factor)
             try:
                 plan = self._plan_finalist(finalist)
             except PipelineError:
