@@ -151,38 +151,31 @@ class MeshProgram(MeshCosts):
     def _walk(self, cost: _Cost, limit: float) -> tuple[StageChoice, ...]:
         tables = self._fill_tables(cost, limit)
         starts = self._starts(tables)
-        fewest = min(float(tables[state][0, 0]) for state in starts)
-        state = min(start for start in starts if tables[start][0, 0] == fewest)
-        choices: list[StageChoice] = []
-        cut, before, stages_left = 0, 0, fewest
-        while True:
-            choice, state_after, end = self._step(cost, limit, tables, state, before, cut, stages_left)
-            choices.append(choice)
-            if not state_after.ranks:
-                return tuple(choices)
-            before, state, cut, stages_left = state.mesh, state_after, end, stages_left - 1
+        stages_left = min(float(tables[state][0, 0]) for state in starts)
+        state = min(start for start in starts if tables[start][0, 0] == stages_left)
+        cut, before = 0, 0
 
-    def _step(
-        self,
-        cost: _Cost,
-        limit: float,
-        tables: dict[MeshState, FloatArray],
-        state: MeshState,
-        before: int,
-        cut: int,
-        stages_left: float,
-    ) -> tuple[StageChoice, MeshState, int]:
-        """Returns the stage of a state from a place on, the state after it, and the index of its end."""
-        for workers, rest in self._list_workers(state):
-            for after, then in self._iterate_followers(tables, rest, state.mesh):
-                costs = cost(workers, self._before[before], after)[cut]
-                ends = np.flatnonzero((costs <= limit) & (then + 1 == stages_left))
-                if len(ends):
-                    end, mesh = int(ends[0]), self.space.meshes[workers.mesh]
-                    span = int(self._places[cut]), int(self._places[end])
-                    again = self._must_recompute(workers, cut, end)
-                    return StageChoice(*span, workers.replicas, mesh, again), rest._replace(mesh=after or 0), end
-        raise AssertionError("the tables have no such stage")
+        def find_next() -> tuple[MeshWorkers, MeshState, int]:
+            """Returns the workers of a state's stage from a place on, the state after it, and the index of its end."""
+            for workers, rest in self._list_workers(state):
+                for after, then in self._iterate_followers(tables, rest, state.mesh):
+                    costs = cost(workers, self._before[before], after)[cut]
+                    ends = np.flatnonzero((costs <= limit) & (then + 1 == stages_left))
+                    if len(ends):
+                        return workers, rest._replace(mesh=after or 0), int(ends[0])
+            raise AssertionError("the tables have no such stage")
+
+        choices: list[StageChoice] = []
+        while state.ranks:
+            workers, rest, end = find_next()
+            again = self._must_recompute(workers, cut, end)
+            choices.append(self._make_choice(workers, cut, end, again))
+            before, state, cut, stages_left = state.mesh, rest, end, stages_left - 1
+        return tuple(choices)
+
+    def _make_choice(self, workers: MeshWorkers, cut: int, end: int, recompute: bool) -> StageChoice:
+        span = int(self._places[cut]), int(self._places[end])
+        return StageChoice(*span, workers.replicas, self.space.meshes[workers.mesh], recompute)
 
     def _list_workers(self, state: MeshState) -> list[tuple[MeshWorkers, MeshState]]:
         """Returns the workers that a state's stage may have, by their mesh and number, each with the state after it."""
@@ -246,8 +239,14 @@ class MeshPeriods(MeshProgram):
                 workers_from = np.where(after <= limit[:, first], after + replicas, np.int32(_FAR)).min(axis=0)
                 np.minimum(fewest[ranks, first], workers_from, out=fewest[ranks, first])
         starts = [total] if self.all_ranks else range(1, total + 1)
-        start = min(starts, key=lambda n: int(fewest[n, 0]))
-        return None if fewest[start, 0] >= _FAR else tuple(self._iterate_choices(fewest, start, period_s))
+        ranks, cut, choices = min(starts, key=lambda n: int(fewest[n, 0])), 0, list[StageChoice]()
+        if fewest[ranks, 0] >= _FAR:
+            return None
+        while ranks:
+            choice, cut = self._find_next(fewest, ranks, cut, period_s)
+            choices.append(choice)
+            ranks -= choice.ranks
+        return tuple(choices)
 
     @cached_property
     def _alike(self) -> list[tuple[int, int, int, list[MeshWorkers]]]:
@@ -259,13 +258,6 @@ class MeshPeriods(MeshProgram):
                     rows.setdefault((state.ranks, rest.ranks, workers.replicas), []).append(workers)
         kinds: dict[Any, list[MeshWorkers]] = {}
         return [(*row, kinds.setdefault(tuple(choice.kind[:3] for choice in same), same)) for row, same in rows.items()]
-
-    def _iterate_choices(self, fewest: IntArray, ranks: int, period_s: float) -> Iterator[StageChoice]:
-        cut = 0
-        while ranks:
-            choice, cut = self._find_next(fewest, ranks, cut, period_s)
-            ranks -= choice.ranks
-            yield choice
 
     def _find_next(self, fewest: IntArray, ranks: int, cut: int, period_s: float) -> tuple[StageChoice, int]:
         for workers, rest in self._list_workers(MeshState(ranks, 0, 0)):
@@ -280,8 +272,7 @@ class MeshPeriods(MeshProgram):
                 again = self.space.choices.recompute == "always" or bool(
                     in_flight[end] > self._find_room(workers, False)[cut, end]
                 )
-                span = int(self._places[cut]), int(self._places[end])
-                return StageChoice(*span, replicas, self.space.meshes[workers.mesh], again), end
+                return self._make_choice(workers, cut, end, again), end
         raise AssertionError("the tables have no such stage")
 
     def _find_most(self, workers: MeshWorkers, period_s: float, cuts: int | slice = slice(None)) -> IntArray:

@@ -55,18 +55,18 @@ class PartitionedLayer:
                 "a stage of several has a mesh with a layout that was found, but the model is no chain of modules; "
                 f"{_ADVICE}"
             )
-        self._layer = layer
-        self._mesh = device_mesh
-        self._group = group
+        self.layer = layer
+        self.mesh = device_mesh
+        self.group = group
         self._passes: dict[object, _Passes] = {}
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         leaves, structure = tree_flatten((args, named))
         tensors = [self._enter(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        parameters = {name: self._enter(parameter) for name, parameter in self._layer.named_parameters()}
+        parameters = {name: self._enter(parameter) for name, parameter in self.layer.named_parameters()}
         others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        flags = tuple(module.training for module in self._layer.modules())
-        autocast = torch.is_autocast_enabled(self._mesh.device_type)
+        flags = tuple(module.training for module in self.layer.modules())
+        autocast = torch.is_autocast_enabled(self.mesh.device_type)
         kinds = tuple(
             (tensor.shape, tensor.dtype, tensor.placements, tensor.requires_grad)
             for tensor in (*tensors, *parameters.values())
@@ -74,14 +74,12 @@ class PartitionedLayer:
         key = structure, repr(others), flags, autocast, kinds
         if key not in self._passes:
             with _suspend_modes():
-                self._passes[key] = _Passes(
-                    self._layer, leaves, structure, tensors, parameters, self._mesh, self._group
-                )
-        return self._passes[key](tensors, parameters, dict(self._layer.named_buffers()))
+                self._passes[key] = _Passes(self, leaves, structure, tensors, parameters)
+        return self._passes[key](tensors, parameters, dict(self.layer.named_buffers()))
 
     def _enter(self, tensor: torch.Tensor) -> DTensor:
         """Returns a DTensor without partial sums; a plain tensor is whole on every rank."""
-        return sum_partials(wrap_whole(tensor, self._mesh))
+        return sum_partials(wrap_whole(tensor, self.mesh))
 
 
 @contextmanager
@@ -105,15 +103,13 @@ class _Passes:
 
     def __init__(
         self,
-        layer: nn.Module,
+        partitioned: PartitionedLayer,
         leaves: Sequence[Any],
         structure: Any,
         tensors: Sequence[DTensor],
         parameters: Mapping[str, DTensor],
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
     ) -> None:
-        self._mesh, self._rank = mesh, dist.get_rank(group)
+        layer, self._mesh, self._rank = partitioned.layer, partitioned.mesh, dist.get_rank(partitioned.group)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             empty = iter([torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors])
             filled = [next(empty) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -128,7 +124,7 @@ class _Passes:
             with torch.no_grad():
                 self._output_leaves, self._structure = tree_flatten(twin(*args, **named))
         self._partition = self._complete_partition(tensors, parameters)
-        self._run = PartitionedStep(self._step, self._partition, GroupRanks(group))
+        self._run = PartitionedStep(self._step, self._partition, GroupRanks(partitioned.group))
         self._shapes = self._step.operators.tensors
         step = self._step
         self._updated = {name: tensor for name, tensor in step.updated.items() if tensor != step.buffers[name]}

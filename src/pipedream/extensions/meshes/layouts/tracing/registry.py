@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
-from pipedream.core.box import slice_of
+from pipedream.core.box import Box, slice_of
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.layouts.description.operators import Operators, find_box
-from pipedream.extensions.meshes.layouts.description.text import Operator, read_lines, spell_function, spell_sum
+from pipedream.extensions.meshes.layouts.description.text import read_lines, spell_function, spell_sum
 from pipedream.extensions.meshes.layouts.search.search import halve_index, is_offered
 from pipedream.extensions.meshes.layouts.tracing.rules import (
     COMBINE,
@@ -209,53 +209,42 @@ def find_contradiction(call: OperatorCall, description: Description) -> str:
     with unset_fake_temporarily():  # a layer may be traced without data
         (step,) = Operators(call.shapes, description.spell(call)).steps
         tensors = {name: _draw(tensor) for name, tensor in call.tensors().items()}
+
+        def run_part(ranges: Mapping[str, range]) -> tuple[Box, torch.Tensor]:
+            parts = {
+                operand.tensor: tensors[operand.tensor][
+                    slice_of(find_box(operand, ranges, call.shapes[operand.tensor]))
+                ]
+                for operand in step.line.operands
+            }
+            box = find_box(step.line.result, ranges, call.shapes["out"])
+            return box, description.compute(call, step, parts, tuple(map(len, box)), ranges)
+
         ranges = {name: range(size) for name, size in step.sizes.items()}
-        whole = _run_part(call, description, step, tensors, ranges)
+        _, whole = run_part(ranges)
         wide = torch.complex128 if whole.is_complex() else torch.float64
         shapes = [call.shapes[access.tensor] for access in step.accesses]
         for index in step.sizes:
             if len(ranges[index]) > 1 and is_offered(step, shapes, ranges, index):
-                halves = [halve_index(ranges, index, second=second) for second in (False, True)]
                 try:
-                    parts = [_run_part(call, description, step, tensors, half) for half in halves]
+                    parts = [run_part(halve_index(ranges, index, second=second)) for second in (False, True)]
                 except RuntimeError:
                     return index
-                joined = _join(step, index, halves, parts, whole).to(wide)
-                if not torch.allclose(joined, whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
+                if index in step.reduced:
+                    joined = COMBINE[step.line.reduction](*(part for _, part in parts))
+                else:
+                    joined = torch.empty_like(whole)
+                    for box, part in parts:
+                        joined[slice_of(box)] = part
+                if not torch.allclose(joined.to(wide), whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
                     return index
     return ""
-
-
-def _join(
-    step: Operator, index: str, halves: list[dict[str, range]], parts: list[torch.Tensor], whole: torch.Tensor
-) -> torch.Tensor:
-    if index in step.reduced:
-        return COMBINE[step.line.reduction](*parts)
-    joined = torch.empty_like(whole)
-    for half, part in zip(halves, parts, strict=True):
-        joined[slice_of(find_box(step.line.result, half, tuple(whole.shape)))] = part
-    return joined
 
 
 def _draw(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, dtype=tensor.dtype)
     return torch.randint(0, 2, tensor.shape).to(tensor.dtype)
-
-
-def _run_part(
-    call: OperatorCall,
-    description: Description,
-    step: Operator,
-    tensors: Mapping[str, torch.Tensor],
-    ranges: Mapping[str, range],
-) -> torch.Tensor:
-    parts = {}
-    for operand in step.line.operands:
-        box = find_box(operand, ranges, tuple(tensors[operand.tensor].shape))
-        parts[operand.tensor] = tensors[operand.tensor][slice_of(box)]
-    shape = tuple(map(len, find_box(step.line.result, ranges, tuple(call.out.shape))))
-    return description.compute(call, step, parts, shape, ranges)
 
 
 def compare_operands(call: OperatorCall, text: str) -> str:

@@ -1,8 +1,8 @@
 """Describes a model's training step: traces forward, backward and update, and lists torch's operators as text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -133,37 +133,36 @@ def trace(
     return _Tracing(model, sample, loss).trace(optimizer)
 
 
-@dataclass
 class _Tracing:
-    model: nn.Module
-    sample: Any
-    loss: Callable[[Any], Any] | None
-    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    _name: dict[fx.Node, str] = field(default_factory=dict)
-    _lines: list[str] = field(default_factory=list)
-    _calls: list[DescribedCall] = field(default_factory=list)
-    _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    _drawn: list[str] = field(default_factory=list)
-    _checked: set[str] = field(default_factory=set)
-    _output_count: int = 0
+    def __init__(self, model: nn.Module, sample: Any, loss: Callable[[Any], Any] | None) -> None:
+        self.model, self.sample, self.loss = model, sample, loss
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        self._buffers = dict(model.named_buffers())
+        self._leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._name: dict[fx.Node, str] = {}
+        self._lines: list[str] = []
+        self._calls: list[DescribedCall] = []
+        self._constants: dict[str, Callable[[], torch.Tensor]] = {}
+        self._drawn: list[str] = []
+        self._checked: set[str] = set()
+        self._output_count = 0
 
     def trace(self, optimizer: Optimizer | None) -> TracedStep:
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        frozen = {name: parameter for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-        buffers = dict(self.model.named_buffers())
-        leaves = [leaf for leaf in tree_leaves(self.sample) if isinstance(leaf, torch.Tensor)]
+        trained, buffers = self._trained, self._buffers
         stepping = None if optimizer is None or not trained else _prepare_optimizer(optimizer, trained)
-        graph, outputs = self._trace_graph(trained, frozen, buffers, leaves)
+        graph = self._trace_graph()
         nodes = iter(node for node in graph.graph.nodes if node.op == "placeholder")
-        parameters = {name: self._name_node(next(nodes), f"p_{name}") for name in (*trained, *frozen)}
+        parameters = {name: self._name_node(next(nodes), f"p_{name}") for name in (*trained, *self._frozen)}
         buffer_tensors = {name: self._name_node(next(nodes), f"b_{name}") for name in buffers}
-        inputs = tuple(self._name_node(next(nodes), f"x{at}") for at in range(len(leaves)))
+        inputs = tuple(self._name_node(next(nodes), f"x{at}") for at in range(len(self._leaves)))
         tangents = tuple(self._name_node(node, f"d{at}") for at, node in enumerate(nodes))
         for node in graph.graph.nodes:
             self._add(graph, node)
         results = iter(self._name[node] for node in tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0]))
-        output_names = tuple(next(results) for _ in range(outputs))
+        output_names = tuple(next(results) for _ in range(self._output_count))
         gradients = {name: next(results) for name in trained}
         updated = {name: next(results) for name in buffers}
         alike: list[tuple[str, ...]] = [(parameters[name], gradients[name]) for name in trained]
@@ -185,16 +184,10 @@ class _Tracing:
             dtypes=self._dtypes,
         )
 
-    def _trace_graph(
-        self,
-        trained: Mapping[str, torch.Tensor],
-        frozen: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        leaves: Sequence[torch.Tensor],
-    ) -> tuple[fx.GraphModule, int]:
-        """Returns forward and backward, and the number of outputs."""
+    def _trace_graph(self) -> fx.GraphModule:
+        """Returns forward and backward."""
         tangents = [] if self.loss is not None else [torch.ones_like(output) for output in self._run_forward()]
-        example = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
+        example = dict(self._trained), dict(self._frozen), dict(self._buffers), list(self._leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
 
         def step(parameters: Any, fixed: Any, buffers: Any, inputs: Any, tangents: Any) -> Any:  # make_fx counts `self`
@@ -210,12 +203,11 @@ class _Tracing:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, _SYMBOLS) for size in sizes):
                 raise _refuse_data_dependence(f"{self._locate(node.target)} calls {node.target}, whose result")
-        count = self._output_count
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
         graph = make_fx(pure, decomposition_table=list_decompositions(), **fake)(*example)
         graph.graph.eliminate_dead_code()
-        return graph, count
+        return graph
 
     def _run_step(
         self,
