@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipedream import profiler
 from pipedream.capture import Captured
@@ -212,20 +212,19 @@ class OneRank:
             yield
 
     def _run(self, layer: Any, arguments: Sample) -> Any:
-        tensors, structure = tree_flatten(arguments)
-        if layer is self._layers[0]:
-            self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
-            inside = [
-                self._sharding.shard_input(tensor, self._samples) if has_numbers(tensor) else tensor
-                for tensor in tensors
-            ]
-        else:
-            placed = iter(self._entering)
-            inside = [
-                self._sharding.enter_layer(tensor, next(placed)) if has_numbers(tensor) else tensor
-                for tensor in tensors
-            ]
-        arguments = tree_unflatten(inside, structure)
+        placed, is_first = iter(self._entering), layer is self._layers[0]
+        if is_first:
+            tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+            self._samples = next(tensors).shape[0]
+
+        def enter(leaf: Any) -> Any:
+            if not has_numbers(leaf):
+                return leaf
+            if is_first:
+                return self._sharding.shard_input(leaf, self._samples)
+            return self._sharding.enter_layer(leaf, next(placed))
+
+        arguments = tree_map(enter, arguments)
         leaves = {name: self._parameters[name] for name in self._names[layer]}
         weights = self._sharding.wrap_weights(leaves, [list(leaves)])
         replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]

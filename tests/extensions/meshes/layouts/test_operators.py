@@ -18,7 +18,7 @@ SIZES = {"x": (8, 6), "w": (6, 4), "y": (8, 4), "p": (2, 3, 8, 8), "k": (5, 3, 3
 def test_the_parts_of_a_line() -> None:
     (line,) = read_lines("\n  y[b, o] += f(x[b, i], 2) * w[i, o] - x[b, i]  # a comment\n")
     assert (line.number, line.reduction, line.text) == (2, "+", "y[b, o] += f(x[b, i], 2) * w[i, o] - x[b, i]")
-    columns = {access.tensor: access.column for access in (line.result, *line.operands)}
+    columns = {access.tensor: access.column for access in (line.output, *line.operands)}
     assert columns == {"y": 3, "x": 16, "w": 30}
     assert [index.plain for index in line.operands[1].indices if index] == ["i", "o"]
 
@@ -112,7 +112,7 @@ def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: pd.Operators, dimens
     except pd.errors.PlanError:
         return
     stored_names = ops.named.stored_names
-    last = {access.tensor: at for at, step in enumerate(ops.steps) for access in step.line.operands}
+    last = {access.tensor: at for at, step in enumerate(ops.steps) for access in step.operands}
     computed = {step.result: at for at, step in enumerate(ops.steps)}
 
     def box(names: Any, shape: tuple[int, ...], rank: tuple[int, ...]) -> Any:

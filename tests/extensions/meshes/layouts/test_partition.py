@@ -77,7 +77,7 @@ def test_published_costs(source: search.Halves, target: search.Halves, elements:
 
 def test_a_halo_is_fetched() -> None:
     ops = pd.Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
-    only = search.Choice({"x": 1, "k": None, "y": 1}, ("h",))
+    only = search.Halving({"x": 1, "k": None, "y": 1}, ("h",))
     assert search.Search(ops).count_elements(search.State.uncut(ops), only) == 2 * 8  # a column from each side
 
 
@@ -91,7 +91,7 @@ def exhaustive(ops: pd.Operators, state: search.State) -> float:
             total = 0
             for access in step.accesses:
                 rest = search.halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
-                is_result = access is step.line.result
+                is_result = access is step.output
                 use = search.halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
                 total += search.count_moved(use, rest) if is_result else search.count_moved(rest, use)
             choices.append(total)

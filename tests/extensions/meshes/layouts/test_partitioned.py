@@ -210,7 +210,7 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
         described = pd.operators(model, torch.empty(batch, width))
-    assert any(step.line.is_copy for step in described.steps)
+    assert any(step.is_copy for step in described.steps)
     assert [pd.partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
 
 

@@ -14,7 +14,7 @@ def test_only_names_change(ops: pd.Operators) -> None:
     for step, other in zip(ops.steps, shared.steps, strict=True):
         assert list(step.sizes.values()) == list(other.sizes.values())
         names = dict(zip(other.sizes, step.sizes, strict=True))  # as many: no two have become one
-        assert rename_indices(other.line, names) == step.line.text
+        assert rename_indices(other, names) == step.text
     mesh = pd.Mesh("m:2")
     without, before = shared.report(pd.Layout(), mesh), ops.report(pd.Layout(), mesh)
     assert (without.done, without.unique, without.moved) == (before.done, before.unique, before.moved)
@@ -69,5 +69,5 @@ def test_only_blocks_of_rows_are_parts_when_merged(sizes: list[int], wrong: int,
         reads[at] = {times[0] * at + value + offset for value in inner}
     block = whole // sizes[0]
     is_cut = whole % sizes[0] == 0 and all(reads[at] == {*range(at * block, (at + 1) * block)} for at in reads)
-    (access,) = step.line.operands
+    (access,) = step.operands
     assert step.outermost(access.indices[0], whole) == ("a" if is_cut else None)

@@ -139,13 +139,11 @@ class _Passes:
         # What follows from weights alone the backward computes again, so that a gathered weight is not kept.
         of_weights = {*step.parameters.values(), *step.constants.keys() - set(step.drawn)}
         for operator in steps[: len(step.calls)]:
-            of_weights |= (
-                {operator.result} if {access.tensor for access in operator.line.operands} <= of_weights else set()
-            )
+            of_weights |= {operator.result} if {access.tensor for access in operator.operands} <= of_weights else set()
         available = {*(steps[number].result for number in computed), *step.drawn} - of_weights
         available |= {*self._entering, *step.buffers.values()}
         late = self._run.list_needed({*available, *step.tangents}, self._gradients.values())
-        read = {access.tensor for number in late for access in steps[number].line.operands}
+        read = {access.tensor for number in late for access in steps[number].operands}
         saved = (read | set(self._gradients.values())) & available
         self._saved = tuple(sorted(saved))
         self._forward = forward | saved

@@ -56,7 +56,7 @@ def compare_partitions(
             for name in group
         },
         "operators": [
-            {"text": str(operator), "indices": [cut.indices[number] for cut in chosen.cuts]}
+            {"text": operator.text, "indices": [cut.indices[number] for cut in chosen.cuts]}
             for number, operator in enumerate(ops.steps)
         ],
         "methods": {name: methods[name] for name in METHODS if name in methods},

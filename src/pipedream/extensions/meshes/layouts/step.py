@@ -83,7 +83,7 @@ class PartitionedStep:
         for number in reversed(range(len(self._step.calls))):
             step = self._step.operators.steps[number]
             if step.result in missing:
-                missing = (missing | {access.tensor for access in step.line.operands}) - set(available)
+                missing = (missing | {access.tensor for access in step.operands}) - set(available)
                 numbers.append(number)
         return tuple(reversed(numbers))
 
@@ -137,7 +137,7 @@ class PartitionedStep:
             arrived = self._ranks.exchange(plan.sums, computed, plan.boxes)
             for rank in self._ranks.local:
                 if (share := plan.shares[rank]) is not None:
-                    computed[rank] = _combine(share, arrived[rank], computed[rank], step.line.reduction)
+                    computed[rank] = _combine(share, arrived[rank], computed[rank], step.reduction)
         arrived = self._ranks.exchange(plan.pieces, computed, plan.shares)
         stored = self.exchanges.stored[step.result]
         return {rank: _assemble(stored[rank], arrived[rank], computed[rank]) for rank in self._ranks.local}
@@ -145,7 +145,7 @@ class PartitionedStep:
     def _compute(
         self, number: int, call: DescribedCall, rank: int, operands: Mapping[object, torch.Tensor], box: Box
     ) -> torch.Tensor:
-        needed = call.step.line.operands
+        needed = call.step.operands
         by_name = {operand.tensor: operands[call.tensors[operand.tensor], operand.indices] for operand in needed}
         ranges = self.exchanges.ranges[number][rank]
         return call.description.compute(call.call, call.step, by_name, tuple(map(len, box)), ranges)

@@ -203,7 +203,7 @@ class NamedOperators:
         """Returns indices that cannot be sharded: those of affine expressions, and of two dimensions of one tensor."""
         whole: dict[str, str] = {}
         for operator in self._operators:
-            line = f"line {operator.line.number}, {str(operator)!r}"
+            line = f"line {operator.number}, {operator.text!r}"
             for access in operator.accesses:
                 outermost = self._find_outermost(operator, access)
                 for index, outer in zip(access.indices, outermost, strict=True):
@@ -256,7 +256,7 @@ class NamedOperators:
     def _compute_lifetimes(self) -> dict[str, range]:
         end = max(1, len(self._operators))
         starts = {operator.result: at for at, operator in enumerate(self._operators)}
-        last = {access.tensor: at for at, operator in enumerate(self._operators) for access in operator.line.operands}
+        last = {access.tensor: at for at, operator in enumerate(self._operators) for access in operator.operands}
         return {name: range(starts.get(name, 0), last.get(name, end - 1) + 1) for name in self._tensors}
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
@@ -320,7 +320,7 @@ class NamedOperators:
         """Sets of names no two of which may lie on one dimension of a mesh, each with what has them all."""
         apart: dict[frozenset[str], str] = {}
         for operator, step in zip(self._operators, self.steps, strict=True):
-            apart.setdefault(step.names, f"{str(operator)!r} (line {operator.line.number})")
+            apart.setdefault(step.names, f"{operator.text!r} (line {operator.number})")
         for tensor, names in self.stored_names.items():
             apart.setdefault(frozenset(name for name in names if name), f"the tensor {tensor!r}")
         return apart

@@ -19,7 +19,6 @@ from pipedream.extensions.meshes.layouts.description.named import NamedOperators
 from pipedream.extensions.meshes.layouts.description.text import (
     Access,
     Affine,
-    Line,
     Operator,
     read_lines,
     rename_indices,
@@ -89,7 +88,7 @@ class Operators(Artifact):
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """The tensors that are computed and that no operator reads."""
-        read = {access.tensor for step in self.steps for access in step.line.operands}
+        read = {access.tensor for step in self.steps for access in step.operands}
         return tuple(step.result for step in self.steps if step.result not in read)
 
     @cached_property
@@ -129,7 +128,7 @@ class Operators(Artifact):
                     used.add(name)
                     names[place] = name
                 shared[letter] = names[place]
-            lines.append(rename_indices(operator.line, shared))
+            lines.append(rename_indices(operator, shared))
         return replace(self, text="\n".join(lines))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
@@ -154,11 +153,11 @@ class Operators(Artifact):
             )
         return name
 
-    def _build_operator(self, line: Line) -> Operator:
+    def _build_operator(self, line: Operator) -> Operator:
         sizes = dict(line.bounds)
         owner = dict.fromkeys(sizes, "where")
         affine: dict[str, Access] = {}
-        for access in (line.result, *line.operands):
+        for access in (line.output, *line.operands):
             where = f"line {line.number}, column {access.column} of the operators"
             shape = self.tensors[self._check_known(access.tensor, where)]
             if len(access.indices) != len(shape):
@@ -172,7 +171,7 @@ class Operators(Artifact):
                 if index is None or (name := index.plain or "") == "":
                     continue
                 first_size = sizes.setdefault(name, size)
-                if first_size != size and (name not in line.bounds or access is line.result or first_size > size):
+                if first_size != size and (name not in line.bounds or access is line.output or first_size > size):
                     raise PlanError(
                         f"{where}: the index {name!r} of {line.text!r} has two sizes, {sizes[name]} in {owner[name]!r} "
                         f"and {size} in {access.tensor!r}; use another name for one of them, or correct the sizes"
@@ -190,7 +189,7 @@ class Operators(Artifact):
                     f"line {line.number}, column {access.column} of the operators: the size of {name!r} in "
                     f"{line.text!r} is not known, since no tensor has it alone as an index; add `where {name} < 3`"
                 )
-        operator = Operator(line, {name: sizes[name] for name in affine})
+        operator = replace(line, sizes={name: sizes[name] for name in affine})
         if operator.reduced and not line.reduction:
             name = next(name for name in affine if name in operator.reduced)
             raise PlanError(
@@ -224,9 +223,9 @@ def _check_order(steps: tuple[Operator, ...]) -> None:
     computed: dict[str, int] = {}
     read: dict[str, int] = {}
     for step in steps:
-        for access in step.line.operands:
-            read.setdefault(access.tensor, step.line.number)
-        result, line = step.result, step.line.number
+        for access in step.operands:
+            read.setdefault(access.tensor, step.number)
+        result, line = step.result, step.number
         if result in computed:
             raise PlanError(
                 f"{result!r} is computed in the lines {computed[result]} and {line} of the operators; give each result "

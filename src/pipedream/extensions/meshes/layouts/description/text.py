@@ -13,7 +13,7 @@ dimension. Functions and constants may be anything: only the tensors and their i
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, NoReturn
 
@@ -56,7 +56,8 @@ class Access(NamedTuple):
     column: int
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Operator:
     """One operator.
 
     Attributes:
@@ -64,18 +65,61 @@ class Line(NamedTuple):
         reduction: "+", "*", "max", "min", or "" for none.
         bounds: index -> size, as given by `where`.
         is_copy: the right side is a tensor and nothing else, so that nothing is computed.
+        sizes: index -> size, in the order in which they occur; {} before the sizes of tensors are known.
     """
 
     number: int
     text: str
-    result: Access
+    output: Access
     reduction: str
     operands: tuple[Access, ...]
-    bounds: dict[str, int]
-    is_copy: bool = False
+    bounds: Mapping[str, int]
+    is_copy: bool
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def result(self) -> str:
+        """The tensor that it computes."""
+        return self.output.tensor
+
+    @cached_property
+    def accesses(self) -> tuple[Access, ...]:
+        """Operands, then the result."""
+        return (*self.operands, self.output)
+
+    @cached_property
+    def is_affine(self) -> bool:
+        """Whether a dimension has anything but one index, or is whole."""
+        return any(
+            index and index.terms and index.plain is None for access in self.accesses for index in access.indices
+        )
+
+    @cached_property
+    def reduced(self) -> frozenset[str]:
+        """The indices that the result lacks."""
+        in_result = {name for index in self.output.indices if index for name, _ in index.terms}
+        return frozenset(self.sizes) - in_result
+
+    def outermost(self, index: Affine | None, size: int) -> str | None:
+        """Returns the index whose equal parts are equal parts of a dimension, in order, or None.
+
+        It is there alone, or the first of several that are merged row by row, such as `h` in `64*h + k` with 64 of `k`.
+
+        Args:
+            index: the expression of the dimension.
+            size: size of the dimension.
+        """
+        if index is None or index.offset or not index.terms:
+            return None
+        terms = sorted(index.terms, key=lambda term: -term[1])
+        for name, times in terms:
+            if times * self.sizes[name] != size:
+                return None
+            size = times
+        return terms[0][0] if size == 1 else None
 
 
-def read_lines(text: str) -> list[Line]:
+def read_lines(text: str) -> list[Operator]:
     """Reads one operator from each line that is not empty; `#` begins a comment.
 
     Raises:
@@ -89,7 +133,7 @@ def read_lines(text: str) -> list[Line]:
     return lines
 
 
-def rename_indices(line: Line, names: Mapping[str, str]) -> str:
+def rename_indices(line: Operator, names: Mapping[str, str]) -> str:
     """Returns a line's text with other names of its indices."""
     where = _WHERE.search(line.text)
     formula, bounds = (line.text[: where.start()], line.text[where.start() :]) if where else (line.text, "")
@@ -101,7 +145,7 @@ def rename_indices(line: Line, names: Mapping[str, str]) -> str:
     return formula + _NAME.sub(other, bounds)
 
 
-def _read_line(number: int, line: str) -> Line:
+def _read_line(number: int, line: str) -> Operator:
     where = _WHERE.search(line)
     formula = line[: where.start()] if where else line
     match = _LINE.fullmatch(formula)
@@ -116,7 +160,9 @@ def _read_line(number: int, line: str) -> Line:
         operands.setdefault((access.tensor, access.indices), access)
     bounds = _read_bounds(number, line, where.end()) if where else {}
     reduction, is_copy = match["sign"][:-1], _TENSOR.fullmatch(match["right"]) is not None
-    return Line(number, line.strip(), result, reduction, tuple(operands.values()), bounds, is_copy and not reduction)
+    return Operator(
+        number, line.strip(), result, reduction, tuple(operands.values()), bounds, is_copy and not reduction
+    )
 
 
 def _read_bounds(number: int, line: str, start: int) -> dict[str, int]:
@@ -214,62 +260,6 @@ class _Expression:
                 if set(constant) <= {""}:
                     return {name: times * constant.get("", 0) for name, times in rest.items()}
         self._refuse(node, f"has the index {ast.unparse(node)!r}; write sums of indices times numbers, or :")
-
-
-@dataclass(frozen=True)
-class Operator:
-    """A line of the text, checked.
-
-    Attributes:
-        sizes: index -> size, in the order in which they occur.
-    """
-
-    line: Line
-    sizes: Mapping[str, int]
-
-    @property
-    def result(self) -> str:
-        """The tensor that it computes."""
-        return self.line.result.tensor
-
-    @cached_property
-    def accesses(self) -> tuple[Access, ...]:
-        """Operands, then the result."""
-        return (*self.line.operands, self.line.result)
-
-    @cached_property
-    def is_affine(self) -> bool:
-        """Whether a dimension has anything but one index, or is whole."""
-        return any(
-            index and index.terms and index.plain is None for access in self.accesses for index in access.indices
-        )
-
-    @cached_property
-    def reduced(self) -> frozenset[str]:
-        """The indices that the result lacks."""
-        in_result = {name for index in self.line.result.indices if index for name, _ in index.terms}
-        return frozenset(self.sizes) - in_result
-
-    def outermost(self, index: Affine | None, size: int) -> str | None:
-        """Returns the index whose equal parts are equal parts of a dimension, in order, or None.
-
-        It is there alone, or the first of several that are merged row by row, such as `h` in `64*h + k` with 64 of `k`.
-
-        Args:
-            index: the expression of the dimension.
-            size: size of the dimension.
-        """
-        if index is None or index.offset or not index.terms:
-            return None
-        terms = sorted(index.terms, key=lambda term: -term[1])
-        for name, times in terms:
-            if times * self.sizes[name] != size:
-                return None
-            size = times
-        return terms[0][0] if size == 1 else None
-
-    def __str__(self) -> str:
-        return self.line.text
 
 
 def name_dimensions(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:

@@ -84,10 +84,10 @@ class Exchanges:
             return [find_box(access, ranges, self.operators.tensors[access.tensor]) for ranges in all_ranges]
 
         operands = []
-        for access in step.line.operands:
+        for access in step.operands:
             used = list_used(access)
             operands.append((access, _plan_pieces(self.stored[access.tensor], used), used))
-        boxes, stored = list_used(step.line.result), self.stored[step.result]
+        boxes, stored = list_used(step.output), self.stored[step.result]
         partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in all_ranges]
         if len(set(partial)) == 1:
             return OperatorPlan(operands, boxes, (), boxes, _plan_pieces(boxes, stored))

@@ -11,7 +11,7 @@ from typing import Any
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.layouts.description.operators import Operators
 from pipedream.extensions.meshes.layouts.search.minimise import Variable
-from pipedream.extensions.meshes.layouts.search.search import Choice, Search, State, list_choices
+from pipedream.extensions.meshes.layouts.search.search import Halving, Search, State, list_choices
 
 _TIES = 256
 """Equally cheap cuts that the recursion follows, in a step of a few operators."""
@@ -19,17 +19,6 @@ _WORK = 30_000
 """Ties times variables, which bounds the time for larger ones."""
 _CELLS = 4_000_000
 """The most cells of a table of `joint`."""
-
-
-@dataclass(frozen=True)
-class Halving(Choice):
-    """One cut, of everything in two halves.
-
-    Attributes:
-        elements: elements that the halves move; in the i-th cut (from 0) 2**i pairs of them do.
-    """
-
-    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ def complete_partition(operators: Operators, ranks: int, fixed: Mapping[str, Seq
     for at in range(ranks.bit_length() - 1):
         elements, choices = Search(operators, partial(allowed, at)).find_cheapest(state)
         (choice,) = next(choices)
-        halvings.append(Halving(choice.schemes, choice.indices, elements))
+        halvings.append(replace(choice, elements=elements))
         state = state.after(choice)
     return Partition("recursive", ranks, tuple(halvings), 0)
 
@@ -139,7 +128,7 @@ def _search_recursively(search: Search, cuts: int, batch: str = "") -> tuple[Hal
         least = min(elements for elements, *_ in candidates)
         ways_per_tie = -(-most // sum(elements == least for elements, *_ in candidates))
         ways = (
-            (state.after(choice), (*before, Halving(choice.schemes, choice.indices, elements)))
+            (state.after(choice), (*before, replace(choice, elements=elements)))
             for elements, choices, state, before in candidates
             if elements == least
             for (choice,) in islice(choices, ways_per_tie)
@@ -157,10 +146,10 @@ def _search_jointly(search: Search, cuts: int, batch: str = "") -> tuple[Halving
     return _count_moves(search, next(search.find_cheapest(search.uncut, cuts)[1]) if cuts else ())
 
 
-def _count_moves(search: Search, choices: Iterable[Choice]) -> tuple[Halving, ...]:
+def _count_moves(search: Search, choices: Iterable[Halving]) -> tuple[Halving, ...]:
     state, halvings = search.uncut, []
     for choice in choices:
-        halvings.append(Halving(choice.schemes, choice.indices, search.count_elements(state, choice)))
+        halvings.append(replace(choice, elements=search.count_elements(state, choice)))
         state = state.after(choice)
     return tuple(halvings)
 
@@ -242,7 +231,7 @@ def _locate_samples(operators: Operators, batch: str) -> tuple[dict[str, int], d
 def _search_greedily(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Lets one tensor after the other, the largest first, take its cheapest scheme (Huang et al., ATC 2015)."""
 
-    def yield_choices() -> Iterator[Choice]:
+    def yield_choices() -> Iterator[Halving]:
         state = search.uncut
         for _ in range(cuts):
             yield (choice := search.choose_greedily(state))

@@ -100,7 +100,7 @@ def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mappin
     for access, shape in zip(step.accesses, shapes, strict=True):
         if not any(expression and expression.plain is None for expression in access.indices):
             continue
-        is_result = access is step.line.result
+        is_result = access is step.output
         halves = halve_access(access, shape, ranges, index, is_result=is_result)
         common = 0 if halves.first == halves.second else count_elements(overlap(halves.first, halves.second))
         if common and (is_result or 2 * common > count_elements(halves.first)):
@@ -140,16 +140,18 @@ _TENSOR = re.compile(r"\w+\s*\[")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One cut of all tensors and operators.
+class Halving:
+    """One cut of all tensors and operators in two halves.
 
     Attributes:
         schemes: tensor -> the dimension that is cut, or None.
         indices: index of each operator, or None where both halves compute all of it.
+        elements: elements that the halves move, once they are counted; in the i-th cut (from 0) 2**i pairs of them do.
     """
 
     schemes: Mapping[str, Scheme]
     indices: tuple[Index, ...]
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class State:
         boxes = {name: tuple(map(range, shape)) for name, shape in operators.tensors.items()}
         return cls(boxes, tuple({name: range(size) for name, size in step.sizes.items()} for step in operators.steps))
 
-    def after(self, choice: Choice) -> State:
+    def after(self, choice: Halving) -> State:
         """Returns that of the first half."""
         boxes = {name: halve_box(box, choice.schemes[name]) for name, box in self.boxes.items()}
         ranges = zip(self.ranges, choice.indices, strict=True)
@@ -187,7 +189,7 @@ def list_choices(operators: Operators, variable: Variable, part: Any) -> list[An
     step = operators.steps[variable]
     shapes = [operators.tensors[access.tensor] for access in step.accesses]
     choices = [index for index in step.sizes if not step.is_affine or is_offered(step, shapes, part, index)]
-    return [*choices, None] if step.line.is_copy or not choices else choices
+    return [*choices, None] if step.is_copy or not choices else choices
 
 
 class Search:
@@ -231,7 +233,7 @@ class Search:
         """Chooses together for several tensors, or operators; takes the one that chooses for each."""
         self._tensors, self._steps = tensors, steps
         self._pairs = Counter(
-            (steps[number], tensors[access.tensor], access.indices, access is step.line.result)
+            (steps[number], tensors[access.tensor], access.indices, access is step.output)
             for number, step in enumerate(self.operators.steps)
             for access in step.accesses
         )
@@ -249,7 +251,7 @@ class Search:
     def _select_part(state: State, variable: Variable) -> Any:
         return state.boxes[variable] if isinstance(variable, str) else state.ranges[variable]
 
-    def find_cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
+    def find_cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Halving, ...]]]:
         """Returns the fewest elements that some cuts move, and choices that move as few.
 
         Args:
@@ -279,7 +281,7 @@ class Search:
             tuple(self._build_choice(chosen_ways, at) for at in range(cuts)) for chosen_ways in choices
         )
 
-    def count_elements(self, state: State, choice: Choice) -> int:
+    def count_elements(self, state: State, choice: Halving) -> int:
         """Returns the elements that one cut moves."""
         total = 0
         for pair, times in self._pairs.items():
@@ -289,7 +291,7 @@ class Search:
             total += times * round(self._compute_costs(pair, [index], [scheme]).item())
         return total
 
-    def choose_greedily(self, state: State) -> Choice:
+    def choose_greedily(self, state: State) -> Halving:
         """Returns one cut: tensor after tensor, the largest first, takes the scheme that is cheapest with those before.
 
         Operators take their cheapest index, with the cheapest schemes of the tensors that have none yet.
@@ -322,9 +324,9 @@ class Search:
             ways[number] = values[number][int(np.argmin(sum(table[:, 0] for table in tables.values())))]
         return self._build_choice(ways, 0)
 
-    def _build_choice(self, ways: Mapping[Variable, _Taken], at: int) -> Choice:
+    def _build_choice(self, ways: Mapping[Variable, _Taken], at: int) -> Halving:
         schemes = {name: ways[variable][at][0] for name, variable in self._tensors.items()}
-        return Choice(schemes, tuple(ways[variable][at][0] for variable in self._steps))
+        return Halving(schemes, tuple(ways[variable][at][0] for variable in self._steps))
 
     def _list_ways(self, variable: Variable, part: Any, cuts: int) -> list[_Taken]:
         if not cuts:
@@ -376,7 +378,7 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
     from scipy.cluster.hierarchy import DisjointSet  # here, because it takes a third of a second
 
     forms = [  # without the names of tensors, with their sizes
-        f"{_TENSOR.sub('[', step.line.text)} {[operators.tensors[access.tensor] for access in step.accesses]}"
+        f"{_TENSOR.sub('[', step.text)} {[operators.tensors[access.tensor] for access in step.accesses]}"
         for step in operators.steps
     ]
     readers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
@@ -390,11 +392,11 @@ def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> t
     changes = [same for (name, _, _), same in readers.items() if name in weights]
     of_weights = set(weights)  # and what is computed from them alone
     for step in operators.steps:
-        if {access.tensor for access in step.line.operands} <= of_weights:
+        if {access.tensor for access in step.operands} <= of_weights:
             of_weights.add(step.result)
     weight_of = _map_to_weights(operators, groups, weights)
     weights_read = [
-        [access.tensor for access in step.line.operands if access.tensor in of_weights] for step in operators.steps
+        [access.tensor for access in step.operands if access.tensor in of_weights] for step in operators.steps
     ]
     before = -1
     while changes and before != (before := steps.n_subsets):
@@ -425,7 +427,7 @@ def _map_to_weights(operators: Operators, groups: Mapping[str, str], weights: se
     for step in reversed(operators.steps):
         if step.result in owner and not step.reduced:
             size = prod(operators.tensors[step.result])
-            for access in step.line.operands:
+            for access in step.operands:
                 if prod(operators.tensors[access.tensor]) == size:
                     owner.setdefault(access.tensor, owner[step.result])
     return owner

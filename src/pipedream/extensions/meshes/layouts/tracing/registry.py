@@ -190,7 +190,7 @@ def register_operator(operator: Any, spec: str) -> None:
             f"{operator!r} was described, but is not a torch operator; give one such as torch.ops.mine.scan, or "
             "what torch.library.custom_op returns"
         )
-    if [line.result.tensor for line in read_lines(spec)] != ["out"]:
+    if [line.result for line in read_lines(spec)] != ["out"]:
         raise PlanError(
             f"{operator} was described as {spec!r}; give one line, whose result is out, such as "
             "'out[i, j] = f(x[i, j])'"
@@ -215,9 +215,9 @@ def find_contradiction(call: OperatorCall, description: Description) -> str:
                 operand.tensor: tensors[operand.tensor][
                     slice_of(find_box(operand, ranges, call.shapes[operand.tensor]))
                 ]
-                for operand in step.line.operands
+                for operand in step.operands
             }
-            box = find_box(step.line.result, ranges, call.shapes["out"])
+            box = find_box(step.output, ranges, call.shapes["out"])
             return box, description.compute(call, step, parts, tuple(map(len, box)), ranges)
 
         ranges = {name: range(size) for name, size in step.sizes.items()}
@@ -231,7 +231,7 @@ def find_contradiction(call: OperatorCall, description: Description) -> str:
                 except RuntimeError:
                     return index
                 if index in step.reduced:
-                    joined = COMBINE[step.line.reduction](*(part for _, part in parts))
+                    joined = COMBINE[step.reduction](*(part for _, part in parts))
                 else:
                     joined = torch.empty_like(whole)
                     for box, part in parts:

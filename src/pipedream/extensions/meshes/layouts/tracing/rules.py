@@ -89,7 +89,7 @@ class Part:
 
     def outside(self, tensor: str) -> list[tuple[int, int]]:
         """Returns for each dimension how many elements before and after a tensor its part would have, as padding."""
-        access = next(operand for operand in self.step.line.operands if operand.tensor == tensor)
+        access = next(operand for operand in self.step.operands if operand.tensor == tensor)
         padding = []
         for index, size in zip(access.indices, self.call.values[tensor].shape, strict=True):
             values = range(size) if index is None else find_range(index, self.ranges)
@@ -277,7 +277,7 @@ def _spell_window(call: OperatorCall, dim: int, place: Callable[[str], str]) -> 
 
 def _take_triangle(part: Part) -> torch.Tensor:
     """The diagonal of a part lies where its rows and columns begin."""
-    (access,) = part.step.line.operands
+    (access,) = part.step.operands
     *_, rows, columns = [range(1) if index is None else find_range(index, part.ranges) for index in access.indices]
     diagonal = part.call.values.get("diagonal", 0) + rows.start - columns.start
     triangle: torch.Tensor = part.call.function(part.source, diagonal)
