@@ -13,8 +13,8 @@ from marks import seeds
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.extensions.meshes import costs as mesh_costs, search as mesh_search
-from pipedream.extensions.meshes.program import MeshPeriods, MeshProgram
+from pipedream.extensions.meshes import search as mesh_search
+from pipedream.extensions.meshes.program import MESH_PROGRAMS, MeshPeriods, MeshProgram
 from pipedream.extensions.meshes.space import MeshSpace, StageChoice
 from pipedream.planner import SearchSpace
 from tests.planner.planned import plan_or_words
@@ -69,7 +69,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     space = MeshSpace.over(base, meshes)
     best_s = exhaustive_s(space, single=single, all_ranks=all_ranks, recompute=recompute)
     options = {"all_ranks": all_ranks, "allow_single_stage": single}
-    programs = [MeshProgram(space, how, **options) for how in mesh_costs.MESH_PROGRAMS]  # type: ignore[arg-type]
+    programs = [MeshProgram(space, how, **options) for how in MESH_PROGRAMS]  # type: ignore[arg-type]
     below, exact, above = (float("inf") if (best := program.best()) is None else best[0] for program in programs)
     assert exact == pytest.approx(best_s)
     assert below <= best_s * (1 + 1e-9)

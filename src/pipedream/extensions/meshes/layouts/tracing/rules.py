@@ -307,12 +307,6 @@ def _list_dims(call: OperatorCall, rank: int) -> list[int]:
     return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _spell_joined(call: OperatorCall) -> str:
-    """The dimension that is joined is whole."""
-    out = name_dimensions(call.out.shape, [call.values.get("dim", 0)])
-    return spell_function(out, dict.fromkeys(call.tensors(), out))
-
-
 def _spell_along_dims(call: OperatorCall) -> str:
     """Some dimensions, and those in which the tensors differ, are whole in all tensors that have them."""
     rank, tensors = call.out.dim(), call.tensors()
@@ -438,11 +432,10 @@ DESCRIPTIONS = (
     ),
     Description((A.tril, A.triu), _spell_expanded, _take_triangle),
     Description((A.diagonal, A.diagonal_copy, A.diagonal_scatter), _spell_diagonal),
-    Description((A.cat,), _spell_joined),
     Description(
         (
             A._softmax, A._safe_softmax, A._log_softmax, A._softmax_backward_data, A._log_softmax_backward_data,
-            A.cumsum, A.cumprod, A.logcumsumexp, A.gather, A.scatter, A.scatter_add, A.select_scatter,
+            A.cat, A.cumsum, A.cumprod, A.logcumsumexp, A.gather, A.scatter, A.scatter_add, A.select_scatter,
             A.slice_scatter, A.flip, A.roll,
         ),
         _spell_along_dims,
