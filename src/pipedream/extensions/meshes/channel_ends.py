@@ -27,13 +27,7 @@ def _list_pieces(sender: Mesh, receiver: Mesh, crossing: Crossing) -> tuple[Piec
 
 
 class _MeshEnd(Generic[_End]):
-    """One rank's end.
-
-    Args:
-        sender, receiver: the meshes of two workers that exchange messages.
-        rank_in_worker: this rank's number in its mesh.
-        peers: ends for the ranks of the other worker.
-    """
+    """One rank's end of a channel between the workers of two meshes, made of ends for the other worker's ranks."""
 
     def __init__(self, sender: Mesh, receiver: Mesh, rank_in_worker: int, peers: Mapping[int, _End]) -> None:
         self._sender, self._receiver = sender, receiver

@@ -30,11 +30,7 @@ from pipedream.runtime.weights.initial_values import named_state
 
 
 class BesideMesh(Division):
-    """A single rank, whose neighbours may be meshes.
-
-    Args:
-        boundary: after this stage; None after the last one.
-    """
+    """A single rank, whose neighbours may be meshes; `boundary` is after this stage, None after the last one."""
 
     def __init__(self, boundary: Boundary | None) -> None:
         self._boundary = boundary
@@ -104,11 +100,7 @@ def divide_stage(
     stage: int,
     trained: dict[str, nn.Parameter],
 ) -> Division:
-    """Divides a stage's tensors among the ranks of this worker, in a plan with meshes.
-
-    Args:
-        trained: the stage's trained parameters, which become parts.
-    """
+    """Divides a stage among the ranks of this worker, in a plan with meshes; `trained` parameters become parts."""
     blueprint, model = workers_here.blueprint, workers_here.model
     settings, boundary = blueprint.settings, _find_boundary(blueprint, stage)
     if connections.mesh is None:

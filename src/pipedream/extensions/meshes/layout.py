@@ -184,11 +184,7 @@ class Layout:
         return tuple(dimension_of.get(over) for over in mesh.dimensions)
 
     def of_model(self, model: Any) -> Layout:
-        """Returns the layout, completed with the modules' names for the dimensions of their parameters.
-
-        Args:
-            model: its modules may have ``layout_names``: parameter -> names of its dimensions.
-        """
+        """Returns the layout with what modules name: ``layout_names`` has the names of a parameter's dimensions."""
         model_names = {
             f"{path}.{name}".removeprefix("."): names
             for path, module in model.named_modules()
@@ -220,12 +216,9 @@ class Layout:
         return self.placements(" ".join(words), shape, mesh, tensor)
 
     def candidates(self, shapes: Mapping[str, Sequence[int]], samples: int | None, max_ranks: int) -> dict[Mesh, str]:
-        """Returns the meshes of up to `max_ranks` ranks over the rules' dimensions -> why it is not legal for a model,
-        or ''.
+        """Returns meshes of up to `max_ranks` over the rules' dimensions -> why it is not legal for a model, or ''.
 
-        Args:
-            shapes: shapes of the model's parameters.
-            samples: samples of a minibatch; None if unknown.
+        `shapes` are those of the parameters; `samples` of a minibatch are None if unknown.
         """
         cuts = range(1, self._count_cuts() + 1)
         halvings = (Mesh(_format_halves(count)) for count in cuts if 2**count <= max_ranks)

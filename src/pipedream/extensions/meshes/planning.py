@@ -221,8 +221,7 @@ class _MeshChoice:
     def _compare_mixed(self, best: planner.Comparison | None) -> Sequence[planner.Comparison]:
         """Returns plans with a mesh for each stage; none where the request excludes them.
 
-        Args:
-            best: of the plans on one mesh; those that cannot be faster are not simulated.
+        Those that cannot be faster than the best on one mesh are not simulated.
         """
         request = self.request
         if request.schedule == AUTO:  # that of the fastest plan on one mesh

@@ -42,12 +42,7 @@ def measure_ranks(
     torch_device: Any,
     measure: partial[Profile],
 ) -> tuple[list[RankProfile], list[str]]:
-    """Returns the profile of a rank of each mesh, and notes on those that were left out.
-
-    Args:
-        meshes: as in `pipedream.profile`.
-        measure: measures the layers.
-    """
+    """Returns the profile of a rank of each mesh, and notes on those left out; `measure` measures the layers."""
     names = (layout if isinstance(layout, Layout) else Layout()).of_model(model)
     measure_rank = partial(_measure_rank, captured, names, torch_device=torch_device, measure=measure)
     if not isinstance(meshes, str):

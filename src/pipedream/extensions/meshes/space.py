@@ -74,12 +74,7 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
 
 
 def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
-    """Returns, for each dimension of a mesh, the outermost level that its collectives cross.
-
-    Args:
-        cluster: its workers are ranks.
-        first: the mesh's first rank.
-    """
+    """Returns, for each dimension of a mesh from a `first` rank on, the outermost level that its collectives cross."""
     sizes = list(mesh.dimensions.values())
     reaches = []
     for i, size in enumerate(sizes):

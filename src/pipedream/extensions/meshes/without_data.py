@@ -29,8 +29,7 @@ from pipedream.runtime.stage.versions import WeightSet
 class SampleMessage(StagePart):
     """Keeps the first message of a stage, without its data, from which its collectives are predicted.
 
-    Args:
-        former: of an earlier phase.
+    It keeps that of the `former`, of an earlier phase.
     """
 
     def __init__(self, facts: StageFacts, former: SampleMessage | None = None) -> None:

@@ -95,11 +95,7 @@ def _suspend_modes() -> Iterator[None]:
 
 
 class _Passes:
-    """Forward and backward for one kind of input.
-
-    Args:
-        leaves, structure: the flattened arguments, with `tensors` among the leaves.
-    """
+    """Forward and backward for one kind of input: the flattened arguments, with `tensors` among their leaves."""
 
     def __init__(
         self,

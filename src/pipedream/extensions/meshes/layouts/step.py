@@ -99,11 +99,10 @@ class PartitionedStep:
         return {rank: whole[slice_of(stored[rank])].clone() for rank in self._ranks.local}
 
     def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
-        """Runs the operators that compute some tensors.
+        """Returns the tensors to keep, computed by the operators that they need.
 
         Args:
             values: parts of the parameters, buffers, inputs and tangents that they need, or of what was kept before.
-            keep: the tensors to return.
         """
         returned = set(keep)
         numbers = self.list_needed(values, returned)

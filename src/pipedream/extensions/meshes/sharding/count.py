@@ -31,11 +31,7 @@ _KINDS: Mapping[Any, str] = {
 
 
 class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is active; also collectives of tensors without data.
-
-    Args:
-        group: all ranks of the mesh.
-    """
+    """Counts the collectives of a mesh, whose ranks are `group`, while it is active; also of tensors without data."""
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,11 +81,7 @@ class FirstPasses:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
-        """Context of a part of a pass, the first of which is counted.
-
-        Args:
-            what: "forward", "backward", or a key of `_PASS_OF`.
-        """
+        """Context of a part of a pass, "forward", "backward" or a key of `_PASS_OF`, the first of which is counted."""
         if what in self._counted:
             yield
             return

@@ -402,10 +402,9 @@ def check_whole(name: str, operands: Iterable[Any]) -> None:
 def apply_by_channel(
     function: Callable[..., torch.Tensor], spatial: int | None, input: DTensor, *rest: Any, **options: Any
 ) -> Any:
-    """A function of each channel of each sample.
+    """Applies a function of each channel of each sample.
 
-    Args:
-        spatial: dimensions after the channels, before which a batch may lack; None: all after the first two.
+    `spatial` dimensions follow the channels, and a batch may lack; None is for all after the first two.
     """
     name = getattr(function, "__name__", "a normalization")
     apart = input.dim() - spatial if spatial is not None else 2

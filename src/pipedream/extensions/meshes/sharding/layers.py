@@ -388,8 +388,7 @@ def _attend_with_noise(
 def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
     """Returns what a rank's part of the attention needs of the mask.
 
-    Args:
-        over: dimensions of the mesh that shard the length, and meanwhile the heads.
+    Over some dimensions of the mesh the length is sharded, and meanwhile the heads.
     """
     mesh, missing = query.device_mesh, query.dim() - mask.dim()
     mask = wrap_whole(mask, mesh)

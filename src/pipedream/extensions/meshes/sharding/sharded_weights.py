@@ -31,11 +31,7 @@ _TOGETHER_BYTES = 16 << 20
 
 
 class Rows:
-    """The rows of a tensor on one rank, as `torch.chunk` shards them.
-
-    Args:
-        rows: rows of the whole tensor.
-    """
+    """The rows of a tensor on one rank, as `torch.chunk` shards them."""
 
     def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
         self.group = group
@@ -65,11 +61,7 @@ def _gather_wholes(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[
 def _sum_rows(
     rows: Sequence[Rows], wholes: Sequence[torch.Tensor], sample_memory: Callable[[], None]
 ) -> list[torch.Tensor]:
-    """Returns this rank's rows of the sums of all ranks' tensors, by one collective.
-
-    Args:
-        sample_memory: called when most memory is taken.
-    """
+    """Returns this rank's rows of the sums of all ranks' tensors, by one collective; samples the memory at its peak."""
     group = rows[0].group
     every, places = _buffer(group.size(), rows, wholes)
     pairs = [
@@ -174,8 +166,7 @@ class _Saved(NamedTuple):
 class GatheredWeights:
     """The gathered weights of a stage: of each dtype, the group that was read last.
 
-    Args:
-        sample_memory: called where a backward takes most memory.
+    `sample_memory` is called where a backward takes most memory.
     """
 
     def __init__(self, sample_memory: Callable[[], None] = lambda: None) -> None:

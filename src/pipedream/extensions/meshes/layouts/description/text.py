@@ -82,6 +82,9 @@ class Operator:
         """The tensor that it computes."""
         return self.output.tensor
 
+    def __str__(self) -> str:
+        return self.text
+
     @cached_property
     def accesses(self) -> tuple[Access, ...]:
         """Operands, then the result."""

@@ -103,11 +103,7 @@ class Exchanges:
         return sum(_count_sent(pieces) for _, pieces in self._iterate())
 
     def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
-        """Returns the bytes that all ranks send together, given those of an element of each tensor.
-
-        Args:
-            steps: only in so many of the first operators.
-        """
+        """Returns the bytes that all ranks send together, perhaps in so many of the first operators only."""
         return sum(element_bytes[name] * _count_sent(pieces) for name, pieces in self._iterate(steps))
 
     def list_busiest_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:

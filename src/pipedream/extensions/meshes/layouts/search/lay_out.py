@@ -84,11 +84,7 @@ def _check_fixed(named: NamedOperators, fixed: Iterable[str]) -> frozenset[str]:
 
 
 class _Search:
-    """The layouts of one step on one mesh.
-
-    Args:
-        fixed: names that are not sharded.
-    """
+    """The layouts of one step on one mesh, in which `fixed` names are not sharded."""
 
     def __init__(self, operators: Operators, mesh: Mesh, fixed: frozenset[str] = frozenset()) -> None:
         self.operators, self.mesh, self.fixed = operators, mesh, fixed
@@ -108,11 +104,7 @@ class _Search:
         return self.operators.report(_build_layout(over), self.mesh)
 
     def build_program(self, *others: Term) -> IntegerProgram:
-        """Returns a program whose `peak` is that of a rank, as `_scale`.
-
-        Args:
-            others: terms that it is asked for too.
-        """
+        """Returns a program with these terms too, whose `peak` is that of a rank, as `_scale`."""
         memory_rows = _list_memory_rows(self.operators, self.mesh)
         terms = [*others, *(term for row in memory_rows for term in row)]
         program = IntegerProgram(self._options, self.operators.named.apart, terms)

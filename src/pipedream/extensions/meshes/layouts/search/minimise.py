@@ -32,7 +32,7 @@ class Table:
     costs: Costs
 
     def aligned(self, variables: Sequence[Variable]) -> Costs:
-        """Returns the costs with an axis for each of `variables`, of size 1 where the table lacks it."""
+        """Returns the costs with an axis for each variable, of size 1 where the table lacks it."""
         order = sorted(range(len(self.variables)), key=lambda at: variables.index(self.variables[at]))
         sizes = [
             self.costs.shape[self.variables.index(variable)] if variable in self.variables else 1

@@ -91,11 +91,7 @@ def check_request(ranks: int, method: str) -> None:
 
 
 def complete_partition(operators: Operators, ranks: int, fixed: Mapping[str, Sequence[int | None]]) -> Partition:
-    """Returns a recursive partition in which some tensors, and those alike, have given schemes.
-
-    Args:
-        fixed: tensor -> the dimension that each cut divides, or None.
-    """
+    """Returns a recursive partition in which the `fixed` tensors, and those alike, have the schemes given there."""
     group = {name: names[0] for names in operators.groups for name in names}
     schemes = {group[name]: cuts for name, cuts in fixed.items()}
 
@@ -195,9 +191,8 @@ def _shard_batch(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
 def _locate_samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int, str]]:
     """Returns the dimension of each tensor and the index of each operator that count the samples.
 
-    Args:
-        batch: the index of the samples in all operators, or an input whose first dimension it is. From the input it
-            leads to the operators that have an index there, and to their other tensors.
+    `batch` is that index in all operators, or an input whose first dimension it is. From the input it leads to the
+    operators that have an index there, and to their other tensors.
     """
     steps = operators.steps
     group = {name: names for names in operators.groups for name in names}

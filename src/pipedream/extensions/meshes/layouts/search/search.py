@@ -90,12 +90,9 @@ def halve_access(
 
 
 def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mapping[str, range], index: str) -> bool:
-    """Whether an operator may be halved along an index.
+    """Whether an operator may be halved along an index; `shapes` are those of its `accesses`.
 
     Not where the halves would compute the same elements of the result, or need more in common than of their own.
-
-    Args:
-        shapes: shapes of the tensors in `Operator.accesses`.
     """
     for access, shape in zip(step.accesses, shapes, strict=True):
         if not any(expression and expression.plain is None for expression in access.indices):
@@ -252,10 +249,7 @@ class Search:
         return state.boxes[variable] if isinstance(variable, str) else state.ranges[variable]
 
     def find_cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Halving, ...]]]:
-        """Returns the fewest elements that some cuts move, and choices that move as few.
-
-        Args:
-            most: choices; see `Elimination.choices`.
+        """Returns the fewest elements that some cuts move, and at most so many choices that move as few.
 
         Raises:
             PlanError: a table would be too large.
@@ -436,11 +430,7 @@ def _map_to_weights(operators: Operators, groups: Mapping[str, str], weights: se
 def _group_equal_readers(
     readers: Mapping[tuple[str, str, int], list[int]], weights: Sequence[Sequence[str]], tensors: Any, steps: Any
 ) -> list[list[int]]:
-    """Returns operators that use, in the same way and in the same turn, tensors of one class, and are apart.
-
-    Args:
-        tensors, steps: classes, as a `DisjointSet`.
-    """
+    """Returns operators that use, in the same way and turn, tensors of one class (a `DisjointSet`), and are apart."""
     turns: dict[object, list[int]] = defaultdict(list)
     for (name, form, at), numbers in readers.items():
         times: Counter[object] = Counter()

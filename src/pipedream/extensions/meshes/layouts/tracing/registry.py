@@ -50,8 +50,7 @@ def _spell_gradient(call: OperatorCall) -> str:
 def _spell_roles(call: OperatorCall, name_row: Callable[[int], tuple[str, str, str]]) -> str:
     """Returns the text of a convolution, or of one of its gradients.
 
-    Args:
-        name_row: spatial dimension -> the indices of input, weight and output there.
+    `name_row` returns the indices of input, weight and output for a spatial dimension.
     """
     tensors = call.tensors() | {"out": call.out}
     roles = {

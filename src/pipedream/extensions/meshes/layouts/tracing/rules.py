@@ -132,11 +132,7 @@ class Description:
         shape: tuple[int, ...],
         ranges: Mapping[str, range],
     ) -> torch.Tensor:
-        """Returns the part of a call that one rank computes, see `Part`.
-
-        Args:
-            parts: of the tensors among the arguments; those that the text lacks stay without data.
-        """
+        """Returns the part of a call that one rank computes; tensors that the text lacks have no parts."""
         values: dict[str, Any] = {}
         for name, value in call.values.items():
             if isinstance(value, list | tuple):

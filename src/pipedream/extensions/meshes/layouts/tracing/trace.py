@@ -68,8 +68,7 @@ def describe_step(
 ) -> DescribedStep:
     """Describes a step as `operators` does, in the dtypes of the model; all lines share the names of indices.
 
-    Args:
-        batch_dim: dimension of the first input that counts the samples.
+    `batch_dim` is the dimension of the first input that counts the samples.
     """
     step = trace(model, sample, loss=loss, optimizer=optimizer)
     shared = step.operators.with_shared_names()
