@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
-from pipedream.core.hardware.survey import lower_quartile
+from pipedream.services.probe.survey import lower_quartile
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.core.hardware.survey import lower_quartile, slope
+from pipedream.services.probe.survey import lower_quartile, slope
 
 _ECHOES = 30
 _REPEATS = 5

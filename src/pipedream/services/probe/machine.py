@@ -15,7 +15,7 @@ import torch
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.hardware.devices import GPU_LINKS, OTHER_LINKS, Device, device_named
-from pipedream.core.hardware.survey import lower_quartile
+from pipedream.services.probe.survey import lower_quartile
 
 _CONTEXT_BYTES = 1_500_000_000
 """GPU memory that CUDA, its libraries and kernels take in each process: an estimate."""

@@ -13,7 +13,7 @@ from pipedream import schedules
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import LOOPBACK, Cluster, Level
-from pipedream.core.hardware.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
+from pipedream.services.probe.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.core.hardware.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of, slope
+from pipedream.services.probe.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of, slope
 
 WORKER = MeasuredWorker("one", "cpu: a", 0.01, 8_000_000_000)
 BETWEEN, BACK = Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 9e8, 9e8)
