@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipedream import metrics, schedules
 from pipedream.apps.cli import options as common
+from pipedream.apps.cli.compare_methods import compare_methods, share_model
 from pipedream.apps.report.charts import methods_svg
 from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.text import print_grid
@@ -16,7 +17,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.simulate import compare_methods, share_model, simulate as simulated
+from pipedream.workflows.simulate import simulate as simulated
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
 _SHARE = " on a worker, which its stages share"

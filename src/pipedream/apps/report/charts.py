@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from pipedream.apps.report.method_comparison import MethodComparison
 from pipedream.apps.report.style import COLOURS, LINES, line_style, ticks, time_unit
 from pipedream.apps.report.svg import frame, line, polyline, rect, shape, text, write_points, y_axis
-from pipedream.core.method_comparison import MethodComparison
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
 

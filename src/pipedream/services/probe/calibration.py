@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
-from pipedream.services.probe.survey import lower_quartile
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
@@ -28,6 +27,7 @@ from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
+from pipedream.services.probe.survey import lower_quartile
 
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
 _MINIBATCHES = (32, 16)  # measured, with each size

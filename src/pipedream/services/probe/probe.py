@@ -13,7 +13,6 @@ from pipedream import schedules
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import LOOPBACK, Cluster, Level
-from pipedream.services.probe.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -24,6 +23,7 @@ from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_c
 from pipedream.services.failure.launch import set_threads
 from pipedream.services.probe import links, machine
 from pipedream.services.probe.calibration import calibrate, measure_encodings
+from pipedream.services.probe.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
 from pipedream.verifier import verify
 
 Step = tuple[str, int, tuple[int, ...]]
