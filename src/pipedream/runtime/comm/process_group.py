@@ -262,17 +262,6 @@ def leave_group(group: dist.ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
 
 
-def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Raises PlanError if the texts differ; `what` describes them."""
-    texts = gather_texts(text, group)
-    differing = [rank for rank, other in enumerate(texts) if other != texts[0]]
-    if differing:
-        raise PlanError(
-            f"ranks {differing} have another {what} than rank 0; every rank must run the same script with the same "
-            "arguments (make the plan on rank 0 or load it from one file)"
-        )
-
-
 def name_code() -> str:
     """Returns the version of this library and a digest of its source files."""
     return f"pipedream {__version__} (source {hash_sources()})"

@@ -12,14 +12,7 @@ Within one process `assemble.make_local_workers` opens a `channel.LocalChannel`;
 `Mailbox` keeps a copy. A transport does not know what a message carries; `encoding` wraps the ends of channels whose
 messages are encoded.
 
-Life of a message from stage to stage, such as a gradient:
-
-1. The worker puts an op's result into the `Mailbox`, and sends it by its channel's `Sender` where the program says so.
-2. An `EncodingSender` puts codes in the place of its tensors, if the user wants messages encoded.
-3. `SentFormats` (`message`) finds the number of the message's format; a new format is described in the message.
-4. The transport writes header and tensors (shared memory: into a slot; gloo: into one or two messages; NCCL: the
-   tensors by themselves) and does not wait.
-5. The other end's `Receiver` returns a `Pending`, whose result is the message; the mailbox keeps it until its op runs.
+docs/architecture.md follows a message from stage to stage, such as a gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
-    check_same_on_all_ranks,
     check_same_software,
     gather_json,
     gather_texts,
@@ -245,8 +244,9 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
         )
     connections = workers_here.connections = connect(blueprint)
     workers_here.group = connections.everyone
-    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), workers_here.group)
-    check_same_settings(blueprint.settings_to_agree(), workers_here.group)
+    programs = "\n".join(program.to_json() for program in blueprint.programs)
+    settings = {"the plan or schedule, which rank 0 makes or one file holds": programs}
+    check_same_settings({**settings, **blueprint.settings_to_agree()}, workers_here.group)
     return connections
 
 
