@@ -389,18 +389,8 @@ def record(
         if not record.state and record.storage != id(record.tensor):  # not if sparse, or wrapped by torch.func
             record.tensor = meta_like(record.tensor)  # frees its memory
     transformed = [(moment, call, place) for (_, place), (moment, call) in recorder.transformed.items()]
-    changed_by_forward, hooked = frozenset(changed), recorder.list_hooked()
-    return Recording(
-        root,
-        records,
-        recorder.writes,
-        recorder.draws,
-        changed_by_forward,
-        set_here,
-        draws_in_python,
-        hooked,
-        transformed,
-    )
+    writes, draws, hooked = recorder.writes, recorder.draws, recorder.list_hooked()
+    return Recording(root, records, writes, draws, frozenset(changed), set_here, draws_in_python, hooked, transformed)
 
 
 def _has_item_per_sample(value: Any) -> bool:

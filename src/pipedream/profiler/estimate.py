@@ -93,10 +93,7 @@ def estimate(
 
 
 def _build_layer_profiles(
-    layers: Sequence[nn.Module],
-    laps: Sequence[tuple[Lap, Lap]],
-    sizes: Sequence[Sizes],
-    hidden: Sequence[int],
+    layers: Sequence[nn.Module], laps: Sequence[tuple[Lap, Lap]], sizes: Sequence[Sizes], hidden: Sequence[int]
 ) -> tuple[LayerProfile, ...]:
     entering = (0, *(size.output_bytes for size in sizes[:-1]))
     # Temporaries inside operations are not visible.

@@ -195,20 +195,12 @@ def connect_groups(
         use = partial(_exchange_byte, sends=dist.get_rank() == pair[0], device=device)
         if (group := connector.connect(pair, make, use)) is not None:
             links[pair] = group
-    mesh, worker, mesh_group = _connect_meshes(sums_device, workers, meshes)
-    return Connections(
-        everyone,
-        upward,
-        tuple(_connect_sums(connector, workers, row, sums_device) if len(row) > 1 else None for row in stages),
-        tuple(_connect_sums(connector, workers, row, sums_device) for row in holders),
-        memory,
-        links,
-        _connect_leaders(everyone, [ranks.start for ranks in workers]),
-        meshes,
-        mesh,
-        worker,
-        mesh_group,
-    )
+    mesh_groups = _connect_meshes(sums_device, workers, meshes)
+    connect = partial(_connect_sums, connector, workers, sums_device)
+    stage_groups = tuple(connect(row) if len(row) > 1 else None for row in stages)
+    holder_groups = tuple(map(connect, holders))
+    leaders = _connect_leaders(everyone, [ranks.start for ranks in workers])
+    return Connections(everyone, upward, stage_groups, holder_groups, memory, links, leaders, meshes, *mesh_groups)
 
 
 def _connect_memory(
@@ -239,7 +231,7 @@ def make_link_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessG
 
 
 def _connect_sums(
-    connector: _Connector, workers: Sequence[range], stage_workers: Sequence[int], device: torch.device
+    connector: _Connector, workers: Sequence[range], device: torch.device, stage_workers: Sequence[int]
 ) -> dist.ProcessGroup | None:
     """Returns the group of the ranks with this rank's number in workers with equal meshes."""
     places = list(zip(*(workers[worker] for worker in stage_workers), strict=True))
