@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -64,21 +65,20 @@ class Output:
 
 @dataclass(slots=True)
 class MinibatchTotals:
-    """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric.
+    """Sums over some microbatches.
 
-    `unread`: scores of further microbatches (`read`).
+    Attributes:
+        message: its numbers are weighted loss, weight, then weighted value and weight of each metric.
+        unread: scores of further microbatches (`read`).
     """
 
-    minibatch: int = 0
-    epoch: int = 0
-    flags: int = 0
-    samples: int = 0
-    numbers: list[float] = field(default_factory=list)
+    message: Message
     unread: list[Sequence[Score]] = field(default_factory=list)
     _copies: _HostCopies | None = None
 
     def add(self, numbers: Sequence[float]) -> None:
-        self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
+        before = self.message.numbers
+        self.message.numbers = _add(before, numbers) if before else tuple(numbers)
 
     def begin_reading(self) -> None:
         """Starts to copy the unread scores from the GPU."""
@@ -91,20 +91,6 @@ class MinibatchTotals:
         for row in self.unread:
             yield [(next(values) if isinstance(v, torch.Tensor) else v) * factor for v, factor in row]
         self.unread, self._copies = [], None
-
-    @classmethod
-    def of(cls, message: Message) -> MinibatchTotals:
-        return cls(message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers))
-
-    def message(self) -> Message:
-        return Message(
-            0,
-            minibatch=self.minibatch,
-            epoch=self.epoch,
-            flags=self.flags,
-            samples=self.samples,
-            numbers=tuple(self.numbers),
-        )
 
 
 class _HostCopies:
@@ -177,7 +163,7 @@ class Results:
         self.delay = max(1, -(-round_microbatches // microbatches)) if self._reads_late and microbatches else 0
         self._open_totals: dict[int, MinibatchTotals] = {}
         self._unsent: tuple[int, MinibatchTotals] | None = None
-        self._parts: dict[tuple[int, int], MinibatchTotals] = {}
+        self._parts: dict[tuple[int, int], Message] = {}
         self._carried: dict[int, Message] = {}
         self._outputs: dict[int, Message] = {}
 
@@ -191,10 +177,10 @@ class Results:
         """Adds a microbatch's scores to minibatch `key` of this stream. Raises WorkerError if the loss is nan."""
         totals = self._open_totals.get(key)
         if totals is None:
-            totals = self._open_totals[key] = MinibatchTotals(
-                message.minibatch, message.epoch, message.flags & ENDS_EPOCH
-            )
-        totals.samples += message.samples
+            flags = message.flags & ENDS_EPOCH
+            first = Message(0, minibatch=message.minibatch, epoch=message.epoch, flags=flags)
+            totals = self._open_totals[key] = MinibatchTotals(first)
+        totals.message.samples += message.samples
         if self.delay:
             totals.unread.append(scores)
         elif self._reads_late:  # copied: a metric may write into its tensor until the evaluation's end
@@ -204,7 +190,7 @@ class Results:
 
     def complete(self, key: int, index: int = 0) -> None:
         """Ends a minibatch after its last forward here, of microbatch `index`; with a delay, sends the previous one."""
-        totals = self._open_totals.pop(key, None) or MinibatchTotals(numbers=[0.0] * len(self.zeros))
+        totals = self._open_totals.pop(key, None) or MinibatchTotals(Message(0, numbers=(0.0,) * len(self.zeros)))
         if self._reads_late:
             totals.begin_reading()
         if not self.delay:
@@ -224,7 +210,7 @@ class Results:
         if totals.unread:
             for numbers in totals.read():
                 self._add(totals, numbers)
-        message = totals.message()
+        message = totals.message
         reached_ranks = frozenset() if index is None else self._find_reached(index)
         if reached_ranks:
             assert index is not None
@@ -232,13 +218,12 @@ class Results:
         for rank, sender in self.senders.items():
             if rank not in reached_ranks:
                 sender.send(message)
-        self._parts[self._last_stage_ranks.index(self._rank), key] = totals
+        self._parts[self._last_stage_ranks.index(self._rank), key] = message
 
     def _add(self, totals: MinibatchTotals, numbers: Sequence[float]) -> None:
         if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
-            raise WorkerError(
-                self._process, self.where(), f"the loss of minibatch {totals.minibatch} is nan", NOT_FINITE_ADVICE
-            )
+            cause = f"the loss of minibatch {totals.message.minibatch} is nan"
+            raise WorkerError(self._process, self.where(), cause, NOT_FINITE_ADVICE)
         totals.add(numbers)
 
     # -- on the way ---------------------------------------------------------------------------------
@@ -255,7 +240,7 @@ class Results:
         key = index // self._split
         if self.delay:
             key = (self._find_first(replica, key) - len(self._last_stage_ranks) * self._placement.turn) // self._split
-        self._parts[replica, key] = MinibatchTotals.of(message)
+        self._parts[replica, key] = message.without_tensors()
 
     def _find_reached(self, index: int) -> frozenset[int]:
         """Returns the ranks that get the gradients of a microbatch before they read its results."""
@@ -302,28 +287,23 @@ class Results:
         Args:
             total: microbatches of the stream, once it has ended.
         """
-        totals: MinibatchTotals | None = None
+        parts: list[Message] = []
         for replica in self._list_replicas(key):
             part = self._parts.pop((replica, key), None)
             if part is None:
                 if self._split:
                     carrier = self._find_carrier(replica, key)
                     assert self._rank not in self._find_reached(carrier) or (total is not None and carrier >= total)
-                part = MinibatchTotals.of((yield from self._receive(self._last_stage_ranks[replica])))
-            if totals is None:
-                totals = part
-            else:
-                totals.add(part.numbers)
-                totals.samples += part.samples
-        assert totals is not None
-        loss, weight, *rest = totals.numbers
+                part = yield from self._receive(self._last_stage_ranks[replica])
+            parts.append(part)
+        loss, weight, *rest = reduce(_add, (part.numbers for part in parts))
         return Done(
-            number=totals.minibatch,
-            epoch=totals.epoch,
-            ends_epoch=bool(totals.flags & ENDS_EPOCH),
+            number=parts[0].minibatch,
+            epoch=parts[0].epoch,
+            ends_epoch=bool(parts[0].flags & ENDS_EPOCH),
             loss=loss / weight if weight else float("nan"),
             weight=weight,
-            samples=totals.samples,
+            samples=sum(part.samples for part in parts),
             rate=rate,
             metrics={
                 name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else float("nan")
@@ -343,3 +323,7 @@ class Results:
 
     def _receive(self, owner: int) -> Waiting[Message]:
         return (yield from wait_for(self.receivers[owner].receive()))
+
+
+def _add(numbers: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(numbers, others, strict=True))
