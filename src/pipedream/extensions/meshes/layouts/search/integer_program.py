@@ -103,9 +103,9 @@ class IntegerProgram:
                 row[at] = row.get(at, 0.0) + value
         return row
 
-    def count_sharded(self) -> Row:
-        """Returns the number of names that are sharded."""
-        return dict.fromkeys(self._cut.values(), 1.0)
+    def count_sharded(self, weight: float) -> Row:
+        """Returns the number of names that are sharded, times a weight."""
+        return dict.fromkeys(self._cut.values(), weight)
 
     def require_at_most(self, row: Row, most: float) -> None:
         """Adds a constraint."""

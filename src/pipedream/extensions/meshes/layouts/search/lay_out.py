@@ -125,8 +125,8 @@ class _Search:
         if memory_elements is not None and least > memory_elements:
             return None
         program.require_at_most({program.peak: 1.0}, self._scale(least))
-        more = {variable: -value for variable, value in program.count_sharded().items()}
-        return _build_layout(self._find_first(program, more, lambda report: report.peak <= least) or over)
+        most_sharded = self._find_first(program, program.count_sharded(-1.0), lambda report: report.peak <= least)
+        return _build_layout(most_sharded or over)
 
     def minimise_time(
         self, operations_per_s: float, elements_per_s: Mapping[str, float], memory_elements: int | None = None

@@ -126,11 +126,7 @@ def list_decompositions() -> dict[Any, Callable[..., Any]]:
 @cache
 def _load_torch_decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    return {
-        operator: simpler
-        for operator, simpler in table.items()
-        if torch.Tag.nondeterministic_seeded not in operator.tags
-    }
+    return {op: simpler for op, simpler in table.items() if torch.Tag.nondeterministic_seeded not in op.tags}
 
 
 def _compute_mean(
