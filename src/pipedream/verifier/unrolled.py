@@ -237,10 +237,12 @@ def _check_steps(run: Unrolled) -> None:
             _check_join(run, rank, step, position)
             continue
         kind, stage, index = kinds.get(step.kind, step.kind.kind), step.channel, step.index
-        op = Op(kind, stage, index, 0 if kind is Kind.UPDATE else placement.replica(stage, index))
+        replica = dict(placement.stage_replicas(rank)).get(stage, 0)
+        op = Op(kind, stage, index, replica if kind is Kind.UPDATE else placement.replica(stage, index))
         place = run.ops.get(op)
         if place is None or place[0] != rank or (place[1] < position and not step.kind.follows):
-            raise run.error(rank, position, f"{op}, for which it is, does not follow on this rank")
+            order = "come before" if step.kind.follows else "follow"
+            raise run.error(rank, position, f"{op}, for which it is, does not {order} on this rank")
         if step.kind is moves.BEGIN_SUM:
             is_useful = placement.replicas[stage] > 1
         elif step.kind is moves.BEGIN_UPDATE:

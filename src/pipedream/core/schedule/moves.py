@@ -29,15 +29,16 @@ class Move:
         words, when: description, which the index follows.
         kind: of the ops to which it belongs, and whose indices it has.
         place: (rules, rank, op, is_first) -> its numbers beside an op; none where it does not belong. `is_first`: the
-            rank has not yet made an update with the index of this one.
+            rank has not yet made an update with the index of this one; after an op it is always true.
         follows: it comes directly after the op, not before.
         counts: what its number is.
         is_joint: the ranks that have it wait for each other.
         run: (worker, number, index) -> what the worker waits for; None if it is done. For a method's own moves. Without
-            it all workers wait for each other.
+            it all workers wait for each other. If the move is joint, it must wait for the other ranks itself.
 
     Raises:
-        ScheduleError: the library has these signs, or it has no `run` and is no barrier.
+        ScheduleError: the library has these signs; it has no `run` and is no barrier; or its number is of no stage,
+            although it is not joint.
     """
 
     value: str
@@ -62,6 +63,11 @@ class Move:
             raise ScheduleError(
                 f"the move {self.words!r} has no `run`; give it one, or let all ranks wait for each other at an update "
                 "(is_joint=True, counts='all ranks')"
+            )
+        if not (self.is_joint or self.at_stages):
+            raise ScheduleError(
+                f"the move {self.words!r} counts {self.counts}, and its ranks do not wait for each other; leave "
+                "`counts` out, and number it by the stage of its op"
             )
         if self.value in _LIBRARY or not re.fullmatch(r"[^\w\s]+", self.value):
             raise ScheduleError(f"a move has the signs {self.value!r}; give signs other than {' '.join(_LIBRARY)}")
