@@ -9,7 +9,7 @@ import pytest
 from commands import Answer, Refused, Run
 
 import pipedream as pd
-from pipedream.workflows.check import check_claims
+from pipedream.apps.report.claims import check_claims
 
 NO_SPLIT = "does not split a minibatch"
 

@@ -8,6 +8,7 @@ import typer
 
 from pipedream import schedules
 from pipedream.apps.cli import options as common
+from pipedream.apps.report.claims import check_claims
 from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.text import grid, print_grid, schedule_table
 from pipedream.core.artifact import encode, write_text
@@ -19,7 +20,6 @@ from pipedream.core.schedule.moves import Move
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import WORK
 from pipedream.verifier import verify
-from pipedream.workflows.check import check_claims
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate
 
