@@ -4,6 +4,7 @@ What may be offered, under the names of their modules:
 
 | module | offers | read by |
 | --- | --- | --- |
+| `actions` | `ACTIONS`, what a worker does at moves of its program | `runtime.worker` |
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |

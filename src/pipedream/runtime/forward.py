@@ -10,7 +10,7 @@ import torch
 
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Pending, Waiting, wait_for
+from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, tensors_in, to_device
 from pipedream.runtime.rank_context import RankContext
@@ -86,30 +86,6 @@ class ForwardRunner:
         if message is None:
             return None
         return self._run_forward(stage, index, message)
-
-    def fetch_weights(self, stage: int, index: int) -> Waiting[None] | None:
-        """Waits for the weights that a forward copies, and for the buffers that it changes."""
-        if not self._stream.trains:
-            return None
-        version = self._program.weights.forward_version(stage, index)
-        changes_buffers = not self._program.placement.runs_backward_elsewhere(stage)
-        return self._fetch(stage, index, version, changes_buffers=changes_buffers)
-
-    def fetch_buffers(self, stage: int, index: int) -> Waiting[None] | None:
-        """Waits for the buffers that backwards continue from, on another rank than the turn before."""
-        return self._fetch(stage, index, 0, changes_buffers=True)
-
-    def _fetch(self, stage: int, index: int, version: int, *, changes_buffers: bool) -> Waiting[None] | None:
-        pending = self.stage_passes[stage].store.begin_pass(index, version, changes_buffers=changes_buffers)
-        if not pending.ready():
-            return self._await(pending, stage, index)
-        pending.result()
-        return None
-
-    def _await(self, pending: Pending[None], stage: int, index: int) -> Waiting[None]:
-        start = self._recorder.mark()
-        yield from wait_for(pending)
-        self._recorder.note("wait", stage, self._stream.offset + index, start)
 
     def _run_forward(self, stage: int, index: int, message: Message) -> Waiting[Any] | None:
         stream = self._stream

@@ -135,16 +135,6 @@ class StageState(StagePasses):
             recorder.note("wait", stage, index, start)
 
 
-def fetch_gradients(
-    stage_state: StageState, program: Program, stage: int, update: int, recorder: Recorder
-) -> Waiting[None]:
-    """Waits for an update's gradients, which the ranks of its backwards leave in shared memory, and takes them."""
-    start = recorder.mark()
-    yield from stage_state.store.await_gradients(update, stage_state.gradients)
-    recorder.note("wait", stage, update, start)
-    stage_state.next_forward = program.updates.members(stage, update).stop
-
-
 def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
     """Returns each trained weight that is not finite, with its stage."""
     weights = [

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule import moves
 from pipedream.core.schedule.moves import Move, list_ends
@@ -32,7 +33,6 @@ from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import (
     StageState,
     check_finite,
-    fetch_gradients,
     find_not_finite,
 )
 from pipedream.runtime.updates import Updates
@@ -97,6 +97,7 @@ class Worker:
         stage_passes: of the stages whose passes run here; a state, or passes on copies of the weights.
 
     Attributes:
+        stream: that runs.
         input_updates: updates that the input stage has made with this program.
     """
 
@@ -140,15 +141,13 @@ class Worker:
             Kind.UPDATE: self._update,
             moves.RECEIVE: self._receive,
             moves.SEND: self._send,
-            moves.FETCH_WEIGHTS: forwards.fetch_weights,
-            moves.FETCH_BUFFERS: forwards.fetch_buffers,
-            moves.FETCH_GRADIENTS: lambda s, n: fetch_gradients(stage_states[s], program, s, n, recorder),
             moves.REPEAT: backwards.repeat_forward,
             moves.BEGIN_SUM: backwards.begin_sum,
             moves.BEGIN_UPDATE: updates.begin_thread,
             moves.JOIN_UPDATE: lambda s, n: updates.join(s, recorder, activity),
             **dict.fromkeys((moves.SYNC, moves.TIED, moves.NORM), _skip_sum),
             moves.AVERAGE: self._average,
+            **{move: partial(run, self) for offer in list_offers("actions") for move, run in offer.ACTIONS.items()},
             **{move: partial(move.run or _wait_for_all, self) for move in program.moves},
         }
         self._steps = {
@@ -244,7 +243,7 @@ class Worker:
 
     def _run(self, program: Program) -> Generator[Any, None, None]:
         """Executes a program; yields each `Pending` and each `Done`."""
-        steps, period_steps = self._steps[self._stream.trains]
+        steps, period_steps = self._steps[self.stream.trains]
         executed = 0
         self._running, self._period = program, 0
         try:
@@ -286,13 +285,13 @@ class Worker:
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
         assert self._data is not None
-        if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
+        if self.stream.trains and self._replicas[0] == 1 and self.stop_requested():
             self._data.stop(StopReason.INTERRUPT)
         self._activity.begin("loading data")
         messages = self._data.take(index)
         self._activity.end()
         if isinstance(messages, StopReason):
-            self._end_stream(self._data.ended_at * self._stream.split, messages)
+            self._end_stream(self._data.ended_at * self.stream.split, messages)
             return None
         inputs, targets = messages
         self._mailbox.put(Carries.INPUT, self.program.placement.stages - 1, targets)
@@ -309,7 +308,7 @@ class Worker:
         start = self.recorder.mark()
         self._activity.begin("an update")
         op = Op(Kind.UPDATE, stage, index)
-        number = index + self._stream.offset // self.program.updates.per_update[stage]
+        number = index + self.stream.offset // self.program.updates.per_update[stage]
         gradient_versions = stage_state.choose_version(self.program, op, self._microbatches)
         rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
@@ -319,7 +318,7 @@ class Worker:
             stage_state.step(present_share)
         self._activity.end()
         for microbatch, *versions in gradient_versions:
-            self.recorder.note_gradient_versions(stage, self._stream.offset + microbatch, *versions)
+            self.recorder.note_gradient_versions(stage, self.stream.offset + microbatch, *versions)
         self.recorder.note("U", stage, number, start)
         if stop_requests and self._data is not None:
             self._data.stop(StopReason.INTERRUPT)
@@ -355,14 +354,14 @@ class Worker:
 
     def _note_arrival(self, message: Message, number: int, index: int, start: Moment) -> None:
         ended = self._mailbox.accept(number, index, message)
-        self.recorder.note("wait", self.program.channels[number].target, self._stream.offset + index, start)
+        self.recorder.note("wait", self.program.channels[number].target, self.stream.offset + index, start)
         if ended is not None and self._microbatches is None:
             self._end_stream(*ended)
 
     def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
         self._mailbox.send(number, index)
-        self.recorder.note("send", self.program.channels[number].source, self._stream.offset + index, start)
+        self.recorder.note("send", self.program.channels[number].source, self.stream.offset + index, start)
 
     def _end_stream(self, total: int, stop_reason: StopReason) -> None:
         self._microbatches = total
@@ -372,7 +371,7 @@ class Worker:
     # -- streams ------------------------------------------------------------------------------------
 
     def _begin_stream(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
-        self._data, self._stream, self._microbatches = data, stream, None
+        self._data, self.stream, self._microbatches = data, stream, None
         if data is not None:
             reader = self.program.placement.readers.index(self.rank)
             data.begin(stream.split, reader, stream.offset // stream.split, cycle, until)

@@ -68,12 +68,9 @@ class CopiedWeights(WeightStore):
 
     def _list_changed(self) -> list[torch.Tensor | None]:
         """Returns the buffers that passes have changed since the stream began, None for the others."""
-        changed: list[torch.Tensor | None] = []
-        pairs = zip(self._untrained[self._store_format.frozen :], self._old_buffers, strict=True)
-        for number, (buffer, (old, version)) in enumerate(pairs):
-            is_written = number in self._store_format.statistics or buffer is not old or buffer._version != version
-            changed.append(buffer if is_written or number in self._changed else None)
-        return changed
+        buffers = self._untrained[self._store_format.frozen :]
+        written = self._store_format.select_written(buffers, self._old_buffers)
+        return [buffers[n] if n in self._changed else buffer for n, buffer in enumerate(written)]
 
     def installed(self, weights: WeightSet) -> AbstractContextManager[None]:
         """Returns a context in which the modules hold copies of what else passes with these weights read."""

@@ -56,14 +56,12 @@ class HostVersions(Versions):
         number = self._numbers[id(self.peek())]
         _, buffers = self._store_format.view_set(self._shared_weights.sets[number])
         # Nothing else writes these buffers while a thread publishes: home's passes end after the update.
-        write(self._buffers or self._store_format.untrained[self._store_format.frozen :], buffers)
+        write(self._buffers or self._store_format.buffers, buffers)
         self._buffers = []
         self._shared_weights.publish(self.newest, number)
 
     def announce(self) -> None:
-        self._buffers = self._store_format.untrained[
-            self._store_format.frozen :
-        ]  # a pass may put others into the modules
+        self._buffers = self._store_format.buffers  # a pass may put others into the modules
         self._shared_weights.announce(self.newest + 1)
 
     def withdraw(self) -> None:
@@ -78,7 +76,7 @@ class HostVersions(Versions):
         yield from wait_for(self._shared_weights.wait(gradients_of=update))
         sums, buffers, loss_weight, count = self._shared_weights.read_rotation(update)
         gradients.fill(sums, loss_weight, count)
-        for slot, buffer in zip(self._store_format.untrained[self._store_format.frozen :], buffers, strict=True):
+        for slot, buffer in zip(self._store_format.buffers, buffers, strict=True):
             if buffer is not None:
                 slot.copy_(buffer)
 
@@ -123,11 +121,10 @@ class HostVersions(Versions):
         self._copies = {version: weights for version, weights in self._copies.items() if weights.readers}
         if self._untrained is not None:
             buffers, self._untrained = self._untrained[self._store_format.frozen :], None
-            home_buffers = self._store_format.untrained[self._store_format.frozen :]
-            for number, (buffer, (copied, version)) in enumerate(zip(buffers, self._copied_buffers, strict=True)):
-                is_written = number in self._store_format.statistics or buffer._version != version
-                if is_written or buffer is not copied:
-                    home_buffers[number].copy_(buffer)  # the host waits for its GPU
+            written = self._store_format.select_written(buffers, self._copied_buffers)
+            for home_buffer, buffer in zip(self._store_format.buffers, written, strict=True):
+                if buffer is not None:
+                    home_buffer.copy_(buffer)  # the host waits for its GPU
             self._copied_buffers = []
         self._shared_weights.copies.note_dropped()
 

@@ -111,6 +111,19 @@ class StoreFormat:
         return [slots[0][0][slots[0][1]] for slots in self.slots]
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        return self.untrained[self.frozen :]
+
+    def select_written(
+        self, buffers: Sequence[torch.Tensor], marks: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[torch.Tensor | None]:
+        """Returns the buffers that passes have written or replaced since their `marks`, None for the others."""
+        return [
+            buffer if number in self.statistics or buffer is not old or buffer._version != version else None
+            for number, (buffer, (old, version)) in enumerate(zip(buffers, marks, strict=True))
+        ]
+
+    @property
     def stored_bytes(self) -> int:
         return self.offsets[-1]
 

@@ -29,7 +29,6 @@ import torch
 from pipedream.core.errors import CaptureError, parameter_hooked
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.weights import WeightRule
-from pipedream.runtime.comm.channel import Pending, Waiting
 from pipedream.runtime.update.gradients import Gradients
 
 _NOTHING = nullcontext()
@@ -81,18 +80,10 @@ class WeightStore:
         """Returns the newest weights, or averaged ones, for a forward without a backward, and its context."""
         raise NotImplementedError
 
-    def begin_pass(self, index: int, version: int, *, changes_buffers: bool) -> Pending[None]:
-        """Returns the wait for what the pass of microbatch `index` reads: weights and, if it changes them, buffers."""
-        raise NotImplementedError(f"passes do not wait for {type(self).__name__}")
-
     def end_passes(self, gradients: Gradients) -> None:
         """Drops what was copied for the passes of a minibatch; leaves their gradients for an update elsewhere."""
 
     # -- updates --------------------------------------------------------------------------------------
-
-    def await_gradients(self, update: int, gradients: Gradients) -> Waiting[None]:
-        """Waits for an update's gradients, which other ranks leave, and puts them into `gradients`."""
-        raise NotImplementedError(f"no other rank leaves gradients for {type(self).__name__}")
 
     def collect_gradients(self, gradients: Gradients) -> None:
         """Moves an update's gradients to the device of the handles."""
