@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import pipedream as pd
 from pipedream.extensions.shared_memory import pair_memory as shared_memory
 from pipedream.profiler.sizes import Allocations
-from pipedream.runtime.updates import OverlappedUpdate, UpdateThread
+from pipedream.runtime.updates import UpdateThread
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.001)}
 WIDTH, BLOCKS, BATCH = 192, 6, 240
@@ -85,7 +85,7 @@ def lived(run: Living, plan: pd.Plan, minibatches: int = 10) -> tuple[int, int, 
     rank = dist.get_rank() if dist.is_initialized() else 0
     if dist.is_initialized():  # in a process of its own; shared memory is not that of torch's allocator
         shared_memory.is_supported = lambda: False
-        UpdateThread.begin = lambda self, op, number, make: OverlappedUpdate(op, number, cast(Any, _Late(make)))  # type: ignore[method-assign]
+        UpdateThread.begin = lambda self, make: cast(Any, _Late(make))  # type: ignore[method-assign]
     torch.manual_seed(0)
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()

@@ -8,14 +8,12 @@ update of a round on a rank needs the gradients of all its stages, and the sched
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
 from pipedream.core.extensions import find_offer
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import TiedWeights
-from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.activity import Activity
@@ -60,7 +58,7 @@ class Updates:
         ]
         self._prepared: dict[int, tuple[float, bool]] = {}
         self._thread_stages: set[int] = set()
-        self._overlapped: dict[int, OverlappedUpdate] = {}
+        self._overlapped: dict[int, tuple[int, Future[tuple[float, float]]]] = {}  # stage -> number of its update
 
     @property
     def couples_stages(self) -> bool:
@@ -110,10 +108,14 @@ class Updates:
         self._thread_stages.discard(stage)
         return is_chosen
 
-    def overlap(self, op: Op, number: int, *, is_prepared: bool) -> None:
-        """Lets the thread make an update, and prepare it first unless `is_prepared`."""
-        assert op.stage not in self._overlapped, f"{self._overlapped} has not ended"
-        stage_state = self._stage_states[op.stage]
+    def overlap(self, stage: int, number: int, *, is_prepared: bool) -> None:
+        """Lets the thread make an update, and prepare it first unless `is_prepared`.
+
+        Args:
+            number: counts updates since the start of training.
+        """
+        assert stage not in self._overlapped, f"an update of stage {stage} has not ended"
+        stage_state = self._stage_states[stage]
         gradients, stage_state.gradients = stage_state.collect_gradients(), stage_state.gradients.make_next()
         stage_state.versions.announce()
 
@@ -127,34 +129,17 @@ class Updates:
                 stage_state.versions.withdraw()
                 raise
 
-        self._overlapped[op.stage] = self.thread.begin(op, number, make)
+        self._overlapped[stage] = number, self.thread.begin(make)
 
     def join(self, stage: int, recorder: Recorder, activity: Activity) -> None:
         """Waits for the update of a stage that the thread makes; raises its error."""
-        update, start = self._overlapped[stage], recorder.mark()
+        (number, update), start = self._overlapped[stage], recorder.mark()
         activity.begin("an update")
-        seconds = update.finish()
+        seconds = update.result()
         activity.end()
         del self._overlapped[stage]
-        recorder.note("wait", stage, update.number, start)
-        recorder.note_step(stage, update.number, *seconds)
-
-
-@dataclass(eq=False)
-class OverlappedUpdate:
-    """An update under way.
-
-    Attributes:
-        number: counts updates since the start of training.
-    """
-
-    op: Op
-    number: int
-    _future: Future[tuple[float, float]]
-
-    def finish(self) -> tuple[float, float]:
-        """Waits for it. Returns when it began and ended, in seconds of `time.perf_counter`; raises its error."""
-        return self._future.result()
+        recorder.note("wait", stage, number, start)
+        recorder.note_step(stage, number, *seconds)
 
 
 class UpdateThread:
@@ -163,13 +148,15 @@ class UpdateThread:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "updates")  # starts its thread with the first update
 
-    def begin(self, op: Op, number: int, make: Callable[[], object]) -> OverlappedUpdate:
+    def begin(self, make: Callable[[], object]) -> Future[tuple[float, float]]:
+        """Lets the thread make an update; the result is when it began and ended, in seconds of `time.perf_counter`."""
+
         def run() -> tuple[float, float]:
             start_s = time.perf_counter()
             make()
             return start_s, time.perf_counter()
 
-        return OverlappedUpdate(op, number, self._executor.submit(run))
+        return self._executor.submit(run)
 
     def close(self, *, wait: bool) -> None:
         self._executor.shutdown(wait)

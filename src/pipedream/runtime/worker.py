@@ -313,7 +313,7 @@ class Worker:
         rate = self.rate  # read now: a thread's step may change it for a while
         present_share, stop_requests = prepared or (1.0, False)
         if is_in_thread:
-            self.updates.overlap(op, number, is_prepared=prepared is not None)
+            self.updates.overlap(stage, number, is_prepared=prepared is not None)
         else:
             stage_state.step(present_share)
         self._activity.end()

@@ -200,12 +200,12 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, workers: in
     format_ = lambda *a, gradients, **named: host_store.StoreFormat(*a, gradients=True, **named)  # noqa: E731
     monkeypatch.setattr(residence, "StoreFormat", format_)
 
-    def begin(thread: UpdateThread, op: Any, number: int, make: Any, begin: Any = UpdateThread.begin) -> Any:
+    def begin(thread: UpdateThread, make: Any, begin: Any = UpdateThread.begin) -> Any:
         def make_apart() -> None:
             with apart:
                 make()
 
-        return begin(thread, op, number, make_apart)
+        return begin(thread, make_apart)
 
     monkeypatch.setattr(UpdateThread, "begin", begin)
     with apart:
