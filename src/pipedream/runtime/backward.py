@@ -107,15 +107,12 @@ class BackwardRunner:
         self._activity.begin(task)
         passes = self._forwards.stage_passes[stage]
         passes.pass_parts.begin_backward(kind, index)
-        if self._lacks_forward(stage, index):
+        if self._runs_backward_elsewhere[stage] and (stage, index) not in self._saved_forwards:
             # It ran on another rank, which has sent its input; the graph is built here.
             self._saved_forwards[stage, index] = self._forwards.recompute(
                 stage, index, passes, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
             )
         return passes, self._recorder.mark()
-
-    def _lacks_forward(self, stage: int, index: int) -> bool:
-        return self._runs_backward_elsewhere[stage] and (stage, index) not in self._saved_forwards
 
     def _choose_ready_hook(
         self, stage: int, index: int, passes: StagePasses

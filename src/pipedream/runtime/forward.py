@@ -150,12 +150,9 @@ class ForwardRunner:
             self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         else:
             self.saved_forwards[stage, index] = saved
-        if (runs_backward_elsewhere or stage < self._last_stage) and self._ends_minibatch(index):
+        if (runs_backward_elsewhere or stage < self._last_stage) and (index + 1) % self._stream.split == 0:
             passes.finish_minibatch()
         return result
-
-    def _ends_minibatch(self, index: int) -> bool:
-        return (index + 1) % self._stream.split == 0
 
     def _prepare(
         self, stage: int, index: int, passes: StagePasses, message: Message

@@ -90,7 +90,6 @@ class GapAware(Compensation):
                     handle.grad.div_(penalty)
 
     def note_steps(self, stage: Any, handles: Sequence[Any], steps: Sequence[Any], rate: float) -> None:
-        """Adds steps to the running mean square."""
         for handle, step in zip(handles, steps, strict=True) if rate else ():
             state = stage.state[stage.name_of(handle)]
             state["mean_square"].mul_(self.decay).addcmul_(step, step, value=1.0 - self.decay)

@@ -35,7 +35,6 @@ class OfVelocity(Compensation):
         """Returns b."""
 
     def coefficients(self, momentum: float, staleness: int) -> tuple[float, float]:
-        """Returns (a, b)."""
         b = self.at_once(momentum, staleness)
         return 1.0 - b * (1.0 - momentum), b
 

@@ -84,13 +84,11 @@ class WeightPredictions(StagePart):
         return self._versions.acquire(self._versions.newest), self._shared_from
 
     def forward(self, saved: SavedForward) -> AbstractContextManager[None]:
-        """Context of a forward: the storage holds the prediction."""
         if self._forward is None or self._kept_until is Kind.BACKWARD:
             return super().forward(saved)
         return self._write_in_place(self._forward if self._kept_until is None else self._shared)
 
     def backward(self, saved: SavedForward) -> AbstractContextManager[None]:
-        """Context of a backward: the storage holds its prediction."""
         return super().backward(saved) if self._backward is None else self._write_in_place(self._backward)
 
     def before_step(self) -> None:

@@ -60,7 +60,6 @@ class CpuOptimizerWeights(StagePart, SteppedWeights):
             copy.data.copy_(self.handles[name].data)
 
     def take_gradients(self) -> None:
-        """Copies the gradients from the handles."""
         gradients, ready = self._copy_gradients([handle.grad for handle in self.handles.values()])
         if ready is not None:
             ready.synchronize()

@@ -39,7 +39,6 @@ class LossScaleOptions:
     good: int = 0
 
     def make(self) -> LossScale:
-        """Returns the scale of one stage."""
         return LossScale(self)
 
     @property
