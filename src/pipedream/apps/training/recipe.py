@@ -158,11 +158,12 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
         RecipeError: it fails, or does not return a Recipe.
     """
     takes_seed = "seed" in inspect.signature(make).parameters
-    with blaming(f"the recipe's function {make.__name__}() failed", passes=(RecipeError,)):
+    function = getattr(make, "__name__", repr(make))  # a partial function has no name
+    with blaming(f"the recipe's function {function}() failed", passes=(RecipeError,)):
         recipe = make(seed=seed) if takes_seed else make()
     if not isinstance(recipe, Recipe):
         raise RecipeError(
-            f"the recipe's function {make.__name__}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
+            f"the recipe's function {function}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
         )
     file = Path(getattr(getattr(make, "__code__", None), "co_filename", ""))
     source = file.read_bytes().decode() if file.is_file() else ""
