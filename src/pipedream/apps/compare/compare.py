@@ -26,7 +26,8 @@ from pipedream.core.cold import WARM_UP
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.core.plan.message_encoding import names_encoding
+from pipedream.core.plan.codec import CODECS
+from pipedream.core.plan.message_encoding import FULL
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.delay_compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
@@ -208,7 +209,8 @@ def _list_ways(options: ComparisonOptions, cluster: Cluster) -> Iterator[_Way]:
     yield _Way(ONE_WORKER, PlanRequest(Cluster.flat(1), shape="data-parallel"), "plain")
     for text in (options.schedules or COMPARED) if options.worker_count > 1 else ():
         name, _, exchange = text.partition("+")
-        option = "messages" if names_encoding(exchange) else "sums"
+        first = exchange.split(",")[0]
+        option = "messages" if first == FULL or CODECS.has(first) else "sums"
         exchanged: dict[str, Any] = {option: exchange} if exchange else {}
         if text == "torch":
             for title, sums, accumulated in _DDP:

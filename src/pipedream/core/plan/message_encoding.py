@@ -116,9 +116,3 @@ class MessageEncoding(Choice):
 
     def _share(self, encoding: str) -> float:
         return 1.0 if encoding == FULL else min(1.0, CODECS.find(encoding).bits / self.value_bits)
-
-
-def names_encoding(text: str) -> bool:
-    """Returns whether a text chooses encodings, not sums."""
-    first = text.split(",")[0]
-    return first == FULL or CODECS.has(first)
