@@ -20,8 +20,8 @@ from torch import nn
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
+from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, LossNote, unwrap_loss
-from pipedream.runtime.results.parts_check import WEIGHT_ADVICE, PartsCheck
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""

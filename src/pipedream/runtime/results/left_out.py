@@ -1,7 +1,8 @@
 """Checks that a hand-written loss is a mean over samples, so that parts of minibatches count by their samples.
 
-The first minibatch confirms it, and later ones may refute it: if the loss leaves something out (padding, ignored
-labels, masked elements) or weights samples or tokens, the first minibatch cannot show it where its parts are alike.
+The first minibatch confirms it, and later ones may refute it. If the loss leaves something out (padding, ignored
+labels, masked elements), all parts must have the same share of it. If it weights samples or tokens, which the first
+minibatch cannot show if all its weights are equal, no later part may weigh more than its samples.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
+
+MARKS = (0, -1, -100, 255)
+"""Values of labels and masks that losses leave out."""
 
 _ALWAYS_COMPARED = 8  # the first parts; after them those whose number is a power of two
 _MAX_RANGE_COMPARISONS = 64  # of parts with numbers in a new range: some numbers grow from batch to batch
@@ -36,7 +40,8 @@ class PartsCheck:
 
     def __init__(self, evaluate: Callable[[Any, Any], Any]) -> None:
         self._evaluate = evaluate
-        self._first_minibatch: int | None = None
+        self._left_out: dict[tuple[int, int], float] | None = None  # tensor and value -> how many per sample
+        self._first_minibatch = -1
         self._parts = 0
         self._range_comparisons = 0
         self._is_due = False
@@ -46,13 +51,23 @@ class PartsCheck:
     def check(self, output: Any, targets: Any, received: Any, samples: int, minibatch: int) -> None:
         """Raises ValueError if a part does not count by its samples; `received`: the targets on the CPU."""
         output = map_tensors(output, torch.Tensor.detach)
-        if self._first_minibatch is None:
+        if self._left_out is None:
+            left_out = find_left_out(self._evaluate, output, targets, samples)
+            self._left_out = {place: _count_share(received, *place, samples) for place in left_out}
             self._first_minibatch = minibatch
             self._ranges = _choose_ranges(received, samples)
             outputs = tensors_in(output)
             if all(len(t) == samples for t in outputs if t.ndim):
                 joined = self._join_losses(output, targets, samples, targets, samples)
                 self._earlier = [(targets, samples)] * 2 if joined is not None and joined.is_mean else []
+        for (leaf, value), share in self._left_out.items():
+            share_here = _count_share(received, leaf, value, samples)
+            if share_here != share:
+                raise ValueError(
+                    f"the loss leaves out targets that are {value}, and there are {share_here:g} of them per sample in "
+                    f"this part of a minibatch but {share:g} in the first part, so parts cannot be weighted by their "
+                    f"numbers of samples; {WEIGHT_ADVICE}"
+                )
         if not self._earlier:
             return
         is_new = self._widen_ranges(received)
@@ -158,6 +173,55 @@ def _choose_ranges(targets: Any, samples: int) -> dict[int, tuple[float, float]]
 def _measure_range(tensor: torch.Tensor) -> tuple[float, float]:
     low, high = tensor.detach().aminmax() if tensor.numel() else (0.0, 0.0)
     return float(low), float(high)
+
+
+def find_left_out(
+    evaluate: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int
+) -> list[tuple[int, int]]:
+    """Returns the values that keep a loss from being a mean over samples, each after the index of its tensor.
+
+    A part is joined with a copy in which half of a tensor's elements have the value. The loss should be the mean of
+    both losses.
+
+    Args:
+        evaluate: returns the loss for output and targets.
+        samples: of the part; tensors with another size in dimension 0 are shared.
+    """
+    left_out: list[tuple[int, int]] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        doubled_output = _join(output, output, samples)
+        try:
+            loss = evaluate(output, targets)
+            first, tolerance = float(loss), _choose_tolerance(loss)
+            if not is_close(float(evaluate(doubled_output, _join(targets, targets, samples))), first, tolerance):
+                return []  # the samples depend on each other, as the first minibatch shows
+        except Exception:  # it takes parts of this size only
+            return []
+        for number, leaf in enumerate(tensors_in(targets)):
+            for value in MARKS if _may_be_marked(leaf, samples) else ():
+                marked = leaf.clone()
+                marked.view(-1)[: max(1, leaf.numel() // 2)] = value
+                marked_targets = map_tensors(targets, lambda tensor: tensor, replaced={id(leaf): marked})
+                try:
+                    second = float(evaluate(output, marked_targets))
+                    joined = float(evaluate(doubled_output, _join(targets, marked_targets, samples)))
+                except Exception:  # the loss does not know the value
+                    continue
+                if math.isfinite(joined) and not is_close(joined, (first + second) / 2, tolerance):
+                    left_out.append((number, value))
+    return left_out
+
+
+def _count_share(targets: Any, leaf: int, value: int, samples: int) -> float:
+    """Returns how often a tensor of the targets has a value, per sample."""
+    return float((tensors_in(targets)[leaf] == value).sum()) / samples
+
+
+def _may_be_marked(leaf: torch.Tensor, samples: int) -> bool:
+    """Returns whether a tensor holds whole numbers, or a mask."""
+    if not leaf.ndim or len(leaf) != samples or leaf.is_complex():
+        return False
+    return not leaf.is_floating_point() or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _join(value: Any, other: Any, samples: int) -> Any:

@@ -1,4 +1,4 @@
-"""Parts that a loss written by hand does not count by their samples are found when they come."""
+"""Values of targets that a loss written by hand leaves out are found before they come."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedream.runtime.results import losses
+from pipedream.runtime.results import left_out, losses
 
 
 def nll(output: Tensor, labels: Tensor) -> Tensor:
@@ -29,6 +29,19 @@ def weighted(weights: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Te
 
 
 LABELS = torch.arange(1, 13).view(2, 6)
+MASKED = {"y": LABELS, "mask": torch.ones(2, 6)}
+CASES: list[tuple[Callable[..., Tensor], Any, set[tuple[int, int]]]] = [
+    (padded, LABELS, {(0, -100)}),
+    (weighted(lambda batch: batch["mask"]), MASKED, {(1, value) for value in (0, -100, 255)}),
+    (exact, LABELS, set()),
+    (lambda output, labels: nll(output, labels).sum(), LABELS, set()),
+]
+
+
+@pytest.mark.parametrize(("loss", "targets", "expected"), CASES)
+def test_what_a_loss_leaves_out(loss: Callable[..., Tensor], targets: Any, expected: set[tuple[int, int]]) -> None:
+    output = torch.randn(2, 6, 14)
+    assert set(left_out.find_left_out(loss, output, targets, 2)) == expected
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -40,7 +53,7 @@ def test_a_part_with_another_share_of_it_is_refused(samples: int) -> None:
         torch.testing.assert_close(value, exact(output, labels))
     shorter = labels.clone()
     shorter[0, 4:] = -100
-    with pytest.raises(ValueError, match=r"a part of \d samples counts otherwise: .* give weight="):
+    with pytest.raises(ValueError, match=r"leaves out targets that are -100, and there are .* give weight="):
         loss(output, shorter, samples, 0.5, 2)
     assert loss(output, shorter, samples, 1.0)[1] == samples, "an evaluation, or a minibatch that is not split"
 
