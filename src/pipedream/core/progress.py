@@ -17,8 +17,6 @@ QUIET_S = 2.0
 
 LONGEST_GAP_S = 60.0
 
-_REDRAW_S = 0.5
-
 _is_shown = ContextVar("is_shown", default=False)
 """Whether progress is being shown; nested progress is not."""
 
@@ -53,14 +51,14 @@ def format_time_left(done: int, total: int, seconds: float) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows progress over `total` steps, if these are known; yields the function that advances it, with a note."""
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Shows progress over `total` steps, if these are known; yields the function that advances it by one."""
     from rich.console import Console
 
     console = Console(stderr=True)
     # Of several processes only the first one shows progress.
-    if quiet or _is_shown.get() or os.environ.get("RANK", "0") != "0" or (console.is_jupyter and not is_live(console)):
-        yield lambda note="": None
+    if _is_shown.get() or os.environ.get("RANK", "0") != "0" or (console.is_jupyter and not is_live(console)):
+        yield lambda: None
         return
     token = _is_shown.set(True)
     try:
@@ -71,35 +69,30 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
 
 
 @contextmanager
-def _show_bar(console: Any, what: str, total: int | None) -> Iterator[Callable[..., None]]:
+def _show_bar(console: Any, what: str, total: int | None) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress as Bar
 
     # `advance` alone draws a bar with steps: a thread would disturb measurements between them.
     with Bar(console=console, transient=True, auto_refresh=total is None) as bar:
         task = bar.add_task(what, total=total)
         bar.refresh()
-        drawn_s = 0.0
 
-        def advance(note: str = "") -> None:
-            nonlocal drawn_s
-            now_s = time.monotonic()
-            is_due = now_s - drawn_s >= _REDRAW_S
-            drawn_s = now_s if is_due else drawn_s
-            bar.update(task, advance=1, description=f"{what}{note}", refresh=is_due)
+        def advance() -> None:
+            bar.update(task, advance=1, refresh=True)
 
         yield advance
 
 
 @contextmanager
-def _print_lines(what: str, total: int | None) -> Iterator[Callable[..., None]]:
+def _print_lines(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     times, done = LogTimes(), 0
 
-    def advance(note: str = "") -> None:
+    def advance() -> None:
         nonlocal done
         done += 1
         if times.is_due():
             time_left = format_time_left(done, total or 0, times.elapsed_s)
-            print(f"{what}: {done}{f' of {total}' if total else ''}{time_left}{note}", file=sys.stderr, flush=True)
+            print(f"{what}: {done}{f' of {total}' if total else ''}{time_left}", file=sys.stderr, flush=True)
 
     # The first step may be long.
     timer = threading.Timer(QUIET_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})

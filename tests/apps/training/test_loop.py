@@ -62,6 +62,21 @@ def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(
     assert training.samples_per_s == rates
 
 
+def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedream.core.progress.QUIET_S", 2.0)
+    now_s = 0.0
+    monkeypatch.setattr("pipedream.core.progress.time.monotonic", lambda: now_s)
+    log = io.StringIO()
+    shown = loop.Progress(Console(file=log, soft_wrap=True))
+    shown.remaining = 1000
+    for number in range(100, 200):
+        now_s += 1.5
+        shown.show(pd.Done(number, 3, number == 101, 0.5, 8.0, 8, 0.1))
+    lines = log.getvalue().splitlines()
+    assert "minibatch    103      0.7 minibatches/s  loss 0.5000  about 1496 s left" in lines[0]
+    assert len(lines) < 9
+
+
 def test_what_is_left() -> None:
     """Of epochs of ten minibatches, of a run that ends within one, and of a loader without a length."""
     rows = ((0, 0), 3, None), ((1, 4), 3, None), ((1, 4), 3, 20), ((1, 4), 3, 7)

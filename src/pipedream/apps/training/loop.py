@@ -3,16 +3,19 @@
 import json
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from pipedream.apps.training.checkpoint_cost import CheckpointCost
 from pipedream.apps.training.recipe import Recipe
 from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.core.progress import progress
+from pipedream.core.progress import LogTimes, format_time_left, is_live
 from pipedream.core.units import format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
@@ -20,6 +23,8 @@ from pipedream.runtime.comm.process_group import gather_texts, world_group
 from pipedream.runtime.results.results import Done
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.restarts import Restarts
+
+_REFRESH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,7 @@ class TrainingLoop:
         self._paused_s = 0.0  # in evaluations
         self._train_began_s = self.began_s
         self._evaluated_at = -1
-        self._restarts = Restarts(self.pipeline.rank)
-        self._epoch_began_s, self._epoch_first = 0.0, -1
+        self._restarts, self._progress = Restarts(self.pipeline.rank), Progress(self.console)
 
     def resume(self, losses: list[tuple[int, float]]) -> None:
         """Continues the statistics of the loaded checkpoint, with the losses before it."""
@@ -107,12 +111,12 @@ class TrainingLoop:
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         until = self.pipeline.position[0] if is_over else epochs
-        remaining = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
+        remaining = self._progress.remaining = count_left(self.recipe.train, self.pipeline.position, until, minibatches)
         warm_minibatches = self.pipeline.drain() + count_warm_up(remaining or None)
         if remaining > 0:
             expected = f", predicted to take {format_seconds(remaining * minibatch_s)}" if minibatch_s else ""
             self.console.print(f"training {remaining} minibatches{expected}\n")
-        with progress("training", remaining or None, quiet=self.console.quiet) as advance:
+        with self._progress.display:
             try:
                 for done in self.pipeline.train(self.recipe.train, until_epoch=until):
                     now_s = time.perf_counter()
@@ -125,9 +129,7 @@ class TrainingLoop:
                     is_warm = done.number + 1 >= warm_minibatches and done.number >= self._evaluated_at
                     if rate_begin is None and is_warm:
                         rate_begin = now_s, samples
-                    advance(f", loss {done.loss:.4f}")
-                    if self._epoch_first < 0:
-                        self._epoch_began_s, self._epoch_first = now_s, done.number
+                    self._progress.show(done)
                     is_last = minibatches is not None and done.number + 1 >= minibatches
                     if (done.ends_epoch or is_last) and rate_begin is not None and now_s > rate_begin[0]:
                         self.samples_per_s.append((samples - rate_begin[1]) / (now_s - rate_begin[0]))
@@ -205,28 +207,18 @@ class TrainingLoop:
         every = self.evaluate_every
         is_due = is_last or (every > 0 and (done.epoch + 1) % every == 0)
         if self.recipe.test is None or not is_due:
-            self._print_epoch(done, {})
+            self._progress.end_epoch(done, {})
             return
         self.metrics = self.pipeline.evaluate(self.recipe.test)
         self._evaluated_at = self.pipeline.drain()
         self.evaluations.append(
             {"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.metrics}
         )
-        self._print_epoch(done, self.metrics)
+        self._progress.end_epoch(done, self.metrics)
         if self.recipe.target is not None and self.seconds_to_target is None:
             name, value = self.recipe.target
             is_reached = self.metrics[name] <= value if name == "loss" else self.metrics[name] >= value
             self.seconds_to_target = seconds if is_reached else None
-
-    def _print_epoch(self, done: Done, result: dict[str, float]) -> None:
-        now_s = time.perf_counter()
-        rate = (done.number - self._epoch_first) / (now_s - self._epoch_began_s) if now_s > self._epoch_began_s else 0.0
-        self._epoch_began_s, self._epoch_first = now_s, done.number
-        scores = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
-        self.console.print(
-            f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
-            f"loss {done.loss:.4f}  {scores}"
-        )
 
 
 def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches: int | None) -> int:
@@ -237,3 +229,55 @@ def count_left(loader: Any, position: tuple[int, int], epochs: int, minibatches:
         return 0
     done = position[0] * size + position[1]
     return max(0, (epochs * size if minibatches is None else min(epochs * size, minibatches)) - done)
+
+
+class Progress:
+    """Shows minibatches per second and loss: redrawn if the console can (`is_live`), else in lines.
+
+    Attributes:
+        remaining: minibatches of the run when it began; 0 if unknown.
+        display: context in which it is shown.
+    """
+
+    remaining = 0
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._times = console, LogTimes()
+        is_redrawn = is_live(console) and not console.quiet
+        self._live = Live(console=console, auto_refresh=False, transient=True) if is_redrawn else None
+        self.display = self._live or nullcontext()
+        self._shown_s = self._epoch_began_s = 0.0
+        self._first = self._epoch_first = -1
+
+    def show(self, done: Done) -> None:
+        """Shows a minibatch now and then: twice a second where it is redrawn."""
+        now_s = time.perf_counter()
+        if self._first < 0:
+            self._epoch_began_s, self._epoch_first, self._first = now_s, done.number, done.number
+        if self._live is None:
+            is_due = not done.ends_epoch and self._times.is_due()
+        else:
+            is_due = now_s - self._shown_s >= _REFRESH_S
+        if not is_due:
+            return
+        self._shown_s, seconds, steps = now_s, self._times.elapsed_s, done.number + 1 - self._first
+        time_left = format_time_left(steps, self.remaining, seconds).removeprefix(", ")
+        line = _format_line(done, steps / seconds, time_left)
+        if self._live is None:
+            self._console.print(line)
+        else:
+            self._live.update(Text(line), refresh=True)
+
+    def end_epoch(self, done: Done, result: dict[str, float]) -> None:
+        now_s = time.perf_counter()
+        rate = (done.number - self._epoch_first) / (now_s - self._epoch_began_s) if now_s > self._epoch_began_s else 0.0
+        self._epoch_began_s, self._epoch_first = now_s, done.number
+        scores = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
+        self._console.print(_format_line(done, rate, scores))
+
+
+def _format_line(done: Done, rate: float, suffix: str) -> str:
+    return (
+        f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
+        f"loss {done.loss:.4f}  {suffix}"
+    )
