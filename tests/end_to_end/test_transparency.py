@@ -215,7 +215,7 @@ def test_two_processes_give_to_the_bit_what_one_gives() -> None:
 
 def list_in_processes(workers: int) -> list[Case]:
     """Returns the runs on so many processes: those of methods with delays and compensations, and of phases, too."""
-    names = ("end_to_end.test_delayed", "end_to_end.test_compensation", "training.test_phases")
+    names = ("end_to_end.test_delayed", "end_to_end.test_compensation", "apps.training.test_phases")
     others = [import_module(f"tests.{name}") for name in names]
     return [*IN_PROCESSES[workers], *(case for module in others for case in module.IN_PROCESSES.get(workers, []))]
 

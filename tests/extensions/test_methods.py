@@ -15,7 +15,7 @@ def test_they_are_listed() -> None:
 def test_nobody_imports_them() -> None:
     text = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     importers = {name for name, source in text.items() if "pipedream.extensions.methods" in source}
-    assert {name for name in importers if not name.startswith("extensions/methods/")} == {"schedules/registry.py"}
+    assert {name for name in importers if not name.startswith("extensions/methods/")} == {"core/extensions.py"}
     for word in ("Interpolated", "timeprest_interpolated"):
         assert not [
             name for name, source in text.items() if word in source and not name.startswith("extensions/methods/")
