@@ -6,6 +6,7 @@ one program.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.blueprint import Blueprint
-from pipedream.runtime.division import Division
 from pipedream.runtime.links import RankLinks, StageSource
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.rank_context import RankContext
@@ -95,7 +95,7 @@ def gather_materials_on_copies(
     on_copies = {}
     passes = (blueprint.placement.passes_on_copies(rank, forward=forward) for forward in (True, False))
     for stage in sorted({stage for row in passes for stage, _ in row}):
-        module = _make_module(blueprint, blueprint.stages[stage], dict(find_trained(stage)))
+        module = _choose_module(blueprint)(blueprint.stages[stage], dict(find_trained(stage)))
         on_copies[stage] = CopyMaterials(module, residence.copy(rank, stage, module))
     return on_copies
 
@@ -103,8 +103,9 @@ def gather_materials_on_copies(
 def _gather_stage_materials(blueprint: Blueprint, source: StageSource, residence: Residence) -> StageMaterials:
     stage, replica_group, handles = source.stage, source.replica_group, source.handles
     plan, settings = blueprint.program.plan, blueprint.settings
-    is_replicated = replica_group is not None
-    module = _make_module(blueprint, source.layers, source.parameters, source.division, replicated=is_replicated)
+    module = _choose_module(blueprint)(
+        source.layers, source.parameters, division=source.division, replicated=replica_group is not None
+    )
     averages = MovingAverages(handles, settings.ema)
     stepped = residence.settle(stage, source.replica, module, handles, averages.tensors)
     optimizer = make_optimizer(settings.optimizer, stepped)
@@ -125,24 +126,15 @@ def _gather_stage_materials(blueprint: Blueprint, source: StageSource, residence
     )
 
 
-def _make_module(
-    blueprint: Blueprint,
-    layers: Sequence[tuple[str, nn.Module]],
-    parameters: dict[str, nn.Parameter],
-    division: Division | None = None,
-    *,
-    replicated: bool = False,
-) -> StageModule:
+def _choose_module(blueprint: Blueprint) -> Callable[..., StageModule]:
+    """Returns what makes a stage of layers and their parameters."""
     settings = blueprint.settings
-    return StageModule(
-        layers,
-        parameters,
-        blueprint.device,
-        settings.seed,
-        settings.autocast,
-        settings.compile,
-        division,
-        replicated=replicated,
+    return partial(
+        StageModule,
+        device=blueprint.device,
+        seed=settings.seed,
+        autocast=settings.autocast,
+        compile=settings.compile,
     )
 
 
