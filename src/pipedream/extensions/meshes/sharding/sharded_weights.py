@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -240,7 +241,7 @@ class GatheredWeights:
         they give it, which may be another version.
         """
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_keep, _keep)
-        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, pack), partial(self._unpack, unpack)):
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, pack), WithReferences(self, unpack)):
             yield
 
     def _pack(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
@@ -252,9 +253,8 @@ class GatheredWeights:
         together.saved = together.saved or [pack(weight.leaf) for weight in together.weights]
         return _Saved(entry[1], (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
 
-    def _unpack(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Saved):
-            return unpack(packed)
+    def unpack_saved(self, packed: _Saved, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Returns a view of a gathered weight."""
         together, at = packed.reading.together, packed.reading.at
         if not together.wholes:
             self._hold(together)
@@ -262,6 +262,21 @@ class GatheredWeights:
             together.wholes = _gather_wholes(rows, [unpack(part).detach() for part in together.saved])
         size, stride, offset = packed.view
         return like_part(together.wholes[at].as_strided(size, stride, offset), packed.spec)
+
+
+@dataclass(frozen=True)
+class WithReferences:
+    """Unpacks what a forward with sharded weights has saved.
+
+    Attributes:
+        around: unpacks what the hooks around it have packed; who checks a graph's hooks looks for this name.
+    """
+
+    gathered: GatheredWeights
+    around: Callable[[Any], torch.Tensor]
+
+    def __call__(self, saved: Any) -> torch.Tensor:
+        return self.gathered.unpack_saved(saved, self.around) if isinstance(saved, _Saved) else self.around(saved)
 
 
 def _keep(saved: Any) -> Any:
