@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +17,10 @@ import largest
 import scaffold
 from scatter import Pair, scatter_svg
 
-from pipedream.core.hardware.cluster import Cluster
+import pipedream as pd
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
-from pipedream.planner import manual_plan
-from pipedream.planner.tables.search_space import SearchSpace, apply_depth
-from pipedream.workflows.methods import versions_of
 
 
 @dataclass(frozen=True)
@@ -163,11 +160,15 @@ def _compare_bytes(options: argparse.Namespace) -> Iterator[str]:
 def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     stages = len(variant.replicas)
     cuts = tuple(1 + s * blocks // stages for s in range(1, stages))
-    how = {"versions": versions_of(variant.schedule), "microbatches": variant.microbatches or 1}
-    cluster = Cluster.flat(sum(variant.replicas))
-    plan = manual_plan(profile, cluster, cuts, variant.replicas, **how)
-    plan = replace(plan, stages=tuple(replace(stage, recompute=variant.recompute) for stage in plan.stages))
-    return apply_depth(SearchSpace.of(profile, cluster, **how), plan, plan.in_flight)
+    return pd.plan(
+        profile,
+        pd.Cluster.flat(sum(variant.replicas)),
+        schedule=variant.schedule,
+        microbatches=variant.microbatches,
+        shape=variant.replicas,
+        cuts=cuts,
+        recompute="always" if variant.recompute else "never",
+    )
 
 
 def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
