@@ -11,13 +11,13 @@ What may be offered, under the names of their modules:
 | `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `layout` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
-| `methods` | `METHODS` that need the extension | `schedules.registry` |
+| `methods` | `METHODS` that need the extension | `schedules.registry`, by `import_methods` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |
 | `parts` | `PARTS`, what a stage has besides layers, weights and optimizer | `runtime.stage_parts` |
 | `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
-| `run_page` of `apps/` | to `write` pages into a run folder | `training.run_folder` |
+| `run_page` of `apps/` | to `write` pages into a run folder | `apps.training.run_folder` |
 | `residence` | to `make_residence` of weights and optimizers in the memory of the machine | `runtime.residence` |
 | `scaler` | the `LossScaleOptions` of a `grad_scaler` | `pipeline` |
 | `split` | to `split_backward` into two halves | `runtime.stage.stage_module` |
