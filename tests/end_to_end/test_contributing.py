@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 from training import assert_equal, batches, loop, piped
@@ -69,7 +70,7 @@ def write_file(section: str) -> str:
     return check
 
 
-@pytest.mark.parametrize("section", FILES)
+@pytest.mark.parametrize("section", [slow(s, id=s) if s == "A new instruction" else s for s in FILES])
 def test_what_a_file_adds_is_checked(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(write_file(section), "step 2", "exec"), {})
