@@ -50,7 +50,6 @@ MISSING = {
     "pd.schedules.build('roundpipe', pd.Plan.uniform(2))": "schedule 'roundpipe' is not known",
     "next(iter(small_trainings('spectrain'))).check(0.0)": "predicts weights, for which no extension here has a part",
 }
-"""A call -> words of its refusal."""
 
 
 def test_a_missing_extension_is_named() -> None:
@@ -69,6 +68,5 @@ for call in sys.argv[1:]:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", program, *MISSING], capture_output=True, text=True)
-    refusals = done.stdout.splitlines()
-    for refusal, words in zip(refusals, MISSING.values(), strict=True):
+    for refusal, words in zip(done.stdout.splitlines(), MISSING.values(), strict=True):
         assert words in refusal, done.stderr

@@ -106,3 +106,11 @@ def test_names(run_command: RunCommand) -> None:
     assert len(aliases) == len({*aliases, *pd.schedules.METHODS}) - len(pd.schedules.METHODS)
     status, out, _ = run_command("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
     assert (status, json.loads(out)["bubble"] > 0) == (0, True)
+
+
+def test_a_barrier_that_only_some_workers_reach_is_refused() -> None:
+    words = "%", "barrier", "before update", pd.schedules.Kind.UPDATE
+    place = lambda rules, rank, op, is_first: [0] if rank else []  # noqa: E731
+    barrier = pd.schedules.Move(*words, place=place, counts="all ranks", is_joint=True)
+    with pytest.raises(pd.errors.ScheduleError, match="and only 1 of 2 have it in this run"):
+        pd.verify(pd.lower(replace(pd.schedules.build("1f1b", pd.Plan.uniform(2)), moves=(barrier,))))

@@ -11,7 +11,7 @@ replicas join each sum; and the runtime's further assumptions about each stage r
   what its forward read.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -339,7 +339,12 @@ def check_assumptions(run: Unrolled) -> None:
     """Checks the runtime's assumptions on an unrolled run."""
     for rank in range(len(run.streams)):
         _check_order(run, rank)
-    for (rank, (move, number, update)), position in run.sums.items():
+    ranks_of = Counter(item for _, item in run.sums)
+    for (rank, item), position in run.sums.items():
+        move, number, update = item
+        if move in run.program.moves and move.run is None and ranks_of[item] < len(run.streams):
+            count = f"only {ranks_of[item]} of {len(run.streams)}"
+            raise run.error(rank, position, f"all ranks wait for each other at it, and {count} have it in this run")
         for stage, replica in run.program.placement.stage_replicas(rank):
             place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
             is_needed = not move.follows and (not move.at_stages or stage == number)
