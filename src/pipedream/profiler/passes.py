@@ -275,12 +275,12 @@ def leave(leaf: Any) -> Any:
 
 @contextmanager
 def _naming_failure(
-    what: str, arguments: Sample, kept: tuple[type[Exception], ...] = (CaptureError,)
+    what: str, arguments: Sample, passed_on: tuple[type[Exception], ...] = (CaptureError,)
 ) -> Iterator[None]:
     """Raises a ProfileError in place of another; a CaptureError says itself which cut fails, and what to do."""
     try:
         yield
-    except kept:
+    except passed_on:
         raise
     except Exception as error:
         shapes = ", ".join(str(list(shape)) for shape in list_shapes(arguments)) or "no tensor"

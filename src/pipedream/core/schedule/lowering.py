@@ -267,9 +267,11 @@ def _find_joins(schedule: Schedule, rank: int, window: Sequence[Op]) -> dict[int
     for position, op in enumerate(window if overlapping else ()):
         if op.stage not in overlapping:
             continue
-        due = [begun[stage] for stage in overlapping if stage in begun and needs_join(schedule, rank, op, begun[stage])]
-        if due:
-            joins[position] = [begun.pop(join.channel) for join in due]
+        due_joins = [
+            begun[stage] for stage in overlapping if stage in begun and needs_join(schedule, rank, op, begun[stage])
+        ]
+        if due_joins:
+            joins[position] = [begun.pop(join.channel) for join in due_joins]
         if op.kind is Kind.UPDATE:
             begun[op.stage] = Transfer(moves.JOIN_UPDATE, op.stage, op.index)
     return joins

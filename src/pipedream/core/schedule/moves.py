@@ -56,7 +56,7 @@ class Move:
     """The library's, and those of files that were run."""
 
     def __post_init__(self) -> None:
-        if not _LIBRARY:  # one of those below
+        if not LIBRARY:  # one of those below
             self.by_signs[self.value] = self
             return
         if self.run is None and not (self.is_joint and self.at_updates and self.counts == "all ranks"):
@@ -69,8 +69,8 @@ class Move:
                 f"the move {self.words!r} counts {self.counts}, and its ranks do not wait for each other; leave "
                 "`counts` out, and number it by the stage of its op"
             )
-        if self.value in _LIBRARY or not re.fullmatch(r"[^\w\s]+", self.value):
-            raise ScheduleError(f"a move has the signs {self.value!r}; give signs other than {' '.join(_LIBRARY)}")
+        if self.value in LIBRARY or not re.fullmatch(r"[^\w\s]+", self.value):
+            raise ScheduleError(f"a move has the signs {self.value!r}; give signs other than {' '.join(LIBRARY)}")
         self.by_signs[self.value] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,7 +86,8 @@ class Move:
         return self.kind is Kind.UPDATE
 
 
-_LIBRARY: dict[str, Move] = {}
+LIBRARY: dict[str, Move] = {}
+"""The library's moves by their signs: those of this file."""
 
 
 class Transfer(NamedTuple):
@@ -181,8 +182,7 @@ BEGIN_SUM = Move("+", "beginning the sum in the backward", "of microbatch", _BAC
 BEGIN_UPDATE = Move("{", "beginning", "update", _UPDATE)
 JOIN_UPDATE = Move("}", "finishing", "update", _UPDATE)
 AVERAGE = Move("@", "average over the replicas", "after update", _UPDATE, place=_average, follows=True, is_joint=True)
-_LIBRARY |= Move.by_signs
-LIBRARY = frozenset(_LIBRARY.values())
+LIBRARY |= Move.by_signs
 
 FETCHES = (FETCH_WEIGHTS, FETCH_BUFFERS, FETCH_GRADIENTS)
 """Waits for what other ranks leave in memory that they share, before an op of their kind reads it."""

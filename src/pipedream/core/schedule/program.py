@@ -153,9 +153,9 @@ class Program(Tabular, Rules, Artifact):
                 before_op += [instruction] * is_in_run
                 continue
             if is_in_run:
-                due = [join for join in late_joins if moves.needs_join(self, rank, instruction, join)]
-                late_joins = [join for join in late_joins if join not in due]
-                yield from due
+                due_joins = [join for join in late_joins if moves.needs_join(self, rank, instruction, join)]
+                late_joins = [join for join in late_joins if join not in due_joins]
+                yield from due_joins
                 yield from before_op
                 yield instruction
             else:
@@ -236,7 +236,7 @@ class Program(Tabular, Rules, Artifact):
             for rank, row in enumerate(rows)
         )
         kinds = (item.kind for row in ranks for item in (*row.warmup, *row.period) if isinstance(item, Transfer))
-        own_moves = tuple(dict.fromkeys(kind for kind in kinds if kind not in moves.LIBRARY))
+        own_moves = tuple(dict.fromkeys(kind for kind in kinds if kind.value not in moves.LIBRARY))
         other_fields: dict[str, Any] = {"moves": own_moves}
         other_fields |= {name: decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
         try:

@@ -100,14 +100,14 @@ def find_norm_square(optimizer: Optimizer) -> torch.Tensor:
     device. On a mesh all ranks of the worker call it.
     """
     division = optimizer.division
-    counted = [
+    gradients = [
         _view_as_dense(handle.grad)
         for name, handle in optimizer.named.items()
         if handle.grad is not None and name not in optimizer.rule.counted_elsewhere and division.is_counted(name)
     ]
-    if counted:
+    if gradients:
         # In double precision the squares of all finite float32 are finite.
-        return division.sum(torch.stack(list(torch._foreach_norm(counted, 2, torch.float64))).square().sum())
+        return division.sum(torch.stack(list(torch._foreach_norm(gradients, 2, torch.float64))).square().sum())
     # A mesh sums on the device of its handles.
     device = next((handle.device for handle in optimizer.named.values() if division.is_divided), None)
     return division.sum(torch.zeros((), dtype=torch.float64, device=device))
