@@ -61,3 +61,11 @@ def published(model: str) -> Path:
     if folder is not None and (folder / f"{model}.txt").exists():
         return folder / f"{model}.txt"
     pytest.skip(f"no published profile {model}.txt: PIPEDREAM_PROFILES may name the folder that has it")
+
+
+def require_bfloat16_lstm() -> None:
+    """Skips where torch has no LSTM in bfloat16: on a CPU without AVX-512."""
+    import torch  # here: most tests need not
+
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no LSTM in bfloat16: it lacks AVX-512")
