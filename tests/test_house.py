@@ -24,6 +24,7 @@ MODULES = {
 }
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 WITHOUT_TORCH += (
+    "extensions.auto_method",
     "extensions.codecs",
     "extensions.methods",
     "extensions.host_weights.methods",

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import find_offer, list_offers
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
@@ -26,7 +26,6 @@ from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner.tables.search_space import list_savings
 from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.method_search import choose_method
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
@@ -257,8 +256,9 @@ def _compare_by_planner(
         if request.strategy == offer.NAME:
             return compare_alone(offer.plan(profile, request), request)
     if request.schedule == AUTO:
-        compared = methods.select_methods(names, allow_asynchronous=request.allow_asynchronous)
-        return choose_method(profile, request, compared)
+        chooser: Any = find_offer("method_choice", "the schedule 'auto' was asked for")
+        best: planner.Comparison = chooser.choose_method(profile, request, names)
+        return best
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.stage_order_of(request.schedule) is not None:

@@ -19,7 +19,7 @@ from pipedream.core.units import format_seconds
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Candidate, PlanSearch, SearchVariant
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.workflows.methods import score, space_of
+from pipedream.workflows.methods import score, select_methods, space_of
 
 MAX_MICROBATCHES = 64  # each power of two is another plan and simulation for every method and shape
 
@@ -99,9 +99,7 @@ class _Alternatives:
         return self._plans[*key, finalist]
 
 
-def choose_method(
-    profile: Profile, request: PlanRequest, methods: Mapping[str, MethodProperties]
-) -> planner.Comparison:
+def choose_method(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
     Ties go to fewer bytes on the fullest worker, then to the order of the methods, the finalists, the microbatches, the
@@ -113,13 +111,14 @@ def choose_method(
             is the only one. Without microbatches, powers of two up to the samples of a minibatch, 64 at most. The depth
             'noam' also tries 'auto' with methods that can be deeper, an update delay of 0 also 1 with methods that can
             delay updates.
-        methods: by name.
+        names: the methods to compare; () compares all that are allowed.
 
     Raises:
         ShortageError: no candidate works, and memory is missing for some (with the least that is).
         PlanError: no candidate works (with the reason for the first). Or a method splits the backward, of which a
             profile has only the sum.
     """
+    methods = select_methods(names, allow_asynchronous=request.allow_asynchronous)
     if halves := [name for name, method in methods.items() if method.splits_backward]:
         raise PlanError(
             f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not have the seconds of the "

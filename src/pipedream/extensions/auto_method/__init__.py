@@ -1,0 +1,1 @@
+"""The schedule 'auto': the fastest method in simulation; `pipedream.workflows.plan` finds it."""
