@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     )
     from pipedream.pipeline import Pipeline as Pipeline
     from pipedream.runtime.results.results import Done as Done
+    from pipedream.services.phases.phases import Phase as Phase
     from pipedream.tensors.auxiliary_loss import (
         add_auxiliary_loss as add_auxiliary_loss,
         auxiliary_loss_scale as auxiliary_loss_scale,
     )
     from pipedream.verifier import verify as verify
-    from pipedream.workflows.phases import Phase as Phase
     from pipedream.workflows.plan import plan as plan
     from pipedream.workflows.profile import profile as profile
     from pipedream.workflows.simulate import simulate as simulate
@@ -71,7 +71,7 @@ _HOMES = {
     "Level": "core.hardware.cluster",
     "Mesh": "core.plan.ranks",
     "Operators": "extensions.meshes.layouts",
-    "Phase": "workflows.phases",
+    "Phase": "services.phases.phases",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
     "Plan": "core.plan.plan",

@@ -87,7 +87,7 @@ class ModelOptions(ChoiceOptions):
             ``log(done)``. Rank 0 alone calls them, and closes them when the pipeline closes.
         callbacks: `pipedream.callbacks.Callback` objects, such as early stopping.
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
-            (`workflows.phases`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
+            (`services.phases`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
         layout: how tensors are sharded over the ranks of a worker that has several (`pipedream.Layout`).
         parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It

@@ -58,9 +58,9 @@ from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers
+from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
-from pipedream.workflows.phases import Phase, phases_text
 from pipedream.workflows.prepare import (
     Prepared,
     add_compensation,

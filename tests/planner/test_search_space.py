@@ -14,7 +14,7 @@ from pipedream.core.model.graph import Call
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.memory import StageMemory
 from pipedream.planner import manual_plan
-from pipedream.workflows import phases, prepare
+from pipedream.workflows import prepare
 from tests.planner.planned import chains
 
 ROWS = (1.0, 2.0, 10, 100, 7), (2.0, 4.0, 20, 0, 8), (3.0, 6.0, 30, 300, 9)
@@ -82,7 +82,7 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
         tight = replace(plan, cluster=pd.Cluster.flat(2, memory_bytes=memory))
         for maybe_profile in (profile, None):
             with nullcontext() if words is None else pytest.raises(pd.errors.PlanError, match=words):
-                prepare.check_phases_fit(tight, phases.read_phases("pipedream+basis_rotation"), maybe_profile)
+                prepare.check_phases_fit(tight, [pd.Phase("pipedream", compensation="basis_rotation")], maybe_profile)
     smaller = "basis_rotation[geometry=one_sided,estimate=first_moment]"
     least = max(s.peak_bytes for s in pd.plan(profile, pd.Cluster.flat(2), schedule=smaller, shape="straight").stages)
     one_sided = r", those of basis_rotation\[geometry=one_sided\] 4\.80 kB"

@@ -21,7 +21,7 @@ from pipedream.apps.cli.sweep import _split_values
 from pipedream.schedules.registry import options_of
 from pipedream.services.checkpoint.folders import read_manifest
 from pipedream.services.checkpoint.stores import open_store
-from pipedream.workflows import methods, phases as phase_files
+from pipedream.workflows import methods, prepare
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -143,17 +143,17 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
 
 def test_phases() -> None:
     text = "1f1b/4:200,pb_lwp[by=difference,scale=2]+spike:3e,x.py:one[a=1/2,b=c]/2:500,paci[backward_rule=recompute]/4"
-    phases = phase_files.read_phases(text)
+    phases = prepare.read_run_phases(None, None, text)
     assert [(phase.name, phase.microbatches, phase.until, phase.until_epoch) for phase in phases] == [
         ("1f1b", 4, 200, None),
         ("pb_lwp[by=difference,scale=2]", None, None, 3),
         ("x.py:one[a=1/2,b=c]", 2, 500, None),
         ("paci[backward_rule=recompute]", 4, None, None),
     ]
-    assert phase_files.phases_text(phases) == text
+    assert ",".join(map(str, phases)) == text
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
         with pytest.raises(pd.errors.ScheduleError, match=r"METHOD may have options"):
-            phase_files.read_phases(wrong)
+            prepare.read_run_phases(None, None, wrong)
     names = ["pipedream", "pb_lwp[by=difference,scale=2]", "gpipe"]
     assert _split_values([",".join(names[:2]), names[2]]) == names
 

@@ -22,6 +22,7 @@ import pipedream as pd
 from pipedream.extensions.host_weights.roundpipe import dispatched, homes
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.services.checkpoint import folders
+from pipedream.services.phases.phases import read_phases
 from pipedream.testing import (
     CompensationRule,
     MethodRules,
@@ -31,7 +32,6 @@ from pipedream.testing import (
     assert_equal,
     assert_near as assert_near,
 )
-from pipedream.workflows.phases import read_phases
 
 FLUSHING = tuple(name for name in pd.schedules.SCHEDULES if pd.schedules.properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")

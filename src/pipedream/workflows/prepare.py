@@ -14,11 +14,11 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.session.phase_order import PhaseEnd
+from pipedream.services.phases.phases import Phase, check_phases, read_phases
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.check import check_plan_memory, count_moved_state
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.phases import Phase, check_phases, read_phases
 
 
 @dataclass(frozen=True)

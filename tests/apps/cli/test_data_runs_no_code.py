@@ -16,7 +16,7 @@ import pipedream as pd
 from pipedream.core.artifact import decode
 from pipedream.core.door import _run_bytes
 from pipedream.core.schedule.delay_compensation import Compensation
-from pipedream.workflows.phases import read_phases
+from pipedream.services.phases.phases import read_phases
 
 METHOD = """
 from pathlib import Path

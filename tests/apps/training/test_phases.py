@@ -24,7 +24,7 @@ from pipedream.core.schedule.lowering import with_common_channels
 from pipedream.extensions.torch_csv.notation import write as to_torch_csv
 from pipedream.runtime.session.phase_order import PhaseEnd, find_phase
 from pipedream.testing import MethodRules, Reads, Trained
-from pipedream.workflows import phases as phase_files, prepare
+from pipedream.workflows import prepare
 
 by = partial(delayed.turn, **OPTIMIZERS["sgd"].keywords)
 SYNCHRONOUS = {m: by(Reads(lambda s, k, m=m: k // m), m) for m in (3, 4)}
@@ -128,7 +128,7 @@ RUNS = [
 def test_a_run_in_phases_trains_as_plain_pytorch(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
-    chosen, size = phase_files.read_phases(case.phases), len(zoo.make(case.animal).batches)
+    chosen, size = prepare.read_run_phases(None, None, case.phases), len(zoo.make(case.animal).batches)
     assert sorted(outcome.phases) == list(range(len(chosen)))
     assert outcome.phases[len(chosen) - 1][1] == case.epochs * size
     for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.phases.items())):
@@ -208,9 +208,9 @@ PHASES = {
 
 def test_phases_as_text() -> None:
     for text, phase in PHASES.items():
-        assert phase_files.read_phases(f" {text}, methods.py") == (phase, pd.Phase("methods.py"))
-        assert phase_files.phases_text([phase]) == text
-    phases = phase_files.read_phases("1f1b/4:200,pipedream:3e,1f1b/4")
+        assert prepare.read_run_phases(None, None, f" {text}, methods.py") == (phase, pd.Phase("methods.py"))
+        assert str(phase) == text
+    phases = prepare.read_run_phases(None, None, "1f1b/4:200,pipedream:3e,1f1b/4")
     ends = [PhaseEnd(str(phase), phase.until, phase.until_epoch) for phase in phases]
     at = [find_phase(ends, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
     assert at == [0, 0, 1, 1, 2, 2]
@@ -374,7 +374,7 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
     ):
         with pytest.raises(pd.PipelineError, match=f"in phase {phase} the plan 1-1 does not fit: .*needs"):
             pd.run(wide, out=tmp_path / "tight", workers=2, quiet=True, **options)
-    prepare.check_phases_fit(plan, phase_files.read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
+    prepare.check_phases_fit(plan, prepare.read_run_phases(None, None, "pipedream_2bw/8:2,1f1b/8"), profile)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import ranks_of
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import build, refuse_code, uniform
-from pipedream.workflows.phases import read_phases
+from pipedream.services.phases.phases import read_phases
 
 if TYPE_CHECKING:
     from pipedream.apps.training.run_folder import ResumePoint

@@ -33,9 +33,9 @@ from pipedream.core.schedule.delay_compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
+from pipedream.services.phases.phases import Phase, phases_text, read_phases
 from pipedream.services.probe.probe import detect_cluster
 from pipedream.slow_links import loopback_bytes_per_s, slow_network
-from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate
 

@@ -35,11 +35,11 @@ from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.launch import set_threads
 from pipedream.services.failure.restarts import Survivors, find_survivors
 from pipedream.services.loggers.loggers import make_loggers
+from pipedream.services.phases.phases import Phase, phases_text, read_phases
 from pipedream.services.probe.probe import detect_cluster, measure_runtime
 from pipedream.workflows import prepare
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.phases import Phase, phases_text, read_phases
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.profile import MAX_RANKS, profile as profile_model
 

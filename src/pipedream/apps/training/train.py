@@ -29,8 +29,8 @@ from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.services.loggers.loggers import make_loggers
+from pipedream.services.phases.phases import phases_text
 from pipedream.simulator import Stragglers
-from pipedream.workflows.phases import phases_text
 from pipedream.workflows.simulate import simulate_program
 
 
