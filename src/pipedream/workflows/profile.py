@@ -29,7 +29,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout
 from pipedream.core.units import describe_slowness
 from pipedream.plan_request import NO_MESH
-from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
@@ -37,6 +36,7 @@ from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.loss_weight.loss_probe import probe_weight
+from pipedream.services.probe.core_times import CoreTimes
 from pipedream.services.probe.probe import measure_runtime
 from pipedream.workflows.exclusions import check_options
 

@@ -18,10 +18,10 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
-from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import set_threads
+from pipedream.services.probe.core_times import CoreTimes
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 

@@ -22,7 +22,6 @@ from pipedream.core.units import MUCH_SLOWER, format_bytes, format_number
 from pipedream.metrics import run_metrics
 from pipedream.options import ChoiceOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
-from pipedream.profiler.core_times import CoreTimes
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.services.checkpoint.folders import find_ranks_that_see
@@ -30,6 +29,7 @@ from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.phases.phases import phases_text
+from pipedream.services.probe.core_times import CoreTimes
 from pipedream.simulator import Stragglers
 from pipedream.workflows.simulate import simulate_program
 

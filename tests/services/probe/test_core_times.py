@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from pipedream.profiler.core_times import CoreTimes
+from pipedream.services.probe.core_times import CoreTimes
 
 SECONDS = st.floats(0.1, 100.0)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
