@@ -22,10 +22,10 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import GPU_LINKS, Device, device_named
 from pipedream.core.schedule.timeline import WORK
 from pipedream.planner import manual_plan
-from pipedream.profiler import measure_device
 from pipedream.profiler.device import name_device
 from pipedream.profiler.sizes import Allocations
 from pipedream.runtime.results import recorder
+from pipedream.services.roofline import measure_device
 
 STAGES, MICROBATCHES = 4, 8
 

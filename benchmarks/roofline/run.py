@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pipedream
 from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_seconds
-from pipedream.profiler import measure_device
+from pipedream.services.roofline import measure_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from scaffold import Environment, format_head, format_row, make_parser

@@ -53,7 +53,7 @@ def measure_update(
         run_passes: runs the layers; called before each of warmup + runs steps, as weights have left the caches then.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
-    with _naming_failure(len(copies)):
+    with naming_failure(len(copies)):
         stepper = optimizer(copies)
         rates = None if scheduler is None else scheduler(stepper)
         if isinstance(rates, ReduceLROnPlateau):  # steps at evaluations
@@ -63,7 +63,7 @@ def measure_update(
         def step_s(some: Sequence[nn.Parameter], begin: Callable[[], None]) -> float:
             for _ in range(warmup + runs):
                 begin()
-                _step(stepper, some, watch, rates)
+                step_once(stepper, some, watch, rates)
                 if rates is not None:  # some have an end
                     rates.load_state_dict(deepcopy(beginning))
             return median(watch.laps_s()[warmup:])
@@ -87,37 +87,14 @@ def measure_update(
         watch.stop()
     copy_s = median(watch.laps_s()[warmup:])
     return UpdateCost(
-        type(stepper).__name__, update_s, fixed_s, copy_s, _count_state_bytes(dict(stepper.state)), working
+        type(stepper).__name__, update_s, fixed_s, copy_s, count_state_bytes(dict(stepper.state)), working
     )
 
 
-def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
-    """Adds up the costs of the parameters, each stepped alone; of equal shapes and dtypes only one is run.
-
-    The factory gets all parameters, because an optimizer skips those without a gradient. Raises ProfileError.
-    """
-    copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
-    alike: dict[Any, list[nn.Parameter]] = {}
-    for _, copy in copies:
-        alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
-    update_s, copy_s, state_bytes = 0.0, 0.0, 0
-    with _naming_failure(len(copies)):
-        stepper = optimizer(copies)
-        for same in alike.values():
-            _step(stepper, same[:1], watch)  # creates its state
-            _step(stepper, same[:1], watch)
-            same[0].grad = None
-            update_s += len(same) * watch.laps_s()[-1]
-            source = same[0].detach()
-            watch.start()
-            torch.empty_like(source).copy_(source)
-            watch.stop()
-            copy_s += len(same) * watch.laps_s()[-1]
-            state_bytes += len(same) * _count_state_bytes(stepper.state[same[0]])
-    return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, optimizer_bytes=state_bytes)
-
-
-def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch, rates: Any = None) -> None:
+def step_once(
+    stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch, rates: Any = None
+) -> None:
+    """Makes a step with small gradients, and one of the learning-rate schedule, as a lap."""
     for parameter in parameters:
         # Small, so that weights stay finite; renewed, because some optimizers write into it.
         parameter.grad = torch.full_like(parameter, 1e-4)
@@ -128,12 +105,14 @@ def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], wa
     watch.stop()
 
 
-def _count_state_bytes(state: Any) -> int:
+def count_state_bytes(state: Any) -> int:
+    """Returns the bytes of the tensors in an optimizer's state."""
     return count_storage_bytes(leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager
-def _naming_failure(count: int) -> Iterator[None]:
+def naming_failure(count: int) -> Iterator[None]:
+    """Context of a step over so many parameters, which raises a ProfileError if it fails."""
     try:
         yield
     except PipelineError:  # of the passes before a step

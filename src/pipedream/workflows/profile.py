@@ -34,6 +34,7 @@ from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.initial_values import named_state
+from pipedream.services import roofline
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.loss_weight.loss_probe import probe_weight
 from pipedream.services.probe.core_times import CoreTimes
@@ -125,7 +126,7 @@ def profile(
         "samples": known_samples(sample, batch_dim),
     }
     if device == "meta":
-        datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
+        datasheet = as_device if isinstance(as_device, Device) else roofline.device_of(as_device or "here")
         make = partial(_estimate, model, inputs, profiler.dtype_of(dtype), finest, device=datasheet, **shared)
         return _profile_on_rank_0(make, profiler.choose_device_type())
     parts = 2 if microbatches in (None, 1) else microbatches
@@ -157,7 +158,7 @@ def _profile_on_rank_0(
 def _estimate(model: Any, inputs: Any, dtype: Any, finest: bool, **options: Any) -> Profile:
     with stand_ins(model, inputs, dtype) as empty:
         captured = capture(model, empty, finest=finest)
-        return profiler.estimate(captured.layers, captured.graph, captured.arguments(empty), **options)
+        return roofline.estimate(captured.layers, captured.graph, captured.arguments(empty), **options)
 
 
 def _measure(

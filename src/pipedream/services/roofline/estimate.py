@@ -24,7 +24,16 @@ from pipedream.profiler.device import versions
 from pipedream.profiler.measure import PreserveState, build_layer_profiles, check_chain, choose_mode, dtype_name
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes
 from pipedream.profiler.sizes import Sizes, parameter_bytes, tied_parameters
-from pipedream.profiler.update import OptimizerFactory, UpdateCost, all_parameters, estimate_update, named_parameters
+from pipedream.profiler.update import (
+    NamedParameters,
+    OptimizerFactory,
+    UpdateCost,
+    all_parameters,
+    count_state_bytes,
+    named_parameters,
+    naming_failure,
+    step_once,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -73,7 +82,7 @@ def estimate(
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
-            update = estimate_update(optimizer, parameters, costs)
+            update = _estimate_update(optimizer, parameters, costs)
     return Profile(
         model=model_name,
         graph=graph,
@@ -90,6 +99,32 @@ def estimate(
         runtime=RuntimeCosts(overlap_device=not device.name.startswith("cpu")),
         notes=tuple(_write_notes(device, laps, hidden, graph, update)),
     )
+
+
+def _estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: OpCosts) -> UpdateCost:
+    """Adds up the costs of the parameters, each stepped alone; of equal shapes and dtypes only one is run.
+
+    The factory gets all parameters, because an optimizer skips those without a gradient. Raises ProfileError.
+    """
+    copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for _, copy in copies:
+        alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
+    update_s, copy_s, state_bytes = 0.0, 0.0, 0
+    with naming_failure(len(copies)):
+        stepper = optimizer(copies)
+        for same in alike.values():
+            step_once(stepper, same[:1], watch)  # creates its state
+            step_once(stepper, same[:1], watch)
+            same[0].grad = None
+            update_s += len(same) * watch.laps_s()[-1]
+            source = same[0].detach()
+            watch.start()
+            torch.empty_like(source).copy_(source)
+            watch.stop()
+            copy_s += len(same) * watch.laps_s()[-1]
+            state_bytes += len(same) * count_state_bytes(stepper.state[same[0]])
+    return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, optimizer_bytes=state_bytes)
 
 
 def _build_layer_profiles(

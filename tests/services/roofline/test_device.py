@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core.hardware.devices import DEVICES, Device
-from pipedream.profiler import device as device_module, device_of, measure_device
+from pipedream.services.roofline import device as device_module, device_of, measure_device
 
 
 @pytest.fixture(scope="module")
