@@ -41,7 +41,7 @@ from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
-from pipedream.runtime.results.scoring import needs_weights
+from pipedream.runtime.results.scoring import LossScorer, needs_weights
 from pipedream.runtime.session import measured
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
@@ -110,8 +110,9 @@ class Pipeline:
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
-        self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
-        self._saver = Checkpointer(self._session.workers_here)
+        loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
+        self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling, loss)
+        self._saver = Checkpointer(self._session.workers_here, loss.module)
         self._session.services.append(self._saver)
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
@@ -405,8 +406,8 @@ def _build_session(
     options: PipelineOptions,
     policy: Policy,
     scaling: Any,
+    loss: Loss,
 ) -> Session:
-    loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
     if any(needs_weights(phase.program) for phase in phases):
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):
@@ -419,9 +420,9 @@ def _build_session(
     shapes = partial(_list_summed_shapes, plan, model, captured.graph)
     plan.choices.sums.check(plan, [phase.program for phase in phases], policy, shapes)
     settings = Settings(
-        loss=loss,
+        make_scorer=partial(LossScorer, loss, dict(options.metrics)),
         optimizer=options.optimizer,
-        metrics=dict(options.metrics),
+        metrics=list(options.metrics),
         scheduler=options.scheduler,
         seed=options.seed or 0,
         policy=policy,
@@ -450,7 +451,7 @@ def _build_session(
         partial(preserve_state, (), list_cuda_devices(model, ()), others=[options.optimizer]),
     )
     # Before the session, in which a rank keeps only its stages.
-    plain_model = _make_plain_model(model, captured, plan, options)
+    plain_model = _make_plain_model(model, captured, plan, options, loss)
     session = Session(
         model,
         captured.graph,
@@ -465,13 +466,15 @@ def _build_session(
     return session
 
 
-def _make_plain_model(model: Any, captured: Captured, plan: Plan, options: PipelineOptions) -> PlainModel | None:
+def _make_plain_model(
+    model: Any, captured: Captured, plan: Plan, options: PipelineOptions, loss: Loss
+) -> PlainModel | None:
     """Returns the model with which the first minibatch is to be compared, if it is."""
     # In a single process a mesh is one rank.
     styles_apply = options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
     if not options.check or styles_apply:
         return None
-    return PlainModel(model, captured, [stage.first for stage in plan.stages[1:]])
+    return PlainModel(model, captured, loss, dict(options.metrics), [stage.first for stage in plan.stages[1:]])
 
 
 def _check_gradients_split(model: Any) -> None:

@@ -21,7 +21,6 @@ from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.residence import Residence
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
-from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.part import PassFacts, StageFacts
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import WeightChoice, WeightStore
@@ -155,7 +154,7 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         placement,
         links.channels.result_senders,
         links.channels.result_receivers,
-        list(settings.metrics),
+        settings.metrics,
         raises_on_nan=settings.policy.on_nan == "error",
         reads_late=blueprint.device.type == "cuda",
         process=links.process,
@@ -171,7 +170,7 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         stage_states,
         stage_states | on_copies,
         links.channels,
-        Scorer(settings.loss, settings.metrics, results, program),
+        settings.make_scorer(results, program),
         Updates(settings.policy, program, links.everyone, stage_states, links.tied),
     )
 

@@ -13,7 +13,8 @@ from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.data.splitter import BatchDim
-from pipedream.runtime.results.losses import Loss, Metric
+from pipedream.runtime.results.results import Results
+from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.update.stepped import LossFactor
 
 
@@ -22,6 +23,8 @@ class Settings:
     """The user's choices for the training itself.
 
     Attributes:
+        make_scorer: returns what computes losses and metrics.
+        metrics: their names.
         ema: decay of the averaged weights; None keeps no average.
         autocast: dtype of the forwards; None computes in the dtype of the weights.
         compile: arguments of torch.compile; None does not compile.
@@ -32,9 +35,9 @@ class Settings:
         parallelize: shards layers in place of the layout.
     """
 
-    loss: Loss
+    make_scorer: Callable[[Results, Program], Scorer]
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-    metrics: Mapping[str, Metric]
+    metrics: Sequence[str] = ()
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     seed: int = 0
     policy: Policy = field(default_factory=Policy)

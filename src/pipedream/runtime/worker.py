@@ -28,7 +28,7 @@ from pipedream.runtime.links import WorkerChannels
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.results.recorder import Moment
 from pipedream.runtime.results.results import Done, Output
-from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import (
     StageState,

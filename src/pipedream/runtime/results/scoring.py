@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,22 +12,11 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.losses import Loss, Metric, metric_scores
 from pipedream.runtime.results.results import Results, Score
+from pipedream.runtime.scorer import Scorer, Targets
 
 
-class Targets(NamedTuple):
-    """The loss's argument besides the output.
-
-    Attributes:
-        received: on the CPU; the weight of the loss is found here, so that no worker waits for its GPU.
-        value: the same on the stage's device.
-    """
-
-    received: Any
-    value: Any
-
-
-class Scorer:
-    """Computes losses and metrics at the last stage."""
+class LossScorer(Scorer):
+    """Computes a loss and metrics."""
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, program: Program) -> None:
         self._loss = loss
@@ -38,20 +27,11 @@ class Scorer:
         self._needs_weights = needs_weights(program)
 
     def watching(self, inputs: Any, samples: int, trains: bool) -> AbstractContextManager[Any]:
-        """Context of the last stage's forward (`Loss.watching`)."""
         return self._loss.watching(inputs, samples) if self._needs_weights or not trains else nullcontext()
 
     def score(
         self, key: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
     ) -> tuple[torch.Tensor, float, float]:
-        """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
-
-        An update's sum is divided by its weights only at the update. Until then gradients must be no larger than those
-        of the mean, or low precision could not represent them. So the unit is a power of two near the minibatch's
-        weight, by which division is exact. In a round, whose minibatches count equally, and where an update has one
-        microbatch, the weight is 1, or 0 if nothing counts, so that gradients are rounded as in a plain loop. A
-        recomputation (`recomputes`) records nothing.
-        """
         minibatch = message.minibatch if self._needs_weights else None
         value, weight, is_sum = self._loss(
             output, targets.value, message.samples, message.share, minibatch, received=targets.received
@@ -70,7 +50,6 @@ class Scorer:
         return value, weight / unit, (1.0 if is_sum else weight) / unit
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
-        """Records a batch of an evaluation; all have the key 0."""
         value, weight, is_sum = self._loss(
             output, targets.value, message.samples, message.share, received=targets.received
         )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
@@ -38,17 +39,19 @@ Slice = tuple[Box, Sequence[int]]
 class Checkpointer(SessionService):
     """Saves and restores the workers of this process; every rank makes the same calls, at a drain.
 
+    Args:
+        loss: a loss with buffers of its own, if it is a module.
+
     Attributes:
         writer: writes checkpoints, perhaps in the background, with a process group of its own.
     """
 
-    def __init__(self, workers_here: LocalWorkers) -> None:
+    def __init__(self, workers_here: LocalWorkers, loss: nn.Module | None) -> None:
         self._workers_here = workers_here
         self._model = workers_here.model
         self._names = workers_here.names
         self._device = workers_here.blueprint.device
         self._weights_device = workers_here.blueprint.weights_device
-        loss = workers_here.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._generators = find_generators({name: vars(module) for name, module in self._model.named_modules()})
         self._file_owners: dict[str, int] = {}

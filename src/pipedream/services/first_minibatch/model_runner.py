@@ -80,7 +80,7 @@ class ModelRunner:
 
     def __init__(self, plain: PlainModel, workers_here: LocalWorkers, values: Mapping[str, torch.Tensor]) -> None:
         settings, self._program = workers_here.blueprint.settings, workers_here.program
-        self.plain, self.model, self.loss, self.values = plain, plain.model, settings.loss, values
+        self.plain, self.model, self.loss, self.values = plain, plain.model, plain.loss, values
         self.device, self.microbatches = workers_here.blueprint.device, self._program.microbatches
         self.modules_of_loss = _list_modules(self.loss.function)
         self._autocast, self.keeps_graph = settings.autocast, False

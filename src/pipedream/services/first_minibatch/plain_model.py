@@ -3,7 +3,7 @@
 Generators are seeded before the same calls as in a pipeline, so that dropout masks are equal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.capture.captured import Captured
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
+from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.weights.initial_values import named_state
 
 
@@ -23,6 +24,7 @@ class PlainModel:
 
     Args:
         cuts: the first layers of all stages but the first.
+        loss, metrics: of its output.
 
     Attributes:
         whole_bytes: of the model, while this process has all of it; each tensor counts once.
@@ -30,8 +32,15 @@ class PlainModel:
         draws_unseeded: also in a call that drew none when the graph was made, so that no stage seeds before it.
     """
 
-    def __init__(self, model: nn.Module, captured: Captured, cuts: Sequence[int] = ()) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        cuts: Sequence[int] = (),
+    ) -> None:
+        self.model, self.loss, self.metrics = model, loss, metrics
         self.whole_bytes = sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
         self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False

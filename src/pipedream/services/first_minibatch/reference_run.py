@@ -106,7 +106,7 @@ class ReferenceRun:
                 if not reference.incomparable:
                     self._check_carried(run, first.parts)
                 reference.parts = self._check_parts(first, run) if len(first.parts) > 1 else ""
-                if len(first.parts) > 1 and self._settings.metrics and not reference.parts:
+                if len(first.parts) > 1 and self._model.metrics and not reference.parts:
                     self._check_metrics(first)
                 break
             except PipelineError:
@@ -281,7 +281,7 @@ class ReferenceRun:
         whole, parts = list[Row](), list[Row]()
         self.runner.run(first.whole, training=False, rows=whole)
         self.runner.run(first.parts, training=False, isolated=self.runner.modules, rows=parts)
-        for name, metric in self._settings.metrics.items():
+        for name, metric in self._model.metrics.items():
             with self.runner.restoring_state(metric):
                 difference = explain_mean(metric, whole[0], parts, self.runner.choose_tolerance())
             if difference:

@@ -24,6 +24,7 @@ from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.results.scoring import LossScorer
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
@@ -83,7 +84,9 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         programs=[program],
         evaluation=evaluation,
         stages=[[(str(i), layer)] for i, layer in enumerate(layers)],
-        settings=Settings(Loss(_mean_product), lambda named: _NoStep([p for _, p in named], lr=0.0), metrics={}),
+        settings=Settings(
+            partial(LossScorer, Loss(_mean_product), {}), lambda named: _NoStep([p for _, p in named], lr=0.0)
+        ),
         device=torch.device("cpu"),
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
