@@ -39,9 +39,7 @@ from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
-from pipedream.runtime.results.scoring import LossScorer, needs_weights
 from pipedream.runtime.session import measured
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
@@ -58,6 +56,8 @@ from pipedream.services.failure.guard import Guard
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers
+from pipedream.services.losses.losses import Loss, find_module, is_torch_loss
+from pipedream.services.losses.scoring import LossScorer, needs_weights
 from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
@@ -110,9 +110,8 @@ class Pipeline:
         self.plan = replace(plan, tied_weights=shared).with_layout(options.layout)
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(self.plan, self.phases, policy)
-        loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
-        self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling, loss)
-        self._saver = Checkpointer(self._session.workers_here, loss.module)
+        self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
+        self._saver = Checkpointer(self._session.workers_here, find_module(options.loss))
         self._session.services.append(self._saver)
         self._local, self._streams = self._session.workers_here, self._session.streams
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
@@ -406,8 +405,8 @@ def _build_session(
     options: PipelineOptions,
     policy: Policy,
     scaling: Any,
-    loss: Loss,
 ) -> Session:
+    loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
     if any(needs_weights(phase.program) for phase in phases):
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):

@@ -36,7 +36,7 @@ from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.initial_values import named_state
 from pipedream.services import roofline
 from pipedream.services.failure.guard import guard_job
-from pipedream.services.loss_weight.loss_probe import probe_weight
+from pipedream.services.losses.loss_probe import probe_weight
 from pipedream.services.probe.core_times import CoreTimes
 from pipedream.services.probe.probe import measure_runtime
 from pipedream.workflows.exclusions import check_options

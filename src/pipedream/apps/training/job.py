@@ -28,13 +28,13 @@ from pipedream.planner import parse_counts
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.launch import set_threads
 from pipedream.services.failure.restarts import Survivors, find_survivors
 from pipedream.services.loggers.loggers import make_loggers
+from pipedream.services.losses.losses import Loss, find_loss, is_torch_loss
 from pipedream.services.phases.phases import Phase, phases_text, read_phases
 from pipedream.services.probe.probe import detect_cluster, measure_runtime
 from pipedream.workflows import prepare

@@ -107,7 +107,7 @@ class LayerGraph(Artifact):
         ties: groups of layers that share a trained parameter or state; a cut should not separate a group.
         inseparable: ties that no method can train in separate stages: the shared state changes without an update, or
             different parameters share one storage.
-        loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
+        loss_weight: what the model's own loss is a mean over, found on a sample (`services.losses.losses.LossWeight`);
             empty if unknown.
         calls: calls of a model that runs by its own forward, in the order of their starts; layer i begins with the call
             of its name. Empty for a chain of modules.

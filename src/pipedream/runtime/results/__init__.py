@@ -1,1 +1,1 @@
-"""Losses, metrics, timings, and where they are logged."""
+"""Losses, metrics, timings."""

@@ -22,13 +22,13 @@ from pipedream.runtime.comm.values import map_tensors, tensors_in, to_device
 from pipedream.runtime.data.generators import find_values
 from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.data.splitter import Parts
-from pipedream.runtime.results.losses import Loss
-from pipedream.runtime.results.metric_means import Row
-from pipedream.runtime.results.scoring import choose_unit, has_units, needs_weights
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.generators import LayerGenerators, list_own_generators
 from pipedream.services.first_minibatch.comparer import Reference
+from pipedream.services.first_minibatch.metric_means import Row
 from pipedream.services.first_minibatch.plain_model import PlainModel
+from pipedream.services.losses.losses import Loss
+from pipedream.services.losses.scoring import choose_unit, has_units, needs_weights
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.capture.captured import Captured
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
-from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.weights.initial_values import named_state
+from pipedream.services.losses.losses import Loss, Metric
 
 
 class PlainModel:

@@ -23,11 +23,11 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.results.losses import Loss
-from pipedream.runtime.results.scoring import LossScorer
 from pipedream.runtime.session.measured import collect_timeline
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
+from pipedream.services.losses.losses import Loss
+from pipedream.services.losses.scoring import LossScorer
 from pipedream.services.probe.survey import lower_quartile
 
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread

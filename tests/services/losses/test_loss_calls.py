@@ -17,8 +17,7 @@ from training import plan_of
 
 import pipedream as pd
 from pipedream.runtime.data.splitter import known_samples, split_batch
-from pipedream.runtime.results import loss_calls, losses
-from pipedream.services.loss_weight import loss_probe
+from pipedream.services.losses import loss_calls, loss_probe, losses
 
 N, L, C = 7, 5, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)

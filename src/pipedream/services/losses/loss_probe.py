@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.left_out import is_close
-from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
-from pipedream.runtime.results.losses import LossWeight, find_loss
+from pipedream.services.losses.left_out import is_close
+from pipedream.services.losses.loss_calls import Amounts, LossCalls, iterate_leaves
+from pipedream.services.losses.losses import LossWeight, find_loss
 
 
 def probe_weight(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.runtime.results.loss_calls import LossCalls
-from pipedream.runtime.results.losses import Loss, metric_scores
+from pipedream.services.losses.loss_calls import LossCalls
+from pipedream.services.losses.losses import Loss, metric_scores
 
 N, C = 10, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)

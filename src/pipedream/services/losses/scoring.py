@@ -10,9 +10,9 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.losses import Loss, Metric, metric_scores
 from pipedream.runtime.results.results import Results, Score
 from pipedream.runtime.scorer import Scorer, Targets
+from pipedream.services.losses.losses import Loss, Metric, metric_scores
 
 
 class LossScorer(Scorer):

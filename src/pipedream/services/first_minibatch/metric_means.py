@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.losses import Metric, metric_scores
+from pipedream.services.losses.losses import Metric, metric_scores
 
 Row = tuple[Any, Any, int]
 """Output, targets and number of samples."""

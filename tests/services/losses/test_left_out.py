@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedream.runtime.results import left_out, losses
+from pipedream.services.losses import left_out, losses
 
 
 def nll(output: Tensor, labels: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch import nn
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.left_out import WEIGHT_ADVICE, PartsCheck
-from pipedream.runtime.results.loss_calls import Amounts, LossCalls, LossNote, unwrap_loss
+from pipedream.services.losses.left_out import WEIGHT_ADVICE, PartsCheck
+from pipedream.services.losses.loss_calls import Amounts, LossCalls, LossNote, unwrap_loss
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
@@ -45,6 +45,12 @@ def is_torch_loss(loss: Any) -> bool:
     return getattr(function, "__module__", "") == "torch.nn.functional"
 
 
+def find_module(loss: Any) -> nn.Module | None:
+    """Returns a loss if it is a module."""
+    function, _ = unwrap_loss(loss)
+    return function if isinstance(function, nn.Module) else None
+
+
 class Loss:
     """A user's loss, with its weight for each microbatch.
 
@@ -56,7 +62,6 @@ class Loss:
 
     Attributes:
         function, weight: the arguments `loss` and `weight`.
-        module: the loss, if it is a module; else None.
     """
 
     def __init__(
@@ -66,8 +71,6 @@ class Loss:
         self.weight = weight
         self._is_torch_loss = is_torch_loss(loss)
         self._of_model = LossWeight(of_model)
-        unwrapped, _ = unwrap_loss(loss)
-        self.module = unwrapped if isinstance(unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._user_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None

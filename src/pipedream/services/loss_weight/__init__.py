@@ -1,1 +1,0 @@
-"""What a loss is a mean over, found on a sample."""

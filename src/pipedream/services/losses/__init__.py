@@ -1,0 +1,1 @@
+"""Losses and metrics with their exact weights."""
