@@ -127,7 +127,7 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (results.recurrent, "lstm_seconds_by_plain", FORWARD, _do_before(_sleep)),
     (results.precision, "bf16_loss_distance", f"{STAGE}.versions:Versions.cast", _do_nothing),
     (results.precision, "fp16_skipped_updates", "extensions.loss_scale.scaler:LossScale.update", _call_finite),
-    (results.precision, "lstm_weights_that_did_not_move", f"{UPDATE}.compensator:Compensator.step", _do_nothing),
+    (results.precision, "lstm_weights_that_did_not_move", f"{UPDATE}.optimizer:Optimizer._step", _do_nothing),
     (results.waits, "1f1b_waits", FORWARD, _do_before(lambda: torch.cuda.synchronize())),
     (speed.host, "1f1b_host_by_plain", FORWARD, _do_before(_sleep)),
     (speed.throughput, "rate_by_plain_at_0.1_ms", FORWARD, _do_before(_sleep)),

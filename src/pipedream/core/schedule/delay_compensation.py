@@ -74,7 +74,7 @@ class Compensation(NamedKind, ABC):
     def check_method(self, weights: WeightRule, *, reads_one_version: bool) -> None:
         """Raises a `ScheduleError` if a method's rule for the weights does not allow it; see `check_compensations`."""
 
-    # -- in a run: `stage` is a `runtime.update.compensator.CompensatedStage` ---------------------------------------
+    # -- in a run: `stage` is an `extensions.delays.compensator.CompensatedStage` -------------------------------------
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises a `ScheduleError` if it is not defined for an optimizer of torch's."""

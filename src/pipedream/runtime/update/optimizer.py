@@ -15,7 +15,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.division import Division
-from pipedream.runtime.update.compensator import Compensator
+from pipedream.runtime.update.compensator import make_compensator
 from pipedream.runtime.update.gradients import Gradients, ReducedGradients
 from pipedream.runtime.update.rate_schedule import RateSchedule
 from pipedream.runtime.update.reducer import Reducer
@@ -91,7 +91,7 @@ class Optimizer:
         self.ema = self._averages.tensors
         self.loss_scale = loss_scale or LossFactor()
         self.division = division or Division()
-        self.compensator = Compensator(
+        self.compensator = make_compensator(
             self.rule.updates.compensation, self.rule.staleness, self.optimizer, stepped, self.division
         )
         self.finite = True

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.errors import ScheduleError
-from pipedream.runtime.update.compensator import CompensatedStage
 
 _FAMILY = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 _FIRST = "exp_avg"
@@ -152,7 +151,7 @@ def select_sides(saved: Mapping[str, torch.Tensor]) -> Sides:
     return {side: saved[side] for side in ("left", "right") if side in saved}
 
 
-def leave_basis(stage: CompensatedStage, name: str, sides: Sides) -> None:
+def leave_basis(stage: Any, name: str, sides: Sides) -> None:
     """Turns the optimizer's moments of a weight back."""
     handle = stage.handles[name]
     sides = {side: matrix.to(handle.device) for side, matrix in sides.items()}
