@@ -61,6 +61,7 @@ from pipedream.services.losses.scoring import LossScorer, needs_weights
 from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
+from pipedream.services.weights.fill import fill_values
 from pipedream.workflows.prepare import (
     Prepared,
     add_compensation,
@@ -456,7 +457,7 @@ def _build_session(
         captured.graph,
         blueprint,
         make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
-        weights=options.weights,
+        fill_values=partial(fill_values, weights=options.weights),
         free_bytes=lambda: available_bytes(blueprint.device, 1),
         free_host_bytes=host_bytes,
     )

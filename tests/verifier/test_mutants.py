@@ -20,7 +20,6 @@ from programs import program_of, with_rank
 
 import pipedream as pd
 from pipedream.core.schedule import moves
-from pipedream.core.schedule.moves import Transfer
 from pipedream.core.schedule.program import Instruction, RankProgram
 
 RULES = ("flush", "stash", "vertical_sync", "double_buffer", "stamped", "interpolated")
@@ -128,8 +127,8 @@ def near(program: pd.Program, item: Instruction) -> Iterator[Instruction]:
     if isinstance(item, pd.schedules.Op):
         # Its messages are then without what makes them, or what reads them.
         for number in range(len(program.channels)):
-            yield Transfer(moves.SEND, number, 0)
-            yield Transfer(moves.RECEIVE, number, 0)
+            yield moves.Transfer(moves.SEND, number, 0)
+            yield moves.Transfer(moves.RECEIVE, number, 0)
         yield item._replace(kind=pd.schedules.Kind.UPDATE)
     elif item.kind is moves.SYNC:
         yield pd.schedules.Op(pd.schedules.Kind.UPDATE, item.channel, item.index)
@@ -265,13 +264,13 @@ def test_sums_and_targets_that_nobody_asked_for() -> None:
     program = make_program("gpipe", 2)
     place = Place(program, 0, "period", 0)
     for update in (0, 7, 10**9):
-        why = reason(place.put([*place.items, Transfer(moves.SYNC, 0, update)]))
+        why = reason(place.put([*place.items, moves.Transfer(moves.SYNC, 0, update)]))
         assert re.search(r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+", why)
     channels = tuple(channel for channel in program.channels if channel.carries != "input")
     assert channels == program.channels[: len(channels)]
 
     def kept(part: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return tuple(item for item in part if not isinstance(item, Transfer) or item.channel < len(channels))
+        return tuple(item for item in part if not isinstance(item, moves.Transfer) or item.channel < len(channels))
 
     ranks = tuple(RankProgram(kept(mine.warmup), kept(mine.period)) for mine in program.ranks)
     why = reason(replace(program, channels=channels, ranks=ranks))
@@ -280,13 +279,13 @@ def test_sums_and_targets_that_nobody_asked_for() -> None:
 
 def test_forwards_out_of_order() -> None:
     program = make_program("gpipe", 0)
-    moves = {0: 1, 1: 0, 2: 2, 3: 3}
+    swapped = {0: 1, 1: 0, 2: 2, 3: 3}
 
     def other(item: Instruction) -> Instruction:
         backwards = item.kind is pd.schedules.Kind.BACKWARD or item.kind is pd.schedules.Kind.UPDATE
-        if isinstance(item, Transfer):
+        if isinstance(item, moves.Transfer):
             backwards = program.channels[item.channel].carries == "gradient"
-        return item if backwards else item._replace(index=moves[item.index])
+        return item if backwards else item._replace(index=swapped[item.index])
 
     ranks = tuple(RankProgram((), tuple(map(other, mine.period))) for mine in program.ranks)
     why = reason(replace(program, ranks=ranks))

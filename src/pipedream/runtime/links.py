@@ -20,7 +20,6 @@ from pipedream.runtime.data.source import DataChannels
 from pipedream.runtime.division import Division
 from pipedream.runtime.stage.part import StagePart
 from pipedream.runtime.stage.replicas import CopiedAttributes
-from pipedream.runtime.weights.tied import copy_tied
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def join_in_process(blueprint: Blueprint, parameters: Mapping[int, dict[str, nn.
             layers, trained = blueprint.stages[stage], parameters[stage]
             if replica:
                 layers, trained = _copy_layers(layers, trained, chain.from_iterable(blueprint.stages))
-            handles = trained if replica else copy_tied(trained, stage, tied)
+            handles = trained if replica else _copy_tied(trained, stage, tied)
             if placement.replicas[stage] == 1:
                 sources.append(StageSource(stage, replica, layers, trained, handles, None))
                 continue
@@ -144,7 +143,7 @@ def join_processes(
     sources = []
     for stage, replica in placement.stage_replicas(rank):
         layers, trained, group = blueprint.stages[stage], parameters[stage], connections.stages[stage]
-        handles, member = copy_tied(trained, stage, tied), connections.sum_over(group) if group is not None else None
+        handles, member = _copy_tied(trained, stage, tied), connections.sum_over(group) if group is not None else None
         sources.append(StageSource(stage, replica, layers, trained, handles, member, divisions.get(stage)))
     holders: list[tuple[TiedWeights, Group]] = [
         (weights, connections.sum_over(group))
@@ -158,6 +157,14 @@ def join_processes(
         mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
         data = replace(data, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
     return RankLinks(rank, connections.process, sources, ends, everyone, holders, activity, data)
+
+
+def _copy_tied(handles: Mapping[str, nn.Parameter], stage: int, tied: Sequence[TiedWeights]) -> dict[str, nn.Parameter]:
+    """Returns a stage's handles, with copies in place of weights that an earlier stage of this process holds."""
+    foreign = {name for weights in tied if stage in weights.stages[1:] for name in weights.names}
+    return {
+        name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
+    }
 
 
 def _copy_layers(

@@ -33,7 +33,7 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
 from pipedream.runtime.results.memory import keep_freed_memory
-from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import named_state
 from pipedream.services import roofline
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.losses.loss_probe import probe_weight

@@ -13,7 +13,7 @@ import torch
 from commands import Run
 
 import pipedream as pd
-from pipedream.runtime.weights.files import save_weights
+from pipedream.services.weights.files import save_weights
 from tests.apps.cli.test_data_runs_no_code import RECIPE
 
 

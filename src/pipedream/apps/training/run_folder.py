@@ -33,7 +33,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.weights.files import save_weights
 from pipedream.services.checkpoint.folders import (
     find_newest_checkpoint,
     find_newest_of_all,
@@ -46,6 +45,7 @@ from pipedream.services.checkpoint.stores.local_folder import LocalFolder
 from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.services.failure.restarts import count_restarts
 from pipedream.services.probe.core_times import CoreTimes
+from pipedream.services.weights.files import save_weights
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""

@@ -26,7 +26,7 @@ from pipedream.runtime.comm.message import Message, dimension_order
 from pipedream.runtime.division import Division
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.part import StageFacts, StagePart
-from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import named_state
 
 
 class BesideMesh(Division):

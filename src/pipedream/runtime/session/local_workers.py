@@ -27,8 +27,7 @@ from pipedream.runtime.residence import Residence
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.initial_values import named_state
-from pipedream.runtime.weights.parameters import collect_extra_states
+from pipedream.runtime.weights.parameters import collect_extra_states, named_state
 from pipedream.runtime.worker import Worker
 
 

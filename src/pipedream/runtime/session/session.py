@@ -7,14 +7,13 @@
 - `measured` collects what they have measured.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
+from pipedream.core.errors import PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
@@ -24,12 +23,9 @@ from pipedream.runtime.assemble import gather_materials, gather_materials_on_cop
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import (
-    broadcast_text,
     check_same_software,
     gather_json,
-    gather_texts,
     join_group,
-    peers_may_end,
     read_machine,
 )
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
@@ -43,12 +39,9 @@ from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.files import fit_names, open_weights
-from pipedream.runtime.weights.initial_values import materialise, named_state
-from pipedream.runtime.weights.tied import broadcast_tied
 
-Weights = str | os.PathLike[str] | None
 MakeGuard = Callable[[int, int, Activity], Unguarded]
+FillValues = Callable[[LocalWorkers], None]
 
 
 class Session:
@@ -57,7 +50,7 @@ class Session:
     Args:
         model: in a process group each rank keeps only its stages' parameters.
         make_guard: makes what watches the other ranks, from this rank, the number of ranks and this rank's activity.
-        weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
+        fill_values: gives the parameters and buffers of this process their values; by default they have them.
         free_bytes: returns the memory that this process may still take.
         free_host_bytes: returns the memory that the processes of this machine together may still take.
 
@@ -67,7 +60,6 @@ class Session:
     Raises:
         PlanError: the number of processes is not the plan's, the ranks have different plans, or the machine has too
             little memory for weights that are kept there.
-        CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
     """
 
     def __init__(
@@ -77,12 +69,12 @@ class Session:
         blueprint: Blueprint,
         *,
         make_guard: MakeGuard,
-        weights: Weights = None,
+        fill_values: FillValues = lambda workers_here: None,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
         free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         workers_here = self.workers_here = _build_local_workers(
-            model, graph, blueprint, weights, make_guard, free_bytes, free_host_bytes
+            model, graph, blueprint, fill_values, make_guard, free_bytes, free_host_bytes
         )
         self.clock = ClockOffset(workers_here.group)
         self.services: list[SessionService] = []
@@ -122,7 +114,7 @@ def _build_local_workers(
     model: nn.Module,
     graph: LayerGraph,
     blueprint: Blueprint,
-    weights: Weights,
+    fill_values: FillValues,
     make_guard: MakeGuard,
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
@@ -130,11 +122,11 @@ def _build_local_workers(
     rank, processes = join_group(blueprint.device, check_software=False)
     workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
-        _build(workers_here, graph, None, weights, free_bytes, free_host_bytes)
+        _build(workers_here, graph, None, fill_values, free_bytes, free_host_bytes)
         return workers_here
     workers_here.guard = make_guard(rank, processes, workers_here.activity)
     try:
-        _build(workers_here, graph, _connect(workers_here, processes), weights, free_bytes, free_host_bytes)
+        _build(workers_here, graph, _connect(workers_here, processes), fill_values, free_bytes, free_host_bytes)
     except BaseException as error:
         first = workers_here.guard.first_cause(error, workers_here.activity.where)
         workers_here.leave(failed=True)
@@ -149,7 +141,7 @@ def _build(
     workers_here: LocalWorkers,
     graph: LayerGraph,
     connections: Connections | None,
-    weights: Weights,
+    fill_values: FillValues,
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> None:
@@ -165,7 +157,7 @@ def _build(
         keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
     _check_host_memory(workers_here, free_host_bytes, stages)
     names.local = {name for stage in stages for name in names.by_stage[stage]}
-    _fill_initial_values(workers_here, weights)
+    fill_values(workers_here)
     residence = workers_here.residence = find_residence(blueprint, workers_here.group)
 
     def find_trained(stage: int) -> dict[str, nn.Parameter]:
@@ -248,54 +240,3 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
     settings = {"the plan or schedule, which rank 0 makes or one file holds": programs}
     check_same_settings({**settings, **blueprint.settings_to_agree()}, workers_here.group)
     return connections
-
-
-def _fill_initial_values(workers_here: LocalWorkers, weights: Weights) -> None:
-    """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0."""
-    blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
-    connections, group = workers_here.connections, workers_here.group
-    on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
-    # Rank 0's model decides: each owner draws what rank 0 has on the meta device, and receives the rest from it.
-    drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), group)))
-    loaded: set[str] = set()
-    failure: PipelineError | None = None
-    try:
-        loaded = _read_weights(workers_here, weights)
-        if unmatched := sorted(drawn & names.local - on_meta - loaded):
-            raise CaptureError(
-                f"{unmatched[0]!r} is on the meta device at rank 0 and has values at rank {workers_here.rank}; give "
-                "every rank the same model, or the values to rank 0; after a Pipeline, which leaves each rank its own "
-                "stages' weights, build the model again and load them (state_dict, or a checkpoint)"
-            )
-        to_receive = on_meta - drawn - loaded
-        materialise(model, names.local - to_receive, blueprint.weights_device, blueprint.settings.seed)
-    except PipelineError as error:
-        failure = error
-    # All ranks stop if one has failed; otherwise they would wait for its values.
-    texts = gather_texts("" if failure is None else str(failure), group)
-    if any(texts):
-        raise failure or CaptureError(next(filter(None, texts)))
-    if connections is None:
-        return
-    placement, rank = blueprint.placement, workers_here.worker_rank
-    with peers_may_end():
-        if connections.leaders is None:  # the worker's first rank receives them, and shares them later
-            parameters.allocate(model, to_receive & names.local, blueprint.weights_device)
-        else:
-            parameters.share_initial(
-                model, names.by_stage, placement, rank, connections.leaders, drawn | loaded, blueprint.weights_device
-            )
-        broadcast_tied(model, blueprint.tied, connections.holders, placement, rank)
-
-
-def _read_weights(workers_here: LocalWorkers, weights: Weights) -> set[str]:
-    """Loads this rank's part of a file. Returns the names of all ranks' parts."""
-    if weights is None:
-        return set()
-    file, names = open_weights(weights), workers_here.names
-    requested = [name for owned in names.by_stage for name in owned] + [name for name in names.unused if name in file]
-    state = fit_names(workers_here.model, file, requested, names.shared, weights)
-    parameters.load(
-        workers_here.model, state, names.loaded_from(state), names.shared, workers_here.blueprint.weights_device
-    )
-    return set(state)

@@ -11,8 +11,7 @@ from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.initial_values import named_state
-from pipedream.runtime.weights.parameters import find_modules_by_key, key_extra_states
+from pipedream.runtime.weights.parameters import find_modules_by_key, key_extra_states, named_state
 from pipedream.runtime.worker import Worker
 
 

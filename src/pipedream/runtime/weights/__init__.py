@@ -1,1 +1,1 @@
-"""The weights of a model: their names and slots, first values, and files."""
+"""The weights of a model: their names and slots, and those that stages share."""

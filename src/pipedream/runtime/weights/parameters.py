@@ -4,7 +4,7 @@ Also the extra state of modules (``get_extra_state``).
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,47 @@ from pipedream.core.errors import CaptureError, PipelineError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.data.rng import from_json, to_json
-from pipedream.runtime.weights.initial_values import Slots, named_state
 
 _KEY = "_extra_state"
+
+
+def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers, shared ones under each of their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+class Slots:
+    """The places where a model keeps each parameter and buffer, to replace them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._tensors: list[torch.Tensor] = []  # keeps their ids from being used again
+        for module in model.modules():
+            for slots in list_slots(module):
+                for slot, tensor in slots.items():
+                    if tensor is not None:
+                        self._holders.setdefault(id(tensor), []).append((slots, slot))
+                        self._tensors.append(tensor)
+
+    def replace(self, old: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts values in all slots of `old`, as a parameter if `old` is one."""
+        new = make_like(old, values.to(old.dtype))
+        for slots, slot in self._holders[id(old)]:
+            slots[slot] = new
+
+
+def list_slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a module's own parameters and buffers, by name."""
+    return module._parameters, module._buffers
+
+
+def make_like(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns values as a parameter if `old` is one."""
+    if not isinstance(old, nn.Parameter):
+        return values
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)  # marks for the user's optimizer
+    return new
 
 
 def list_stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
@@ -73,53 +111,6 @@ def drop_foreign(model: nn.Module, names: set[str]) -> None:
     for tensor in {id(tensor): tensor for tensor in state.values()}.values():
         if id(tensor) not in kept_ids and not tensor.is_meta:
             slots.replace(tensor, torch.empty_like(tensor, device="meta"))
-
-
-def allocate(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Gives memory, without values, to parameters and buffers on the meta device."""
-    state, slots = named_state(model), Slots(model)
-    for tensor in {id(state[name]): state[name] for name in names}.values():
-        if tensor.is_meta:
-            slots.replace(tensor, torch.empty_like(tensor, device=device))
-
-
-def share_initial(
-    model: nn.Module,
-    names: Sequence[Sequence[str]],
-    placement: Placement,
-    rank: int,
-    group: dist.ProcessGroup,
-    skip: Collection[str],
-    device: torch.device,
-) -> None:
-    """Sends rank 0's parameters and buffers to the ranks of each stage, over gloo.
-
-    An owner may have them on the meta device.
-
-    Args:
-        skip: names whose values each owner already has; equal on all ranks.
-    """
-    state, slots = named_state(model), Slots(model)
-    replaced_ids: set[int] = set()
-    for stage, owned in enumerate(names):
-        for owner in placement.ranks[stage]:
-            if owner == 0 or rank not in (0, owner):
-                continue
-            for name in owned:
-                if name in skip:
-                    continue
-                tensor = state[name]
-                if rank == 0:
-                    dist.send(tensor.detach().cpu().contiguous(), group=group, group_dst=owner)
-                    continue
-                received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                dist.recv(received, group=group, group_src=0)
-                if not tensor.is_meta:
-                    with torch.no_grad():
-                        tensor.copy_(received)
-                elif id(tensor) not in replaced_ids:
-                    slots.replace(tensor, received.to(device))
-                    replaced_ids.add(id(tensor))
 
 
 def collect(

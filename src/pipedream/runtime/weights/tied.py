@@ -1,14 +1,12 @@
-"""Weights that several stages hold (`core.plan.stage`): which they are, and their first values."""
+"""Weights that several stages hold (`core.plan.stage`): which they are."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.stage import Stage, TiedWeights
 
 
@@ -50,27 +48,3 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
     return tuple(
         TiedWeights(tuple(names), group, sum(by_name[name].nbytes for name in names)) for group, names in groups.items()
     )
-
-
-def copy_tied(handles: Mapping[str, nn.Parameter], stage: int, tied: Sequence[TiedWeights]) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles, with copies in place of weights that an earlier stage of this process holds."""
-    foreign = {name for weights in tied if stage in weights.stages[1:] for name in weights.names}
-    return {
-        name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
-    }
-
-
-def broadcast_tied(
-    model: nn.Module,
-    tied: Sequence[TiedWeights],
-    groups: Sequence[dist.ProcessGroup | None],
-    placement: Placement,
-    rank: int,
-) -> None:
-    """Broadcasts the first holder's values; every holder calls it, with the group of holders of each of the weights."""
-    by_name = dict(model.named_parameters())
-    for weights, group in zip(tied, groups, strict=True):
-        if any(rank in placement.ranks[stage] for stage in weights.stages):
-            for name in weights.names:
-                first = weights.ranks(placement).index(placement.ranks[weights.stages[0]][0])
-                dist.broadcast(by_name[name].data, group=group, group_src=first)

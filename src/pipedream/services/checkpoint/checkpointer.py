@@ -25,8 +25,7 @@ from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.state import list_copies, share_with_replicas
 from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.initial_values import named_state
-from pipedream.runtime.weights.parameters import set_extra_states
+from pipedream.runtime.weights.parameters import named_state, set_extra_states
 from pipedream.services.checkpoint import folders, optimizer_state, pieces, replica_state, writer
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 

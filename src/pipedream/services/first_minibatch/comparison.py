@@ -33,7 +33,7 @@ from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import named_state
 from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.capture.captured import Captured
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
-from pipedream.runtime.weights.initial_values import named_state
+from pipedream.runtime.weights.parameters import named_state
 from pipedream.services.losses.losses import Loss, Metric
 
 

@@ -22,7 +22,8 @@ from zoo import HF
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
-from pipedream.runtime.weights import files, initial_values as initial, parameters
+from pipedream.runtime.weights import parameters
+from pipedream.services.weights import files, initial_values as initial
 from pipedream.testing import Training, assert_equal
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 def drawn(make: Callable[[], nn.Module], parts: int = 1, seed: int = 0) -> nn.Module:
     """Returns a model that was built on the meta device, and drawn part by part, the last one first."""
     model = on_meta(make)
-    names = list(initial.named_state(model))
+    names = list(parameters.named_state(model))
     for part in reversed(range(parts)):
         initial.materialise(model, names[part::parts], CPU, seed)
     return model
@@ -83,7 +84,7 @@ def test_initial_values_depend_neither_on_the_cut_nor_on_generators(
     for name in ("manual_seed", "manual_seed_all"):  # generators of GPUs would not be restored
         monkeypatch.delattr(torch.cuda, name)
     before = torch.default_generator.get_state()
-    check_equal(initial.named_state(drawn(mixed, parts)), initial.named_state(drawn(mixed)))
+    check_equal(parameters.named_state(drawn(mixed, parts)), parameters.named_state(drawn(mixed)))
     assert torch.equal(torch.default_generator.get_state(), before)
     assert not torch.equal(drawn(mixed, seed=1)[0].first, drawn(mixed)[0].first)
 
@@ -109,7 +110,7 @@ def test_values_that_are_there_stay_and_others_only_come_where_they_are_named() 
     assert model[1].weight is weight
     assert torch.equal(weight, torch.full((2,), 3.0, dtype=torch.float64))
     assert not model[0].second.requires_grad
-    filled = [name for name, tensor in initial.named_state(model).items() if not tensor.is_meta]
+    filled = [name for name, tensor in parameters.named_state(model).items() if not tensor.is_meta]
     assert filled == ["0.second", "1.weight", "1.running_mean"]
 
 
@@ -179,7 +180,7 @@ def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None
     torch.manual_seed(0)
     on_cpu = hugging_face(name)
     drawn_model = drawn(lambda: hugging_face(name))
-    check_equal(initial.named_state(drawn(lambda: hugging_face(name), 3)), initial.named_state(drawn_model))
+    check_equal(parameters.named_state(drawn(lambda: hugging_face(name), 3)), parameters.named_state(drawn_model))
     assert parameters.find_shared_names(drawn_model) == parameters.find_shared_names(on_cpu)
     for name, buffer in on_cpu.named_buffers():
         assert torch.equal(drawn_model.get_buffer(name), buffer), name
@@ -272,12 +273,12 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     saved = hugging_face(name)
     saved.save_pretrained(tmp_path)  # type: ignore[operator]
     model = on_meta(lambda: hugging_face(name))
-    shared, names = parameters.find_shared_names(model), list(initial.named_state(model))
+    shared, names = parameters.find_shared_names(model), list(parameters.named_state(model))
     state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
     for part in (names[1::2], names[::2]):
         parameters.load(model, state, part, shared, CPU)
         initial.materialise(model, part, CPU, 0)
-    check_equal(initial.named_state(model), initial.named_state(saved))
+    check_equal(parameters.named_state(model), parameters.named_state(saved))
 
 
 @pytest.mark.parametrize(

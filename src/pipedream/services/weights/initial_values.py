@@ -16,33 +16,9 @@ from torch import nn
 
 from pipedream.core.errors import CaptureError
 from pipedream.core.seeds import layer_seed
+from pipedream.runtime.weights.parameters import Slots, list_slots, make_like, named_state
 
 _REMEDY = "build the model on the CPU, or start from a file of weights (weights=...)"
-
-
-def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers, shared ones under each of their names."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-class Slots:
-    """The places where a model keeps each parameter and buffer, to replace them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        self._tensors: list[torch.Tensor] = []  # keeps their ids from being used again
-        for module in model.modules():
-            for slots in _list_slots(module):
-                for slot, tensor in slots.items():
-                    if tensor is not None:
-                        self._holders.setdefault(id(tensor), []).append((slots, slot))
-                        self._tensors.append(tensor)
-
-    def replace(self, old: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts values in all slots of `old`, as a parameter if `old` is one."""
-        new = _make_like(old, values.to(old.dtype))
-        for slots, slot in self._holders[id(old)]:
-            slots[slot] = new
 
 
 def materialise(model: nn.Module, names: Iterable[str], device: torch.device, seed: int) -> None:
@@ -76,7 +52,7 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
     _check_attributes(model)
     holders: dict[str, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
-        for module_slots in _list_slots(module):
+        for module_slots in list_slots(module):
             for slot, tensor in module_slots.items():
                 if tensor is not None and id(tensor) in names_to_fill:
                     del names_to_fill[id(tensor)]
@@ -84,25 +60,13 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
     values_by_id: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), _restore_slots(model.modules()) as tensors:
         for old_slots, slot, tensor in tensors:
-            old_slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
+            old_slots[slot] = make_like(tensor, torch.empty_like(tensor, device="meta").detach())
         with torch.no_grad(), torch.device("cpu"):
             for path, module_tensors in holders.items():
                 values = _initialise_module(model, path, [slot for slot, _ in module_tensors], seed)
                 values_by_id |= {number: values[slot].detach().to(device) for slot, number in module_tensors}
     for number, initial_values in values_by_id.items():
         slots.replace(state[names_by_id[number]], initial_values)
-
-
-def _list_slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _make_like(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    if not isinstance(old, nn.Parameter):
-        return values
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)  # marks for the user's optimizer
-    return new
 
 
 def _check_attributes(model: nn.Module) -> None:
@@ -118,7 +82,7 @@ def _check_attributes(model: nn.Module) -> None:
 @contextmanager
 def _restore_slots(modules: Iterable[nn.Module]) -> Iterator[list[tuple[dict[str, Any], str, torch.Tensor]]]:
     """Yields the modules' own parameters and buffers with their slots, and puts them back at the end."""
-    originals = [(slots, dict(slots)) for module in modules for slots in _list_slots(module)]
+    originals = [(slots, dict(slots)) for module in modules for slots in list_slots(module)]
     try:
         yield [(slots, name, tensor) for slots, row in originals for name, tensor in row.items() if tensor is not None]
     finally:
@@ -154,7 +118,7 @@ def _initialise_module(
                     where = f"{name!r} is on the meta device, and its initialisation"
                     where += f" by {type(outer).__name__}" if i else ""
                     raise CaptureError(f"{where} raised {type(error).__name__}: {error}; {_REMEDY}") from error
-            values = {slot: t for slots in _list_slots(module) for slot, t in slots.items() if t is not None}
+            values = {slot: t for slots in list_slots(module) for slot, t in slots.items() if t is not None}
         unfilled = [slot for slot in slots_to_fill if not _is_filled(values[slot], versions.get(id(values[slot])))]
         if not unfilled:
             return values
@@ -176,7 +140,7 @@ def _give_storage(module: nn.Module) -> Iterator[dict[int, int]]:
     with _restore_slots([module]) as tensors:
         versions = {}
         for slots, slot, tensor in tensors:
-            new = _make_like(tensor, torch.full_like(tensor, _choose_unfilled(tensor.dtype), device="cpu"))
+            new = make_like(tensor, torch.full_like(tensor, _choose_unfilled(tensor.dtype), device="cpu"))
             slots[slot] = new
             versions[id(new)] = new._version
         yield versions
