@@ -1,7 +1,8 @@
 """Measures messages and sums between the ranks of a group.
 
-Each function is called by exactly these ranks. Times are taken on one rank, from before a message until a short reply.
-`target_s`: about how long a large message should take. What is sent in a batch is received in one: NCCL has a
+Each function is called by exactly these ranks, makes the same messages on each, and returns the same on each. A time is
+taken on one rank, from before a message until a short reply, and given to the others: so all agree on what to measure
+next. `target_s`: about how long a large message should take. What is sent in a batch is received in one: NCCL has a
 communicator for the batches of a group, and others for single messages.
 """
 
@@ -22,59 +23,36 @@ _PART = 4  # ratio of the two sizes
 
 
 def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> float:
-    """Returns half the seconds of a round trip of a byte, on both ranks."""
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
-    sender, other = pair
-    if rank == other:
-        for _ in range(_ECHOES):
-            dist.recv(token, sender, group=group)
-            dist.send(token, sender, group=group)
-        return _receive_numbers(1, sender, group, device)[0]
-    echoes = []
+    """Returns half the seconds of a round trip of a byte."""
+    token, echoes = _make_payload(1, device), []
     for _ in range(_ECHOES):
         start = time.perf_counter()
-        dist.send(token, other, group=group)
-        dist.recv(token, other, group=group)
-        _finish(device)
+        _send_both_ways(rank, pair, token, token, group)
         echoes.append(time.perf_counter() - start)
-    latency_s = lower_quartile(echoes) / 2
-    _send_numbers([latency_s], other, group, device)
-    return latency_s
+    return _share(lower_quartile(echoes) / 2, pair[0], group, device)
 
 
 def one_way(
     rank: int, sender: int, receiver: int, group: Any, device: torch.device, target_s: float
 ) -> tuple[float, int]:
-    """Returns bytes/s from one rank to another and the bytes of the large messages, on both ranks."""
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
-    if rank == receiver:
-        while size := int(*_receive_numbers(1, sender, group, device)):
-            dist.recv(_make_payload(size, device), sender, group=group)
-            dist.send(token, sender, group=group)
-        rate, large = _receive_numbers(2, sender, group, device)
-        return rate, int(large)
+    """Returns bytes/s from one rank to another and the bytes of the large messages."""
+    token = _make_payload(1, device)
 
     def seconds(size: int) -> float:
-        _send_numbers([size], receiver, group, device)
         payload = _make_payload(size, device)
         _finish(device)
         start = time.perf_counter()
-        dist.send(payload, receiver, group=group)
-        dist.recv(token, receiver, group=group)
-        _finish(device)
-        return time.perf_counter() - start
+        _send_both_ways(rank, (sender, receiver), payload, token, group)
+        return _share(time.perf_counter() - start, sender, group, device)
 
     size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
-    result = _measure_rate(seconds, size), size
-    _send_numbers([0], receiver, group, device)
-    _send_numbers(result, receiver, group, device)
-    return result
+    return _measure_rate(seconds, size), size
 
 
 def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: torch.device) -> float:
-    """Returns the bytes/s at which this rank receives while both ranks send."""
+    """Returns the bytes/s at which this rank receives while both ranks send, alone of all measurements its own."""
     other = pair[1] if rank == pair[0] else pair[0]
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    token = _make_payload(1, device)
     sent, received = _make_payload(size, device), _make_payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
@@ -85,33 +63,25 @@ def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: t
 
 
 def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, target_s: float, *, sends: bool) -> float:
-    """Returns the bytes/s that the first rank sends to all others at once, or receives; 0 on the others."""
+    """Returns the bytes/s that the first rank sends to all others at once, or receives."""
     centre, *others = ranks
-    token = torch.zeros(1, dtype=torch.uint8, device=device)
-    if rank != centre:
-        while size := int(*_receive_numbers(1, centre, group, device)):
-            received, reply = (_make_payload(size, device), token) if sends else (token, _make_payload(size, device))
-            _move_batch(dist.irecv, [received], [centre], group)
-            _move_batch(dist.isend, [reply], [centre], group)
-        return 0.0
 
     def seconds(size: int) -> float:
-        for other in others:
-            _send_numbers([size], other, group, device)
-        payload = _make_payload(size, device) if sends else token
-        buffers = [_make_payload(1 if sends else size, device) for _ in others]
+        there, back = (_make_payload(size if sends is outward else 1, device) for outward in (True, False))
+        buffers = [back.clone() for _ in others] if rank == centre else []
         _finish(device)
         start = time.perf_counter()
-        _move_batch(dist.isend, [payload] * len(others), others, group)
-        _move_batch(dist.irecv, buffers, others, group)
+        if rank == centre:
+            _move_batch(dist.isend, [there] * len(others), others, group)
+            _move_batch(dist.irecv, buffers, others, group)
+        else:
+            _move_batch(dist.irecv, [there], [centre], group)
+            _move_batch(dist.isend, [back], [centre], group)
         _finish(device)
-        return time.perf_counter() - start
+        return _share(time.perf_counter() - start, centre, group, device)
 
     size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
-    rate = _measure_rate(seconds, size) * len(others)
-    for other in others:
-        _send_numbers([0], other, group, device)
-    return rate
+    return _measure_rate(seconds, size) * len(others)
 
 
 def sum_over(group: Any, members: int, device: torch.device, target_s: float) -> tuple[float, float]:
@@ -124,7 +94,7 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
         start = time.perf_counter()
         dist.all_reduce(payload, group=group)
         _finish(device)
-        # The members must agree on what to measure next, so the slowest one counts.
+        # The slowest member counts.
         elapsed_s = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
         dist.all_reduce(elapsed_s, dist.ReduceOp.MAX, group=group)
         return float(elapsed_s)
@@ -152,6 +122,18 @@ def _measure_rate(seconds: Callable[[int], float], size: int) -> float:
     return slope(sizes, rows)
 
 
+def _send_both_ways(rank: int, pair: tuple[int, int], there: torch.Tensor, back: torch.Tensor, group: Any) -> None:
+    """Sends one tensor from the first of two ranks to the other, then one back; returns when both have arrived."""
+    first, other = pair
+    if rank == first:
+        dist.send(there, other, group=group)
+        dist.recv(back, other, group=group)
+    else:
+        dist.recv(there, first, group=group)
+        dist.send(back, first, group=group)
+    _finish(there.device)
+
+
 def _move_batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], others: Sequence[int], group: Any) -> None:
     moves = [dist.P2POp(move, tensor, other, group) for tensor, other in zip(tensors, others, strict=True)]
     for work in dist.batch_isend_irecv(moves):
@@ -174,14 +156,11 @@ def _make_payload(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _send_numbers(numbers: Sequence[float], receiver: int, group: Any, device: torch.device) -> None:
-    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), receiver, group=group)
-
-
-def _receive_numbers(count: int, sender: int, group: Any, device: torch.device) -> list[float]:
-    numbers = torch.zeros(count, dtype=torch.float64, device=device)
-    dist.recv(numbers, sender, group=group)
-    return list(numbers.tolist())
+def _share(number: float, source: int, group: Any, device: torch.device) -> float:
+    """Returns a rank's number on all ranks of the group."""
+    numbers = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.broadcast(numbers, source, group=group)
+    return float(numbers)
 
 
 def _finish(device: torch.device) -> None:
