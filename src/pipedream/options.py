@@ -105,30 +105,28 @@ class ModelOptions(ChoiceOptions):
     clip: str = "global"
     ema: float | None = None
     autocast: Any = None
-    compile: bool | str | Mapping[str, Any] = option(
-        False, "Compile the modules that lie within one stage with torch.compile.", panel=Panel.RUN
+    compile: bool | str | Mapping[str, Any] = Panel.RUN.option(
+        False, "Compile the modules that lie within one stage with torch.compile."
     )
     on_nan: str = "error"
     grad_scaler: Any = None
     sample: Any = None
-    compensation: Any = option(
+    compensation: Any = Panel.METHOD.option(
         None,
         "Compensation of stale gradients: spike, nesterov, error_feedback, basis_rotation, t1:500 (smaller rates for "
         "the first 500 updates), ... or none; repeatable.",
         metavar="NAME[:NUMBER]",
         unset="the recipe's",
-        panel=Panel.METHOD,
         kind=list[str],
         read=lambda texts: [text for text in texts if text != "none"],
     )
     loggers: Iterable[Any] = ()
     callbacks: Sequence[Callback] = ()
-    phases: str | Sequence[Any] | None = option(
+    phases: str | Sequence[Any] | None = Panel.METHOD.option(
         None,
         "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
         "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
         metavar="METHOD[/M][+COMPENSATION]:END,...",
-        panel=Panel.METHOD,
     )
     layout: TensorLayout | None = None
     parallelize: Callable[[str, Any, Any], Any] | None = None
@@ -187,26 +185,18 @@ class MethodOptions:
 
     schedule: str | Schedule | None = None
     microbatches: int | None = option_of(PlanRequest, "microbatches")
-    seed: int | None = option(
-        None,
-        "Random seed for the recipe and all layers.",
-        metavar="N",
-        unset="0, or the resumed run's",
-        panel=Panel.RUN,
+    seed: int | None = Panel.RUN.option(
+        None, "Random seed for the recipe and all layers.", unset="0, or the resumed run's"
     )
     device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda")
-    check: bool = option(
-        True,
-        "Compare the first minibatch (loss, gradients, buffers) with the model itself.",
-        panel=Panel.RUN,
+    check: bool = Panel.RUN.option(
+        True, "Compare the first minibatch (loss, gradients, buffers) with the model itself."
     )
-    stuck_after_s: float = option(
+    stuck_after_s: float = Panel.FAILURES.option(
         STUCK_AFTER_S,
         "End the run if an op or the data loader takes longer than this; 0: never.",
         "--stuck-after",
-        metavar="SECONDS",
         least=0,
-        panel=Panel.FAILURES,
     )
 
     def __post_init__(self) -> None:
@@ -229,11 +219,8 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     loss: Any = None
     optimizer: Callable[[list[tuple[str, Any]]], Any]
-    weights: str | os.PathLike[str] | None = option(
-        None,
-        "Weights to start from: a state dict, safetensors, or a folder with the latter.",
-        metavar="PATH",
-        panel=Panel.RUN,
+    weights: str | os.PathLike[str] | None = Panel.RUN.option(
+        None, "Weights to start from: a state dict, safetensors, or a folder with the latter.", metavar="PATH"
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.errors import PlanError
 from pipedream.core.extensions import list_offers
-from pipedream.core.flags import Panel, option
+from pipedream.core.flags import Panel
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.choices import Chooser, option_of_choice
 from pipedream.core.plan.depth import read_depth
@@ -50,51 +50,34 @@ class PlanRequest(Chooser):
 
     cluster: Cluster | None = None
     _: KW_ONLY
-    schedule: str = option(
-        "pipedream",
-        f"{METHOD_HELP}; 'auto' chooses the fastest by simulation.",
-        metavar=METHOD_NAME,
-        panel=Panel.METHOD,
+    schedule: str = Panel.METHOD.option(
+        "pipedream", f"{METHOD_HELP}; 'auto' chooses the fastest by simulation.", metavar=METHOD_NAME
     )
-    microbatches: int | None = option(
-        None,
-        "Microbatches per minibatch.",
-        metavar="M",
-        least=1,
-        unset="the plan's or the method's own number",
-        panel=Panel.METHOD,
+    microbatches: int | None = Panel.METHOD.number(
+        None, "Microbatches per minibatch.", metavar="M", unset="the plan's or the method's own number"
     )
-    in_flight: str | tuple[int, ...] = option(
+    in_flight: str | tuple[int, ...] = Panel.METHOD.option(
         "noam",
         "Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
         "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
         metavar="noam|full|auto|N,N,...",
-        panel=Panel.METHOD,
         read=read_depth,
     )
-    chunks: int | None = option(
-        None,
-        "Stages per worker, for methods that interleave.",
-        metavar="V",
-        least=1,
-        unset="the method's own number",
-        panel=Panel.METHOD,
+    chunks: int | None = Panel.METHOD.number(
+        None, "Stages per worker, for methods that interleave.", metavar="V", unset="the method's own number"
     )
-    allow_asynchronous: bool = option(
-        False, "Let --schedule auto also choose methods with stale gradients.", panel=Panel.METHOD
+    allow_asynchronous: bool = Panel.METHOD.option(
+        False, "Let --schedule auto also choose methods with stale gradients."
     )
-    allow_approximate: bool = option(
-        False,
-        "Also plan with encoded messages and approximate sums, and choose them where they save time.",
-        panel=Panel.METHOD,
+    allow_approximate: bool = Panel.METHOD.option(
+        False, "Also plan with encoded messages and approximate sums, and choose them where they save time."
     )
-    strategy: str = option(
+    strategy: str = Panel.METHOD.option(
         "simulate",
         "How to search: the fastest in simulation of several searches' plans (simulate), the plan with the fastest "
         "slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same replica "
         "count (2bw).",
         metavar="simulate|search|2bw",
-        panel=Panel.METHOD,
     )
     sums: str = option_of_choice(
         "sums",
@@ -104,22 +87,16 @@ class PlanRequest(Chooser):
         panel=Panel.METHOD,
     )
     shape: str | tuple[int, ...] = "any"
-    cuts: tuple[int | str, ...] | None = option(
+    cuts: tuple[int | str, ...] | None = Panel.SHAPE.option(
         None,
         "Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
         "'pipedream layers' lists them.",
         metavar="LAYER,LAYER,...",
-        panel=Panel.SHAPE,
         kind=str,
         read=_read_cuts,
     )
-    update_delay: int = option(
-        0,
-        "1 lets replicated stages run their next forward before they update.",
-        metavar="0|1",
-        least=0,
-        most=1,
-        panel=Panel.SHAPE,
+    update_delay: int = Panel.SHAPE.option(
+        0, "1 lets replicated stages run their next forward before they update.", metavar="0|1", least=0, most=1
     )
     all_workers: bool = False
     recompute: str = option_of_choice(
@@ -153,14 +130,13 @@ class PlanRequest(Chooser):
         unset="device",
         panel=Panel.METHOD,
     )
-    mesh: str = option(
+    mesh: str = Panel.SHAPE.option(
         "",
         "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
         "profile must know; auto chooses among those that it knows, for each stage. With a mesh, --workers counts "
         "ranks and --config counts workers.",
         metavar="auto|none|NAME:RANKS[,...][/...]",
         unset="none, one rank",
-        panel=Panel.SHAPE,
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Options declared once: a field with its default and its flag on the command line.
 
-    epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
+    epochs: int | None = Panel.RUN.number(None, "Epochs to train.", unset="the recipe's")
 
 is a field of an options dataclass, or a parameter of a command. `pipedream.apps.cli.flags` makes flags of both.
 """
@@ -24,6 +24,14 @@ class Panel(StrEnum):
     RUN = "Run"
     FAILURES = "Failures"
 
+    def option(self, default: Any, help: str, *names: str, **settings: Any) -> Any:
+        """Declares an option under this heading, as `option` does."""
+        return option(default, help, *names, panel=self, **settings)
+
+    def number(self, default: Any, help: str, *names: str, **settings: Any) -> Any:
+        """Declares a number of things under this heading, as `number` does."""
+        return number(default, help, *names, panel=self, **settings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
@@ -31,6 +39,7 @@ class Flag:
 
     Attributes:
         names: by default the field's name, with hyphens.
+        metavar: by default N for a whole number, FILE for a path, and SECONDS, which are 0 or more, for another number.
         panel: heading in the help; a `Panel` or another.
         least, most: bounds of a number.
         unset: the default in words, if its value does not explain itself.
@@ -54,6 +63,11 @@ class Flag:
 def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
     """Declares an option; the default ``...`` makes it required. The settings are those of `Flag`."""
     return _declare(default, Flag(help=help, names=names, **settings))
+
+
+def number(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """Declares an option for a number of things, at least one."""
+    return option(default, help, *names, least=1, **settings)
 
 
 def argument(metavar: str | None, help: str, *, default: Any = ..., **settings: Any) -> Any:

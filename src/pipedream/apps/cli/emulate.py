@@ -5,7 +5,7 @@ from pathlib import Path
 from pipedream.apps.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json
 from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import argument, option
+from pipedream.core.flags import argument, number, option
 from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import check_factor
@@ -15,7 +15,7 @@ def emulate(
     plan: Path = argument("PLAN", "Plan to run, from 'pipedream plan -o'."),
     schedule: str | None = SCHEDULE,
     microbatches: int | None = MICROBATCHES,
-    minibatches: int = option(32, "Minibatches to run.", metavar="N", least=1),
+    minibatches: int = number(32, "Minibatches to run."),
     in_flight: str | tuple[int, ...] | None = option(
         None,
         "Depth, the microbatches in flight at each stage, e.g. 3,2,1.",
@@ -25,7 +25,7 @@ def emulate(
     ),
     dilation: float = option(1.0, "Factor on all times.", metavar="FACTOR"),
     byte_scale: float = option(1.0, "Factor on all sizes in bytes.", metavar="FACTOR"),
-    workers: int | None = option(None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's"),
+    workers: int | None = number(None, "Number of local worker processes.", unset="the plan's"),
     out: Path | None = option(None, "Run folder.", metavar="DIR", unset="a new one in runs/"),
     as_json: bool = JSON,
 ) -> None:

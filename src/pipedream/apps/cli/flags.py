@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -73,23 +74,28 @@ def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: 
                 yield _Option(group, option_name, flag, field.default, annotations[option_name])
 
 
+_USUAL: dict[Any, tuple[str | None, float | None]] = {int: ("N", None), float: ("SECONDS", 0.0), Path: ("FILE", None)}
+"""Type of a value -> its metavar and the least one, where the option names no metavar."""
+
+
 def _make_parameter(option: _Option) -> inspect.Parameter:
     flag, names = option.flag, option.flag.names
     if option.default is False and not names:
         names = (f"--{option.name.replace('_', '-')}",)  # typer would add --no-...
+    first = get_args(option.annotation)[0] if get_origin(option.annotation) in (Union, UnionType) else option.annotation
+    kind = flag.kind or first
+    metavar, least = (flag.metavar, None) if flag.metavar else _USUAL.get(kind, (None, None))
     make = typer.Argument if flag.is_positional else typer.Option
     info = make(
         ... if option.default is dataclasses.MISSING else None if option.default == () else option.default,
         *names,
         help=flag.help,
-        metavar=flag.metavar,
-        min=flag.least,
+        metavar=metavar,
+        min=least if flag.least is None else flag.least,
         max=flag.most,
         rich_help_panel=flag.panel,
         show_default=flag.unset or True,
     )
-    first = get_args(option.annotation)[0] if get_origin(option.annotation) in (Union, UnionType) else option.annotation
-    kind = flag.kind or first
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 

@@ -21,28 +21,22 @@ from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
 from pipedream.workflows.exclusions import as_flag, check_options
 
 JSON = option(False, "Print one JSON object on standard output, and nothing else.", "--json")
-SEED = option(0, "Random seed.", metavar="N")
+SEED = option(0, "Random seed.")
 FINEST = option(False, "Also split the modules of a chain into those inside them, as more cut points.")
 RECIPE = argument("RECIPE", "Python file that defines recipe().")
 PROFILE = argument("PROFILE", "Profile of the model.")
-OUTPUT = option(None, "Also write the result to a file.", "-o", "--output", metavar="FILE")
-SVG = option(None, "Also write the picture: an SVG, or a PDF or PNG by the file's suffix.", "--svg", metavar="FILE")
-CLUSTER = option(
+OUTPUT = option(None, "Also write the result to a file.", "-o", "--output")
+SVG = option(None, "Also write the picture: an SVG, or a PDF or PNG by the file's suffix.", "--svg")
+CLUSTER = Panel.CLUSTER.option(
     None,
     f"A cluster's file, or a cluster of a paper ({', '.join(presets.PRESETS)}), e.g. pipedream-a:4.",
     metavar="FILE|NAME[:MACHINES]",
-    panel=Panel.CLUSTER,
 )
-SCHEDULE = option(
-    None, f"{METHOD_HELP}.", metavar=METHOD_NAME, unset="the plan's own, or pipedream", panel=Panel.METHOD
-)
-MINIBATCHES = option(
+SCHEDULE = Panel.METHOD.option(None, f"{METHOD_HELP}.", metavar=METHOD_NAME, unset="the plan's own, or pipedream")
+MINIBATCHES = Panel.METHOD.number(
     None,
     "Minibatches to run, from an empty pipeline to an empty one.",
-    metavar="N",
-    least=1,
     unset="1 if the method flushes, otherwise enough for a steady state",
-    panel=Panel.METHOD,
 )
 
 
@@ -50,9 +44,9 @@ MINIBATCHES = option(
 class ShapeFlags:
     """The shape of a plan, of which one flag may be given."""
 
-    straight: bool = option(False, "One stage for each worker.", panel=Panel.SHAPE)
-    data_parallel: bool = option(False, "One stage, replicated on all workers.", panel=Panel.SHAPE)
-    config: str | None = option(None, "Workers of each stage, e.g. 2-1.", metavar="R0-R1-...", panel=Panel.SHAPE)
+    straight: bool = Panel.SHAPE.option(False, "One stage for each worker.")
+    data_parallel: bool = Panel.SHAPE.option(False, "One stage, replicated on all workers.")
+    config: str | None = Panel.SHAPE.option(None, "Workers of each stage, e.g. 2-1.", metavar="R0-R1-...")
 
     def read(self) -> str | None:
         """Returns the shape, if a flag is given."""
@@ -64,24 +58,20 @@ class ShapeFlags:
 class ClusterFlags:
     """Workers and links, by a file or by figures."""
 
-    workers: list[str] | None = option(
+    workers: list[str] | None = Panel.CLUSTER.option(
         None,
         "Number of workers. With several network levels, one number per level, innermost first, e.g. 4 4; for "
         "machines of unequal size, e.g. 4+4+2 3.",
         metavar="N [N ...]",
-        panel=Panel.CLUSTER,
     )
-    bandwidth: list[str] | None = option(
+    bandwidth: list[str] | None = Panel.CLUSTER.option(
         None,
         "Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
         metavar="B [B ...]",
         unset="10Gbit/s",
-        panel=Panel.CLUSTER,
     )
-    latency: float = option(0.0, "One-way latency of a message.", metavar="SECONDS", least=0.0, panel=Panel.CLUSTER)
-    memory: str | None = option(
-        None, "Memory per worker, e.g. 16GB.", metavar="BYTES", unset="no limit", panel=Panel.CLUSTER
-    )
+    latency: float = Panel.CLUSTER.option(0.0, "One-way latency of a message.")
+    memory: str | None = Panel.CLUSTER.option(None, "Memory per worker, e.g. 16GB.", metavar="BYTES", unset="no limit")
     cluster: Path | None = CLUSTER
 
     def read(self, workers: int | None = None) -> Cluster:

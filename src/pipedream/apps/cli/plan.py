@@ -19,12 +19,11 @@ from pipedream.planner import Comparison
 from pipedream.workflows import plan as planning
 from pipedream.workflows.check import check_plan
 
-_DEVICES = option(
+_DEVICES = Panel.CLUSTER.option(
     None,
     "Devices of the workers in their order, e.g. 4xV100-16GB,2xRTX-4090. Speeds and memory are those of the "
     "datasheets, relative to the profile's device.",
     metavar="NxDEVICE,...",
-    panel=Panel.CLUSTER,
 )
 
 
@@ -68,7 +67,7 @@ def plan(
     links: ClusterFlags,
     devices: str | None = _DEVICES,
     request: PlanRequest,
-    explain: bool = option(False, "Print all that --schedule auto compared.", panel=Panel.METHOD),
+    explain: bool = Panel.METHOD.option(False, "Print all that --schedule auto compared."),
     shape: ShapeFlags,
     memory_table: bool = option(False, "Print the parts of each stage's peak memory."),
     output: Path | None = OUTPUT,

@@ -10,11 +10,9 @@ from pipedream.core.progress import progress
 
 
 def probe(
-    workers: int | None = option(
-        None, "Number of local worker processes.", metavar="N", least=2, unset="none; use torchrun"
-    ),
+    workers: int | None = option(None, "Number of local worker processes.", least=2, unset="none; use torchrun"),
     device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda"),
-    seconds: float = option(10.0, "Approximate time to spend.", metavar="SECONDS", least=0.5),
+    seconds: float = option(10.0, "Approximate time to spend.", least=0.5),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
 ) -> None:

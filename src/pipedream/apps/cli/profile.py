@@ -5,7 +5,7 @@ from pathlib import Path
 from pipedream.apps.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags
 from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import ProfileError
-from pipedream.core.flags import Panel, option, option_of
+from pipedream.core.flags import Panel, number, option, option_of
 
 _META = "Prediction, with --device meta"
 
@@ -31,23 +31,18 @@ def profile(
         unset="the model's own",
         panel=_META,
     ),
-    microbatches: int | None = option(
-        None,
-        "Microbatches per minibatch in training; the time of one is measured as well.",
-        metavar="M",
-        least=1,
-        unset="2",
+    microbatches: int | None = number(
+        None, "Microbatches per minibatch in training; the time of one is measured as well.", metavar="M", unset="2"
     ),
-    runs: int = option(10, "Measured runs, of which the median counts.", metavar="N", least=1),
+    runs: int = number(10, "Measured runs, of which the median counts."),
     finest: bool = FINEST,
-    meshes: list[str] | None = option(
+    meshes: list[str] | None = Panel.MESH.option(
         None,
         "Also measure one rank of a mesh, e.g. model:2; repeatable. auto measures one of each legal mesh of 2, 4 and 8 "
         "ranks, auto:4 of 2 and 4.",
         "--mesh",
         metavar="auto|none|NAME:RANKS[,...]",
         unset="none",
-        panel=Panel.MESH,
     ),
     layout: str | None = option_of(TrainingOptions, "layout"),
     shard_weights: str | None = option_of(TrainingOptions, "shard_weights"),

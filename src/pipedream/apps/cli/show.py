@@ -13,7 +13,7 @@ from pipedream.apps.report.svg import save_picture, timeline_svg
 from pipedream.apps.report.text import grid, print_grid, schedule_table
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import argument, option
+from pipedream.core.flags import argument, number, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.moves import Move
@@ -37,13 +37,12 @@ def show(
         default=None,
         unset="list all methods",
     ),
-    stages: int | None = option(
+    stages: int | None = number(
         None,
         "Number of stages; of workers, for methods with several stages per worker.",
         "--stages",
         "--workers",
         metavar="P",
-        least=1,
         most=_MAX_STAGES,
         unset="4, or the file's",
     ),
@@ -52,10 +51,8 @@ def show(
     microbatches: int | None = common.MICROBATCHES,
     minibatches: int | None = common.MINIBATCHES,
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
-    forward_s: float | None = option(None, "Time of a forward.", metavar="SECONDS", least=0.0, unset="1.0"),
-    backward_s: float | None = option(
-        None, "Time of a backward.", metavar="SECONDS", least=0.0, unset="1.0; 2.0 where the backward is split"
-    ),
+    forward_s: float | None = option(None, "Time of a forward.", unset="1.0"),
+    backward_s: float | None = option(None, "Time of a backward.", unset="1.0; 2.0 where the backward is split"),
     verify_it: bool = option(
         False,
         "Print the proof too: in flight, weight versions, staleness; and compare the method's claims with the "
@@ -66,9 +63,7 @@ def show(
         False, "Print the program too: each rank's warm-up and period, with messages and all that it waits for."
     ),
     svg: Path | None = common.SVG,
-    csv: Path | None = option(
-        None, "Also write the schedule in PyTorch's notation, if the method flushes.", metavar="FILE"
-    ),
+    csv: Path | None = option(None, "Also write the schedule in PyTorch's notation, if the method flushes."),
     as_json: bool = common.JSON,
 ) -> None:
     """List the methods, or draw one's schedule and its proof.

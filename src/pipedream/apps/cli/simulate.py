@@ -12,7 +12,7 @@ from pipedream.apps.report.text import print_grid
 from pipedream.apps.report.trace import save_trace
 from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import Panel, argument, option
+from pipedream.core.flags import Panel, argument, number, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME
@@ -25,37 +25,23 @@ _SHARE = " on a worker, which its stages share"
 
 def simulate(
     plan: Path | None = argument("PLAN", "Plan to simulate, from 'pipedream plan -o'; or --uniform.", default=None),
-    uniform: int | None = option(
-        None, "Simulate P workers with equal stages of one model.", metavar="P", least=1, panel=_EQUAL
-    ),
-    forward_s: float | None = option(
-        None, f"Time of a forward{_SHARE}.", metavar="SECONDS", least=0.0, unset="1.0", panel=_EQUAL
-    ),
-    backward_s: float | None = option(
-        None, f"Time of a backward{_SHARE}.", metavar="SECONDS", least=0.0, unset="2.0", panel=_EQUAL
-    ),
-    transfer_s: float | None = option(
-        None, "One-way time of a message.", metavar="SECONDS", least=0.0, unset="0.0", panel=_EQUAL
-    ),
+    uniform: int | None = number(None, "Simulate P workers with equal stages of one model.", metavar="P", panel=_EQUAL),
+    forward_s: float | None = option(None, f"Time of a forward{_SHARE}.", unset="1.0", panel=_EQUAL),
+    backward_s: float | None = option(None, f"Time of a backward{_SHARE}.", unset="2.0", panel=_EQUAL),
+    transfer_s: float | None = option(None, "One-way time of a message.", unset="0.0", panel=_EQUAL),
     chunks: int | None = common.CHUNKS,
     cluster: Path | None = common.CLUSTER,
-    schedule: list[str] | None = option(
+    schedule: list[str] | None = Panel.METHOD.option(
         None,
         f"{METHOD_HELP}. Repeatable with --uniform: compares the methods.",
         metavar=METHOD_NAME,
         unset="the plan's own, or pipedream",
-        panel=Panel.METHOD,
     ),
     microbatches: int | None = common.MICROBATCHES,
     minibatches: int | None = common.MINIBATCHES,
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     weight_s: float | None = option(
-        None,
-        "Time of the weight gradient, where the backward is split.",
-        metavar="SECONDS",
-        least=0.0,
-        unset="half of the backward",
-        panel=_TIMES,
+        None, "Time of the weight gradient, where the backward is split.", unset="half of the backward", panel=_TIMES
     ),
     jitter: float = option(
         0.0, "Coefficient of variation of the time of each op.", metavar="CV", least=0.0, panel=_TIMES
@@ -70,9 +56,9 @@ def simulate(
     picture: bool = option(False, "Draw the run too.", "--grid"),
     svg: Path | None = common.SVG,
     csv: Path | None = option(
-        None, "Also write a table of what ran when: rank, kind, stage, index, start, end, version.", metavar="FILE"
+        None, "Also write a table of what ran when: rank, kind, stage, index, start, end, version."
     ),
-    trace: Path | None = option(None, "Also write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"),
+    trace: Path | None = option(None, "Also write a trace for ui.perfetto.dev or chrome://tracing."),
     as_json: bool = common.JSON,
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.

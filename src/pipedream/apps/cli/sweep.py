@@ -32,7 +32,7 @@ def sweep(
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     shape: common.ShapeFlags,
     allow_asynchronous: bool = common.ALLOW_ASYNCHRONOUS,
-    csv: Path | None = option(None, "Also write the table.", metavar="FILE"),
+    csv: Path | None = option(None, "Also write the table."),
     as_json: bool = common.JSON,
 ) -> None:
     """Compare methods over workers and bandwidths.

@@ -58,15 +58,12 @@ class LinkFlags:
 class RestartFlags:
     """Restarts after a failure."""
 
-    max_restarts: int = option(
-        0, "Restart the workers after a failure, at most N times.", metavar="N", least=0, panel=Panel.FAILURES
-    )
-    elastic: bool = option(
+    max_restarts: int = Panel.FAILURES.option(0, "Restart the workers after a failure, at most N times.", least=0)
+    elastic: bool = Panel.FAILURES.option(
         False,
         "If restarts fail, continue without the lost workers: with their stages' other replicas, or with a new plan.",
-        panel=Panel.FAILURES,
     )
-    min_workers: int = option(1, "Fewest workers that --elastic may leave.", metavar="N", least=1, panel=Panel.FAILURES)
+    min_workers: int = Panel.FAILURES.number(1, "Fewest workers that --elastic may leave.")
 
     def check(self, method: str | Schedule, workers: int, chunks: int | None) -> None:
         """Raises a `ScheduleError` if the method does not work with every number of workers that may remain."""
@@ -88,9 +85,7 @@ class RestartFlags:
 def train(
     *,
     recipe: str = common.RECIPE,
-    plan: Path | None = option(
-        None, "Plan to run, from 'pipedream plan -o'.", metavar="FILE", unset="profile the model and plan here"
-    ),
+    plan: Path | None = option(None, "Plan to run, from 'pipedream plan -o'.", unset="profile the model and plan here"),
     shape: common.ShapeFlags,
     options: TrainingOptions,
     links: LinkFlags,

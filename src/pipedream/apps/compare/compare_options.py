@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import option, option_of
+from pipedream.core.flags import number, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.units import format_rate, parse_rate
 from pipedream.plan_request import PlanRequest
@@ -31,8 +31,8 @@ def _read_links(texts: Sequence[str]) -> tuple[float, ...]:
 class ComparisonOptions:
     """Options of a comparison. Raises a PlanError if they exclude each other."""
 
-    workers: int | None = option(
-        None, "Workers of each variant; the stages of --emulate-delay.", metavar="N", least=1, unset="2, or 4 stages"
+    workers: int | None = number(
+        None, "Workers of each variant; the stages of --emulate-delay.", unset="2, or 4 stages"
     )
     links: tuple[float, ...] = option(
         (),
@@ -69,7 +69,7 @@ class ComparisonOptions:
         metavar="S",
         least=0.0,
     )
-    seed: int = option(0, "Random seed.", metavar="N")
+    seed: int = option(0, "Random seed.")
     device: str = option_of(TrainingOptions, "device")
 
     def __post_init__(self) -> None:

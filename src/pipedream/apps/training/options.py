@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.core.errors import PipelineError
-from pipedream.core.flags import Panel, flag_of, option, option_of
+from pipedream.core.flags import Panel, flag_of, number, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import meshes_of, ranks_of
@@ -50,17 +50,14 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
     schedule: str | None = option_of(PlanRequest, "schedule", default=None, unset="the plan's own, or pipedream")
     phases: str | Sequence[Any] | None = option_of(ModelOptions, "phases")
     compensation: Any = option_of(ModelOptions, "compensation")
-    workers: int | None = option(
-        None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's, or 2"
-    )
+    workers: int | None = number(None, "Number of local worker processes.", unset="the plan's, or 2")
     plan: Plan | None = None
     shape: str | tuple[int, ...] = "pipeline"
     update_delay: int = option_of(PlanRequest, "update_delay")
-    recompute: bool = option(
+    recompute: bool = Panel.SHAPE.option(
         False,
         "Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "
         "--recompute always'. Without this flag the plan decides.",
-        panel=Panel.SHAPE,
     )
     in_flight: str | tuple[int, ...] = option_of(PlanRequest, "in_flight")
     chunks: int | None = option_of(PlanRequest, "chunks")
@@ -71,62 +68,54 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
         "plans meshes with stages and replicas. With a mesh, --workers counts ranks and --config counts workers.",
         panel=Panel.MESH,
     )
-    layout: str | None = option(
+    layout: str | None = Panel.MESH.option(
         None,
         "Tensor dimensions to shard over each mesh dimension, e.g. d_ff:model.",
         metavar="TENSOR:MESH[,...]",
         unset="the recipe's",
-        panel=Panel.MESH,
     )
-    shard_weights: str | None = option(
+    shard_weights: str | None = Panel.MESH.option(
         None,
         "Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
         metavar="MESH",
         unset="the recipe's",
-        panel=Panel.MESH,
     )
     allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option_of(ModelOptions, "compile")
-    epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
-    minibatches: int | None = option(
-        None, "Stop after this many minibatches.", metavar="N", least=1, unset="no limit", panel=Panel.RUN
+    epochs: int | None = Panel.RUN.number(None, "Epochs to train.", unset="the recipe's")
+    minibatches: int | None = Panel.RUN.number(None, "Stop after this many minibatches.", unset="no limit")
+    evaluate_every: int = Panel.RUN.option(
+        1, "Epochs between evaluations; 0: only at the end.", metavar="EPOCHS", least=0
     )
-    evaluate_every: int = option(
-        1, "Epochs between evaluations; 0: only at the end.", metavar="EPOCHS", least=0, panel=Panel.RUN
-    )
-    checkpoint_every: int | str | None = option(
+    checkpoint_every: int | str | None = Panel.RUN.option(
         None,
         "Minibatches between checkpoints; 0: no checkpoints; auto: so many that they cost at most 2% of the time.",
         metavar="MINIBATCHES|auto",
         unset="at each evaluation",
-        panel=Panel.RUN,
         kind=str,
         read=lambda text: int(text) if text.isdecimal() else text,
     )
-    keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
-    resume: str | os.PathLike[str] | None = option(
+    keep: int = Panel.RUN.number(2, "Number of checkpoints to keep.")
+    resume: str | os.PathLike[str] | None = Panel.RUN.option(
         None,
         "Continue a run: its run folder, or one of its checkpoints. The folder of --out may still be empty.",
         metavar="DIR",
-        panel=Panel.RUN,
     )
     cluster: Cluster | None = None
     memory_bytes: int | None = None
     weights: str | None = option_of(PipelineOptions, "weights")
-    out: str | os.PathLike[str] | None = option(
+    out: str | os.PathLike[str] | None = Panel.RUN.option(
         None,
         "Run folder; or a URL such as s3://bucket/run, to which checkpoints and, at the end, all files go.",
         metavar="DIR",
         unset="a new one in runs/",
-        panel=Panel.RUN,
     )
-    logs: tuple[str, ...] = option(
+    logs: tuple[str, ...] = Panel.RUN.option(
         (),
         "Also log to the run folder, or to a service by its own package; repeatable.",
         "--logger",
-        "--log",  # torchrun refuses it, as short for options of its own
+        "--log",
         metavar="csv|tensorboard|wandb|mlflow",
-        panel=Panel.RUN,
         kind=list[str],
         read=tuple,
     )

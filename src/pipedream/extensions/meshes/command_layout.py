@@ -5,7 +5,7 @@ from dataclasses import replace
 from pipedream.apps.cli.options import JSON, SEED, check_flags, print_json, read_memory
 from pipedream.core import units
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import argument, option
+from pipedream.core.flags import argument, number, option
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layouts.description.operators import DescribedStep, Operators
 from pipedream.extensions.meshes.layouts.report import (
@@ -42,7 +42,7 @@ def layout(
         panel=_BY_NAME,
     ),
     fixed: str | None = option(None, "Names that are not sharded.", metavar="NAME[,...]", unset="none", panel=_BY_NAME),
-    ranks: int | None = option(None, "Number of ranks, a power of two.", metavar="N", unset="none", panel=_BY_HALVES),
+    ranks: int | None = option(None, "Number of ranks, a power of two.", unset="none", panel=_BY_HALVES),
     method: str = option(
         "recursive",
         "Search: recursive as published, joint, or a baseline: equal, all-row, spartan, no-reduction, data, model.",
@@ -57,9 +57,7 @@ def layout(
         panel=_BY_HALVES,
     ),
     no_replicate: bool = option(False, "No tensor is whole on both sides of a cut, as in the paper.", panel=_BY_HALVES),
-    element_bytes: int | None = option(
-        None, "Bytes of an element of all tensors.", metavar="N", least=1, unset="a recipe's own, or 4"
-    ),
+    element_bytes: int | None = number(None, "Bytes of an element of all tensors.", unset="a recipe's own, or 4"),
     seed: int = SEED,
     as_json: bool = JSON,
 ) -> None:
