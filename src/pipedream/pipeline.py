@@ -36,7 +36,6 @@ from pipedream.options import PipelineOptions, compile_arguments, keywords, plai
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.process_group import is_distributed, process_device
-from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results.results import Done
@@ -53,6 +52,7 @@ from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.guard import Guard
+from pipedream.services.failure.same_settings import describe_model, describe_value
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers

@@ -23,10 +23,10 @@ from pipedream.metrics import run_metrics
 from pipedream.options import ChoiceOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
 from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
+from pipedream.services.failure.same_settings import check_same_settings, describe_data
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.phases.phases import phases_text
 from pipedream.services.probe.core_times import CoreTimes

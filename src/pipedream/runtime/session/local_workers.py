@@ -20,12 +20,11 @@ from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import gather_json, gather_texts, wait_for_all, world_group
-from pipedream.runtime.comm.same_settings import CALL, check_same_settings
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
 from pipedream.runtime.residence import Residence
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.unguarded import Unguarded
+from pipedream.runtime.unguarded import CALL, Unguarded
 from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.parameters import collect_extra_states, named_state
 from pipedream.runtime.worker import Worker
@@ -204,12 +203,12 @@ class LocalWorkers:
         except PipelineError as error:
             raise self.report(error) from error.__cause__
 
-    def await_same_call(self, settings: Mapping[str, str] | None = None) -> None:
+    def await_same_call(self, settings: Mapping[str, Any] | None = None) -> None:
         """Waits until every rank has made the last recorded call, with the same settings."""
         name, minibatches = self.activity.calls[-1] if self.activity.calls else ("calibration", 0)
-        call = {CALL: f"{name} after {minibatches} minibatches"}
+        call = f"{name} after {minibatches} minibatches"
         try:
-            check_same_settings(call | dict(settings or {}), self.group)
+            self.guard.check_same({CALL: call, **(settings or {})}, self.group)
         except (PipelineError, RuntimeError) as error:
             raise self.guard.first_cause(error, self.lead.where) from error
 

@@ -28,7 +28,6 @@ from pipedream.runtime.comm.process_group import (
     join_group,
     read_machine,
 )
-from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.residence import find_residence
@@ -180,10 +179,10 @@ def _build(
     workers_here.build(materials)
     if connections is not None:
         optimizers = {
-            f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
+            f"stage {stage}'s optimizer": stage_state.optimizer.optimizer
             for stage, stage_state in workers_here.stage_states
         }
-        check_same_settings(optimizers, workers_here.group)
+        workers_here.guard.check_same(optimizers, workers_here.group)
     readers = [] if connections is not None and connections.leaders is None else ranks
     workers_here.data = DataSources(
         blueprint.programs, readers, links[0].data, settings.batch_dim, settings.planned_samples
@@ -238,5 +237,5 @@ def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
     workers_here.group = connections.everyone
     programs = "\n".join(program.to_json() for program in blueprint.programs)
     settings = {"the plan or schedule, which rank 0 makes or one file holds": programs}
-    check_same_settings({**settings, **blueprint.settings_to_agree()}, workers_here.group)
+    workers_here.guard.check_same({**settings, **blueprint.settings_to_agree()}, workers_here.group)
     return connections

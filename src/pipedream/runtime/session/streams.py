@@ -9,7 +9,6 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime.activity import Interrupts
 from pipedream.runtime.comm.channel import LocalChannel, Pending, Receiver, Sender, drain
 from pipedream.runtime.comm.message import StopReason
-from pipedream.runtime.comm.same_settings import describe_data
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.data.splitter import AdaptBatch
@@ -68,9 +67,8 @@ class Streams:
         """
         workers_here = self._workers_here
         settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
-        if workers_here.data.uses_loader:
-            settings["the training data"] = describe_data(loader)
-        workers_here.await_same_call(settings)
+        data = {"the training data": loader} if workers_here.data.uses_loader else {}
+        workers_here.await_same_call(settings | data)
         try:
             self._sources = workers_here.data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -42,6 +42,7 @@ from pipedream.services.failure.processes import (
     write_doing,
     write_error,
 )
+from pipedream.services.failure.same_settings import check_same_settings, describe_setting
 from pipedream.services.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
 
 _POLL_S = 0.1
@@ -259,6 +260,9 @@ class Guard(Unguarded):
     @property
     def interrupts(self) -> int:
         return sum(status.interrupts for status in self._heartbeat.statuses.values())
+
+    def check_same(self, settings: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+        check_same_settings({name: describe_setting(value) for name, value in settings.items()}, group)
 
     def report(self, error: WorkerError) -> PeerError | None:
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))

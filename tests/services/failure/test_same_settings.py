@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipedream.runtime.comm.same_settings import describe_data, describe_model, describe_optimizer, describe_value
+from pipedream.services.failure.same_settings import describe_data, describe_model, describe_optimizer, describe_value
 
 SGD, ADAM, STEP = torch.optim.SGD, torch.optim.Adam, torch.optim.lr_scheduler.StepLR
 RATE = 0.1

@@ -21,9 +21,7 @@ from torch import nn
 from pipedream.core.errors import PlanError
 from pipedream.core.user_code import elide_middle, is_users_file
 from pipedream.runtime.comm.process_group import gather_json
-
-CALL = "their call"
-"""Name of the setting that describes a rank's call."""
+from pipedream.runtime.unguarded import CALL
 
 SAME_CALLS = (
     "every rank must make the same calls: without a condition on the rank around them; what rank 0 alone needs it is "
@@ -208,6 +206,13 @@ def _describe_module(module: nn.Module) -> str:
         filter(None, [_ADDRESS.sub("", module.extra_repr()), *_describe_numbers(variables), *public_texts])
     )
     return f"{kind.__qualname__}({options}) {_describe_source(kind)}".rstrip()
+
+
+def describe_setting(value: Any) -> str:
+    """Returns a text that is equal for equal texts, optimizers and loaders of all ranks."""
+    if isinstance(value, str):
+        return value
+    return describe_optimizer(value) if isinstance(value, torch.optim.Optimizer) else describe_data(value)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
