@@ -38,8 +38,9 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
+from pipedream.runtime.results.recorder import SpanRecorder
 from pipedream.runtime.results.results import Done
-from pipedream.runtime.session import measured
+from pipedream.runtime.session.measured import Measurements
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
@@ -115,6 +116,7 @@ class Pipeline:
         self._saver = Checkpointer(self._session.workers_here, find_module(options.loss))
         self._session.services.append(self._saver)
         self._local, self._streams = self._session.workers_here, self._session.streams
+        self._measured = Measurements(self._local)
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
@@ -126,7 +128,7 @@ class Pipeline:
         self.followed = FollowedEvaluations(self, self._callbacks, self._local, options.monitor)
         warn_of_loopback(self.plan, self.rank)
         self._loggers = Loggers(
-            options.loggers, self.rank, self.program.placement.workers, lambda: measured.status(self._local, "loggers")
+            options.loggers, self.rank, self.program.placement.workers, lambda: self._measured.status("loggers")
         )
 
     def train(self, loader: Iterable[Any], *, epochs: int = 1, until_epoch: int | None = None) -> Iterator[Done]:
@@ -320,7 +322,7 @@ class Pipeline:
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
         """Phase -> (begin, end) in minibatches, for the phases trained so far."""
-        return dict(self._local.workers[0].recorder.trained)
+        return dict(self._measured.trained)
 
     def timeline(self, phase: int | None = None) -> Timeline:
         """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.
@@ -332,31 +334,30 @@ class Pipeline:
             PipelineError: no such phase.
         """
         self._begin_collective_call("timeline()")
-        number = max(self.trained, default=self._training.phase) if phase is None else phase
-        return measured.collect_timeline(self._local, self._session.clock, number, self.plan.batch)
+        return self._measured.collect_timeline(self.plan.batch, phase)
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> (recent busy share, peak bytes of its process), as far as known here, without waiting."""
-        return measured.status(self._local)
+        return self._measured.status()
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns worker -> bytes sent, of its first rank. Every rank calls it."""
-        return measured.count_sent_bytes(self._local)
+        return self._measured.count_sent_bytes()
 
     def collectives(self) -> tuple[StageCollectives | None, ...]:
         """Returns what the ranks of each stage exchange, counted in its first microbatch and update, and predicted.
 
         None for a stage of a single rank, or without an update yet. Every rank calls it.
         """
-        return measured.collect_collectives(self._local)
+        return self._measured.collect_collectives()
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's skipped updates. Every rank calls it."""
-        return measured.count_skipped_updates(self._local)
+        return self._measured.count_skipped_updates()
 
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
-        return measured.compute_learning_rates(self._local, self.schedule)
+        return self._measured.learning_rates(self.schedule)
 
     def __enter__(self) -> Self:
         self._streams.interrupts.start()
@@ -441,6 +442,7 @@ def _build_session(
         stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
         settings=settings,
         device=process_device(options.device),
+        make_recorder=SpanRecorder,
         settings_to_agree=lambda: _list_settings_to_agree(model, options),
         last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
     )

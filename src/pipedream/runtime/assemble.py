@@ -18,8 +18,8 @@ from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.links import RankLinks, StageSource
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.residence import Residence
-from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.stage.part import PassFacts, StageFacts
 from pipedream.runtime.stage.stage_module import StageModule
@@ -79,7 +79,7 @@ def gather_materials(
 ) -> WorkerMaterials:
     """Returns the materials of a worker."""
     stages = {source.stage: _gather_stage_materials(blueprint, source, residence) for source in links.sources}
-    return WorkerMaterials(links, stages, on_copies, residence, Recorder(links.rank, blueprint.device))
+    return WorkerMaterials(links, stages, on_copies, residence, blueprint.make_recorder(links.rank, blueprint.device))
 
 
 def gather_materials_on_copies(
@@ -220,4 +220,4 @@ def check_programs(workers: Sequence[Worker], programs: Sequence[Program]) -> No
                 )
             rotates = any(rule.steps_whole_matrices for p in programs for rule in p.updates.compensation)
             division.adapt_optimizer(optimizer.optimizer, rotates=rotates)
-            division.watch_memory(worker.recorder.memory.read_heap)
+            division.watch_memory(worker.recorder.sample_memory)

@@ -9,7 +9,7 @@ from pipedream.core.schedule.op import Kind, find_gradient_kind
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.results.recorder import Moment
+from pipedream.runtime.recorder import Moment
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_passes import StagePasses
 

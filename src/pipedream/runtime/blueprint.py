@@ -13,6 +13,7 @@ from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.data.splitter import BatchDim
+from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.update.stepped import LossFactor
@@ -60,6 +61,7 @@ class Blueprint:
         evaluation: a verified program without backwards.
         stages: (name, module) of each stage's layers.
         last_layers: name of each stage's last layer, in the model's graph.
+        make_recorder: returns what records a worker, from its rank and the device.
         settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
         phase: the one that is trained now.
     """
@@ -69,6 +71,7 @@ class Blueprint:
     stages: Sequence[Sequence[tuple[str, nn.Module]]]
     settings: Settings
     device: torch.device
+    make_recorder: Callable[[int, torch.device], Recorder] = Recorder
     settings_to_agree: Callable[[], Mapping[str, str]] = dict
     last_layers: Sequence[str] = ()
     phase: int = 0

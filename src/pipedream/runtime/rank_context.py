@@ -7,7 +7,7 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.results.results import Results
 
 

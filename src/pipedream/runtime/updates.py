@@ -18,7 +18,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Group, Waiting, run_alone, wait_for
-from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.clipping import Clipping
 

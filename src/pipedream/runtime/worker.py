@@ -26,7 +26,7 @@ from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.links import WorkerChannels
 from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.results.recorder import Moment
+from pipedream.runtime.recorder import Moment
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.stage_passes import StagePasses
@@ -205,10 +205,10 @@ class Worker:
         self.input_updates += self.program.updates.updates(0, self._microbatches or 0)
         begin = self.done_minibatches
         self.done_minibatches += (self._microbatches or 0) // self.program.microbatches
-        self.recorder.note_trained(begin, self.done_minibatches)
+        peak_versions = max(stage_state.versions.peak for stage_state in self.stage_states.values())
+        self.recorder.end_stream(begin, self.done_minibatches, peak_versions)
         if self.results.raises_on_nan:
             check_finite(self.stage_states, not_finite, self.program, self.done_minibatches - 1, self._process)
-        self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.results.recorder import SpanRecorder as Recorder
 
 GPU = torch.device("cuda", 0)
 
@@ -60,7 +60,7 @@ def test_times_are_precise_hours_after_the_first_and_after_a_drain(cuda: FakeCud
         _op(cuda, recorder, index, 123e-6)
         cuda.now_s += 1.0
     end_s = cuda.stream_s
-    recorder.note_peak(1)
+    recorder.end_stream(0, 0, 1)
     cuda.now_s = cuda.stream_s = 50_000.0
     _op(cuda, recorder, 20_000, 123e-6)
     *_, last, after_drain = recorder.spans(0)

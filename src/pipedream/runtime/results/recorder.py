@@ -1,9 +1,8 @@
 """The ops of a worker with their times."""
 
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
+from pipedream.runtime.recorder import Moment, Recorder
 from pipedream.runtime.results.memory import MemoryMeter, Peak
 
 _TABLE_ROWS = 1 << 16
@@ -43,54 +43,44 @@ class GpuMoment:
     seconds: float = float("nan")
 
 
-Moment = float | GpuMoment
-"""Seconds of `time.perf_counter`, or a point in the GPU's stream."""
-
-
-class Recorder:
-    """Records one worker's spans and gradient versions, in memory that does not grow, through the phases of a run.
+class SpanRecorder(Recorder):
+    """Records one worker's spans and gradient versions, in memory that does not grow.
 
     Attributes:
-        mark: returns the present moment, for `note`.
-        max_queued: how many forwards may be queued on a GPU once another one is issued.
         peaks: phase -> (most versions of a stage, memory).
         trained: phase -> (begin, end) in minibatches.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
         self._rank = rank
         self.memory = MemoryMeter(device)
         self._gpu = GpuTimer(device) if device.type == "cuda" else None
-        self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
-        self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
+        self._end = self.mark
+        if self._gpu is not None:
+            self.mark, self._end = self._gpu.begin, self._gpu.mark
         self._buffered_spans: deque[tuple[int, int, int, int, Any, Any]] = deque()  # phase, kind, stage, index, moments
         self._spans = _NewestRows(_SPAN)
         self._buffered_versions: list[tuple[int, ...]] = []
         self._versions = _NewestRows(_VERSIONS)
         self._busy: dict[str, tuple[float, float]] = {}
         self._start_s = time.perf_counter()
-        self._phase, self.max_queued = 0, sys.maxsize
+        self._phase = 0
         self.peaks: dict[int, tuple[int, Peak]] = {}
         self.trained: dict[int, tuple[int, int]] = {}
 
     def begin_phase(self, phase: int) -> None:
-        """Begins another phase, at a drain."""
         self.memory.reset()
         self._phase = phase
 
-    def note_trained(self, begin: int, end: int) -> None:
-        """Records that a stream has trained from minibatch `begin` to `end`."""
+    def end_stream(self, begin: int, end: int, versions: int) -> None:
         if end > begin:
             self.trained[self._phase] = self.trained.get(self._phase, (begin, end))[0], end
-
-    def note_peak(self, versions: int) -> None:
-        """Records the peaks at the end of a stream."""
         if self._gpu is not None:
             self._gpu.reset()
         self.peaks[self._phase] = versions, self.memory.measure_peak()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
-        """Records an op that began at `start` and ends now."""
         code = _CODES[kind]
         end = self._end()
         self._buffered_spans.append((self._phase, code, stage, index, start, end))
@@ -102,17 +92,17 @@ class Recorder:
             self._flush_spans(wait=len(self._buffered_spans) >= _TABLE_ROWS)
 
     def note_step(self, stage: int, index: int, start_s: float, end_s: float) -> None:
-        """Records an optimizer's step that a thread has made."""
         self._buffered_spans.append((self._phase, _CODES["step"], stage, index, start_s, end_s))
 
+    def sample_memory(self) -> None:
+        self.memory.read_heap()
+
     def oldest_mark(self) -> object:
-        """Returns the GPU's oldest mark that is not completed, or None; another thread may call it."""
         return None if self._gpu is None else self._gpu.oldest()
 
     def note_gradient_versions(
         self, stage: int, microbatch: int, forward_version: int, backward_version: int, applied_to: int
     ) -> None:
-        """Records a `GradientVersions`."""
         row = self._phase, stage, microbatch, forward_version, backward_version, applied_to
         self._buffered_versions.append(row)
         if len(self._buffered_versions) >= _BUFFER_ROWS:

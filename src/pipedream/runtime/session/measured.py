@@ -1,4 +1,4 @@
-"""Collects a run's measurements from all ranks, which call all of these functions except `status`."""
+"""Collects a run's measurements from all ranks."""
 
 import json
 import logging
@@ -15,10 +15,10 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.model.profile import StageCollectives
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.results.memory import tensor_bytes
+from pipedream.runtime.results.recorder import SpanRecorder
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.worker import Worker
 
 _log = logging.getLogger("pipedream")
 
@@ -72,137 +72,155 @@ def _measure_offset_s(group: dist.ProcessGroup) -> float:
     return offset_s if abs(offset_s) > length_s / 2 else 0.0
 
 
-def collect_timeline(workers_here: LocalWorkers, clock: ClockOffset, phase: int, batch: int) -> Timeline:
-    """Returns a phase's timeline by rank 0's clock, from the run's first span.
+class Measurements:
+    """What the workers of a session have measured; made with the session, whose workers have a `SpanRecorder`.
 
-    Args:
-        batch: samples in a minibatch.
+    Every rank makes it, and the same calls, except of `status` and `learning_rates`.
 
-    Raises:
-        PipelineError: the run has no such phase.
+    Attributes:
+        trained: phase -> (begin, end) in minibatches.
     """
-    programs, workers = workers_here.blueprint.programs, workers_here.workers
-    if not 0 <= phase < len(programs):
-        raise PipelineError(
-            f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
-        )
-    program = programs[phase]
-    clock.measure(workers_here.group)
-    rows: list[Any] = []
-    peak_bytes, reserved_bytes = _find_peaks(workers, phase)
-    for worker in workers:
-        versions, _ = worker.recorder.peaks.get(phase, (1, None))
-        spans, began_s = worker.recorder.spans(phase), worker.recorder.began_s
-        starts, ends = (clock.to_rank_0(at) for at in ([s.start_s for s in spans], [s.end_s for s in spans]))
-        rows.append(
-            {
-                "rank": worker.rank,
-                "began_s": None if began_s is None else clock.to_rank_0([began_s])[0],
-                "spans": [
-                    [*span._replace(start_s=start, end_s=end)]
-                    for span, start, end in zip(spans, starts, ends, strict=True)
-                ],
-                "gradient_versions": [list(row) for row in worker.recorder.gradient_versions(phase)],
-                "peak_bytes": peak_bytes,
-                "reserved_bytes": reserved_bytes,
-                "versions": versions,
-            }
-        )
-    gathered = [part for text in gather_texts(json.dumps(rows), workers_here.group) for part in json.loads(text)]
-    part_by_rank = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
-    parts = [part_by_rank[rank] for rank in sorted(part_by_rank)]
-    start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
-    all_spans = tuple(
-        Span(rank, kind, stage, index, begin - start, end - start)
-        for part in parts
-        for rank, kind, stage, index, begin, end in part["spans"]
-    )
-    return Timeline(
-        name=program.name,
-        source="measured",
-        workers=program.placement.workers,
-        spans=all_spans,
-        microbatches=workers[0].recorder.trained.get(phase, (0, 0))[1] * program.microbatches,
-        minibatch_microbatches=program.microbatches,
-        batch=batch,
-        gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
-        peak_bytes=_require_all(part["peak_bytes"] for part in parts),
-        reserved_bytes=_require_all(part["reserved_bytes"] for part in parts),
-        shares_memory=len(workers) > 1,
-        peak_versions=tuple(part["versions"] for part in parts),
-    )
 
+    def __init__(self, workers_here: LocalWorkers) -> None:
+        self._workers_here = workers_here
+        recorders = [(worker.rank, worker.recorder) for worker in workers_here.workers]
+        self._recorders = {rank: recorder for rank, recorder in recorders if isinstance(recorder, SpanRecorder)}
+        self.trained = next(iter(self._recorders.values())).trained
+        self._clock = ClockOffset(workers_here.group)
 
-def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int | None]:
-    """Returns the peak of the tensors' bytes, and of the reserved bytes, of all workers of this process."""
-    peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
-    rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
-    # What others' stages have in the host store counts at their homes.
-    modules = (passes.module for worker in workers for passes in worker.stage_passes.values())
-    tensors_bytes = tensor_bytes(*(worker.stage_states for worker in workers), *modules)
-    return tensors_bytes + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
+    def collect_timeline(self, batch: int, phase: int | None = None) -> Timeline:
+        """Returns a phase's timeline by rank 0's clock, from the run's first span.
+
+        Args:
+            batch: samples in a minibatch.
+            phase: by default the last one trained.
+
+        Raises:
+            PipelineError: the run has no such phase.
+        """
+        blueprint, group = self._workers_here.blueprint, self._workers_here.group
+        programs = blueprint.programs
+        if phase is None:
+            phase = max(self.trained, default=blueprint.phase)
+        if not 0 <= phase < len(programs):
+            raise PipelineError(
+                f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
+            )
+        program = programs[phase]
+        self._clock.measure(group)
+        rows: list[Any] = []
+        peak_bytes, reserved_bytes = self._find_peaks(phase)
+        for rank, recorder in self._recorders.items():
+            versions, _ = recorder.peaks.get(phase, (1, None))
+            spans, began_s = recorder.spans(phase), recorder.began_s
+            starts, ends = (self._clock.to_rank_0(at) for at in ([s.start_s for s in spans], [s.end_s for s in spans]))
+            rows.append(
+                {
+                    "rank": rank,
+                    "began_s": None if began_s is None else self._clock.to_rank_0([began_s])[0],
+                    "spans": [
+                        [*span._replace(start_s=start, end_s=end)]
+                        for span, start, end in zip(spans, starts, ends, strict=True)
+                    ],
+                    "gradient_versions": [list(row) for row in recorder.gradient_versions(phase)],
+                    "peak_bytes": peak_bytes,
+                    "reserved_bytes": reserved_bytes,
+                    "versions": versions,
+                }
+            )
+        part_by_rank = {part["rank"]: part for row in reversed(gather_json(rows, group)) for part in row}  # of a mesh
+        parts = [part_by_rank[rank] for rank in sorted(part_by_rank)]
+        start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
+        all_spans = tuple(
+            Span(rank, kind, stage, index, begin - start, end - start)
+            for part in parts
+            for rank, kind, stage, index, begin, end in part["spans"]
+        )
+        return Timeline(
+            name=program.name,
+            source="measured",
+            workers=program.placement.workers,
+            spans=all_spans,
+            microbatches=self.trained.get(phase, (0, 0))[1] * program.microbatches,
+            minibatch_microbatches=program.microbatches,
+            batch=batch,
+            gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
+            peak_bytes=_require_all(part["peak_bytes"] for part in parts),
+            reserved_bytes=_require_all(part["reserved_bytes"] for part in parts),
+            shares_memory=len(self._recorders) > 1,
+            peak_versions=tuple(part["versions"] for part in parts),
+        )
+
+    def _find_peaks(self, phase: int) -> tuple[int | None, int | None]:
+        """Returns the peak of the tensors' bytes, and of the reserved bytes, of all workers of this process."""
+        peaks = [recorder.peaks[phase][1] for recorder in self._recorders.values() if phase in recorder.peaks]
+        rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
+        # What others' stages have in the host store counts at their homes.
+        workers = self._workers_here.workers
+        modules = (passes.module for worker in workers for passes in worker.stage_passes.values())
+        tensors_bytes = tensor_bytes(*(worker.stage_states for worker in workers), *modules)
+        return tensors_bytes + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
+
+    def status(self, reader: str = "") -> dict[int, dict[str, float]]:
+        """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
+        workers_here = self._workers_here
+        rows = {
+            rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
+            for rank, recorder in self._recorders.items()
+        }
+        if not workers_here.distributed:
+            return rows
+        store, key = dist.distributed_c10d._get_default_store(), f"pipedream/status/{reader}/"
+        if workers_here.worker_rank != 0:
+            store.set(f"{key}{workers_here.worker_rank}", json.dumps(rows[workers_here.worker_rank]))
+            return rows
+        for other in range(1, workers_here.program.placement.workers):
+            if store.check([f"{key}{other}"]):
+                rows[other] = json.loads(store.get(f"{key}{other}"))
+        return rows
+
+    def count_sent_bytes(self) -> dict[int, int]:
+        """Returns worker -> payload bytes that its first rank has sent."""
+        workers = self._workers_here.workers
+        return self._workers_here.gather_counts(
+            {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in workers}
+        )
+
+    def count_skipped_updates(self) -> tuple[int, ...]:
+        """Returns the number of skipped updates of each stage."""
+        stage_states = self._workers_here.stage_states
+        skipped = self._workers_here.gather_counts({stage: state.optimizer.skipped for stage, state in stage_states})
+        return tuple(skipped[stage] for stage in sorted(skipped))
+
+    def collect_collectives(self) -> tuple[StageCollectives | None, ...]:
+        """Returns each stage's collectives, after training; None for one on a single rank, or without an update."""
+        workers_here = self._workers_here
+        local_stages: dict[int, Any] = {}
+        for worker in workers_here.workers:
+            for stage, stage_state in worker.stage_states.items():
+                division = stage_state.module.division
+                if division.is_first and division.collectives:
+                    program = workers_here.blueprint.programs[min(self.trained)]
+                    needs_norms = worker.updates.clipping.needs_norms
+                    local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
+        by_stage: dict[int, StageCollectives] = {}
+        for row in gather_json(local_stages, workers_here.group):
+            for stage, data in row.items():
+                by_stage.setdefault(int(stage), decode(StageCollectives, data, "collectives"))
+        for stage, collectives in sorted(by_stage.items()) if workers_here.rank == 0 else ():
+            if collectives.predicted is None:
+                problem = collectives.problem
+                _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, problem)
+        return tuple(by_stage.get(stage) for stage in range(workers_here.program.placement.stages))
+
+    def learning_rates(self, schedule: Schedule) -> tuple[float, ...]:
+        """Returns each stage's learning rate."""
+        rate, rounds = self._workers_here.rate
+        factor, staleness = schedule.updates.rate_factor, schedule.weights.mean_staleness
+        return tuple(rate * factor(s, staleness(s), rounds) for s in range(len(schedule.plan.stages)))
 
 
 def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
     """Returns the bytes of each rank, or () if one of them is unknown."""
     rows = list(sizes)
     return tuple(size for size in rows if size is not None) if None not in rows else ()
-
-
-def status(workers_here: LocalWorkers, reader: str = "") -> dict[int, dict[str, float]]:
-    """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
-    recorders = {worker.rank: worker.recorder for worker in workers_here.workers}
-    rows = {
-        rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
-        for rank, recorder in recorders.items()
-    }
-    if not workers_here.distributed:
-        return rows
-    store = dist.distributed_c10d._get_default_store()
-    if workers_here.worker_rank != 0:
-        store.set(f"pipedream/status/{reader}/{workers_here.worker_rank}", json.dumps(rows[workers_here.worker_rank]))
-        return rows
-    for other in range(1, workers_here.program.placement.workers):
-        if store.check([f"pipedream/status/{reader}/{other}"]):
-            rows[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
-    return rows
-
-
-def count_sent_bytes(workers_here: LocalWorkers) -> dict[int, int]:
-    """Returns worker -> payload bytes that its first rank has sent."""
-    return workers_here.gather_counts(
-        {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in workers_here.workers}
-    )
-
-
-def count_skipped_updates(workers_here: LocalWorkers) -> tuple[int, ...]:
-    """Returns the number of skipped updates of each stage."""
-    skipped = workers_here.gather_counts({stage: state.optimizer.skipped for stage, state in workers_here.stage_states})
-    return tuple(skipped[stage] for stage in sorted(skipped))
-
-
-def collect_collectives(workers_here: LocalWorkers) -> tuple[StageCollectives | None, ...]:
-    """Returns each stage's collectives, after training; None for a stage on a single rank, or without an update."""
-    local_stages: dict[int, Any] = {}
-    for worker in workers_here.workers:
-        for stage, stage_state in worker.stage_states.items():
-            division = stage_state.module.division
-            if division.is_first and division.collectives:
-                program = workers_here.blueprint.programs[min(worker.recorder.trained)]
-                needs_norms = worker.updates.clipping.needs_norms
-                local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
-    by_stage: dict[int, StageCollectives] = {}
-    for text in gather_texts(json.dumps(local_stages), workers_here.group):
-        for stage, data in json.loads(text).items():
-            by_stage.setdefault(int(stage), decode(StageCollectives, data, "collectives"))
-    for stage, collectives in sorted(by_stage.items()) if workers_here.rank == 0 else ():
-        if collectives.predicted is None:
-            _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem)
-    return tuple(by_stage.get(stage) for stage in range(workers_here.program.placement.stages))
-
-
-def compute_learning_rates(workers_here: LocalWorkers, schedule: Schedule) -> tuple[float, ...]:
-    """Returns each stage's learning rate."""
-    rate, rounds = workers_here.rate
-    factor, staleness = schedule.updates.rate_factor, schedule.weights.mean_staleness
-    return tuple(rate * factor(s, staleness(s), rounds) for s in range(len(schedule.plan.stages)))

@@ -4,7 +4,6 @@
 - `streams` runs them: training, evaluations, predictions.
 - `service` is what accompanies them, such as the comparison of their first minibatch with the model, and checkpoints.
 - `state` collects and loads their weights.
-- `measured` collects what they have measured.
 """
 
 import os
@@ -33,7 +32,6 @@ from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.residence import find_residence
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
-from pipedream.runtime.session.measured import ClockOffset
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
 from pipedream.runtime.unguarded import Unguarded
@@ -75,7 +73,6 @@ class Session:
         workers_here = self.workers_here = _build_local_workers(
             model, graph, blueprint, fill_values, make_guard, free_bytes, free_host_bytes
         )
-        self.clock = ClockOffset(workers_here.group)
         self.services: list[SessionService] = []
         self.streams = Streams(workers_here, self.services)
         workers_here.activity.describe_op = lambda: workers_here.lead.where

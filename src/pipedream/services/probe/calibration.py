@@ -23,7 +23,8 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.session.measured import collect_timeline
+from pipedream.runtime.results.recorder import SpanRecorder
+from pipedream.runtime.session.measured import Measurements
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
 from pipedream.services.losses.losses import Loss
@@ -88,11 +89,12 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
             partial(LossScorer, Loss(_mean_product), {}), lambda named: _NoStep([p for _, p in named], lr=0.0)
         ),
         device=torch.device("cpu"),
+        make_recorder=SpanRecorder,
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
     layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
     session = Session(nn.Sequential(*layers), graph, blueprint, make_guard=partial(Guard.of_session, stuck_after_s=0))
-    failed = True
+    measurements, failed = Measurements(session.workers_here), True
     try:
         for sample, *counts in zip(samples, warm_ups, _MINIBATCHES, strict=True):
             batches: Any = [(sample, torch.ones(1))] * sum(counts)
@@ -102,7 +104,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
                 session.streams.open_feed(loader, lambda batch: batch)
                 for _ in session.streams.train():
                     pass
-        timeline = collect_timeline(session.workers_here, session.clock, 0, 1)
+        timeline = measurements.collect_timeline(1)
         failed = False
     finally:
         session.close(failed=failed)
