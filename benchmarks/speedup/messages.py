@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipedream.apps.compare.torch_baselines import PlainLoop
 from pipedream.core.cold import WARM_UP
-from pipedream.runtime.results.memory import keep_freed_memory
+from pipedream.core.malloc import keep_freed_memory
 
 _TIMED_TURNS, _TURNS_S = 15, 2.0  # at most, of updates without messages and with
 _MAX_MESSAGE_BYTES, _LINK_SHARE = 2e6, 0.4  # a message fills this share of what the link carries during an update

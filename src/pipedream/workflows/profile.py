@@ -23,6 +23,7 @@ from pipedream.capture import (
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.devices import Device
+from pipedream.core.malloc import keep_freed_memory
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.plan import Plan
@@ -32,7 +33,6 @@ from pipedream.plan_request import NO_MESH
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
-from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.weights.parameters import named_state
 from pipedream.services import roofline
 from pipedream.services.failure.guard import guard_job

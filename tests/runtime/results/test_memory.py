@@ -15,6 +15,7 @@ from torch import nn
 from training import SGD, plan_of, train
 
 import pipedream as pd
+from pipedream.core import malloc
 from pipedream.runtime.results import memory
 from pipedream.workflows import profile
 
@@ -146,7 +147,7 @@ def test_out_of_memory_says_what_to_set() -> None:
 
 def _count_new_pages() -> int:
     """Takes 30 MiB and frees them, fifteen times; returns how many pages were new in the last ten."""
-    memory.keep_freed_memory()
+    malloc.keep_freed_memory()
     pages = []
     for _ in range(15):
         pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -166,7 +167,7 @@ def test_freed_memory_is_kept() -> None:
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """What malloc is told."""
     settings: dict[int, int] = {}
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda path: SimpleNamespace(mallopt=settings.__setitem__))
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda path: SimpleNamespace(mallopt=settings.__setitem__))
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     return settings
@@ -174,7 +175,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 @pytest.mark.parametrize(("free_bytes", "mapped_bytes"), [(399, 4 << 20), (401, 32 << 20)])
 def test_scarce_memory_is_given_back(free_bytes: int, mapped_bytes: int, settings: dict[int, int]) -> None:
-    memory.keep_freed_memory(300, free_bytes)
+    malloc.keep_freed_memory(300, free_bytes)
     assert settings[-3] == mapped_bytes
     assert len(settings) == 2
 
@@ -194,5 +195,5 @@ def test_the_users_settings_of_malloc_count(
     name: str, value: str, settings: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    memory.keep_freed_memory()
+    malloc.keep_freed_memory()
     assert not settings

@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipedream.capture import call_model
 from pipedream.core.errors import RecipeError
+from pipedream.core.malloc import keep_freed_memory
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import BatchAdapter, count_samples, split_batch
-from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
+from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
 from pipedream.runtime.results.results import Done, Score
 from pipedream.runtime.stage.stage_module import restoring_modes
 from pipedream.services.losses.losses import Loss, is_torch_loss, metric_scores

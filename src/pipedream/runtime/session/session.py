@@ -14,6 +14,7 @@ from torch import nn
 
 from pipedream.core.errors import PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import find_offer
+from pipedream.core.malloc import keep_freed_memory
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.user_code import with_place
@@ -30,7 +31,6 @@ from pipedream.runtime.comm.process_group import (
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.residence import find_residence
-from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.session.streams import LOOP, Streams
