@@ -24,7 +24,7 @@ from pipedream.core.schedule.timeline import WORK
 from pipedream.planner import manual_plan
 from pipedream.profiler.device import name_device
 from pipedream.profiler.sizes import Allocations
-from pipedream.runtime.results import recorder
+from pipedream.services.results import recorder
 from pipedream.services.roofline import measure_device
 
 STAGES, MICROBATCHES = 4, 8

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         register_operator as register_operator,
     )
     from pipedream.pipeline import Pipeline as Pipeline
-    from pipedream.runtime.results.results import Done as Done
+    from pipedream.runtime.results import Done as Done
     from pipedream.services.phases.phases import Phase as Phase
     from pipedream.tensors.auxiliary_loss import (
         add_auxiliary_loss as add_auxiliary_loss,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Cluster": "core.hardware.cluster",
-    "Done": "runtime.results.results",
+    "Done": "runtime.results",
     "Layer": "core.model.graph",
     "LayerGraph": "core.model.graph",
     "LayerProfile": "core.model.profile",

@@ -27,7 +27,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
 

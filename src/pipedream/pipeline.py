@@ -38,9 +38,7 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
-from pipedream.runtime.results.recorder import SpanRecorder
-from pipedream.runtime.results.results import Done
-from pipedream.runtime.session.measured import Measurements
+from pipedream.runtime.results import Done
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
@@ -62,6 +60,8 @@ from pipedream.services.losses.scoring import LossScorer, needs_weights
 from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
+from pipedream.services.results.measurements import Measurements
+from pipedream.services.results.recorder import SpanRecorder
 from pipedream.services.weights.fill import fill_values
 from pipedream.workflows.prepare import (
     Prepared,

@@ -131,7 +131,7 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (results.waits, "1f1b_waits", FORWARD, _do_before(lambda: torch.cuda.synchronize())),
     (speed.host, "1f1b_host_by_plain", FORWARD, _do_before(_sleep)),
     (speed.throughput, "rate_by_plain_at_0.1_ms", FORWARD, _do_before(_sleep)),
-    (speed.memory, "1f1b_growth_bytes", "runtime.results.recorder:SpanRecorder.note", _do_before(_leak)),
+    (speed.memory, "1f1b_growth_bytes", "services.results.recorder:SpanRecorder.note", _do_before(_leak)),
     (speed.memory, "peak_by_plan", BACKWARD, _do_before(lambda: torch.ones(1 << 14))),
     (speed.clock, "large_profile_by_whole_model", "profiler.stopwatch:Stopwatch.laps_s", _double_laps),
     (results.checkpoint, "differing_weights", "services.checkpoint.optimizer_state:restore", _do_nothing),

@@ -20,7 +20,7 @@ from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.residence import Residence
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results import Results
 from pipedream.runtime.stage.part import PassFacts, StageFacts
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.runtime.stage.versions import WeightChoice, WeightStore

@@ -14,7 +14,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.data.splitter import BatchDim
 from pipedream.runtime.recorder import Recorder
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results import Results
 from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.update.stepped import LossFactor
 

@@ -14,7 +14,7 @@ from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, tensors_in, to_device
 from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.results.results import Output
+from pipedream.runtime.results import Output
 from pipedream.runtime.scorer import Scorer, Targets
 from pipedream.runtime.stage.part import ForwardFunction
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule

@@ -8,7 +8,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.recorder import Recorder
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results import Results
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.recorder import Recorder
-from pipedream.runtime.results.results import NOT_FINITE_ADVICE
+from pipedream.runtime.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses

@@ -27,7 +27,7 @@ from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.links import WorkerChannels
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.recorder import Moment
-from pipedream.runtime.results.results import Done, Output
+from pipedream.runtime.results import Done, Output
 from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.stage_passes import StagePasses
 from pipedream.runtime.stage_state import (

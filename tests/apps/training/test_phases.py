@@ -382,7 +382,7 @@ def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatc
     """In a long run the second phase pushes out the first one's."""
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
     pd.run(make, minibatches=1, out=tmp_path / "first", **options)  # measures what the runtime costs, with all spans
-    monkeypatch.setattr("pipedream.runtime.results.recorder._TABLE_ROWS", 40)
+    monkeypatch.setattr("pipedream.services.results.recorder._TABLE_ROWS", 40)
     summary = pd.run(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
     assert [phase["end"] - phase["begin"] for phase in summary["phases"]] == [20, 10]
     assert summary["configuration"]["schedule"] == "pipedream"

@@ -20,7 +20,7 @@ from pipedream.core.units import format_seconds
 from pipedream.pipeline import Pipeline
 from pipedream.plan_request import AUTO
 from pipedream.runtime.comm.process_group import gather_texts, world_group
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.restarts import Restarts
 

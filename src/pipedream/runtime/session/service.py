@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from pipedream.runtime.data.source import Source
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 
 
 class SessionService:

@@ -12,7 +12,7 @@ from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.data.splitter import AdaptBatch
-from pipedream.runtime.results.results import Done, Output
+from pipedream.runtime.results import Done, Output
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.stage_module import evaluating

@@ -13,7 +13,7 @@ from pipedream.core.errors import PipelineError
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.splitter import AdaptBatch
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 from pipedream.runtime.session.phase_order import PhaseEnd, find_data_end, find_next_phase, find_phase
 from pipedream.runtime.session.session import Session
 

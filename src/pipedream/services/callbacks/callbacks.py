@@ -12,7 +12,7 @@ from pipedream.core.artifact import copy_json
 from pipedream.core.errors import PipelineError
 
 if TYPE_CHECKING:
-    from pipedream.runtime.results.results import Done
+    from pipedream.runtime.results import Done
 
 
 class Callback:

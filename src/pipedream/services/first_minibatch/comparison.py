@@ -27,7 +27,7 @@ from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
 from pipedream.runtime.division import Division
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule

@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any, Protocol
 
 from pipedream.core.errors import PipelineError, RecipeError
-from pipedream.runtime.results.results import Done
+from pipedream.runtime.results import Done
 
 _SPEED_EVERY_S = 1.0
 

@@ -10,7 +10,7 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.results import Results, Score
+from pipedream.runtime.results import Results, Score
 from pipedream.runtime.scorer import Scorer, Targets
 from pipedream.services.losses.losses import Loss, Metric, metric_scores
 

@@ -23,13 +23,13 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
 from pipedream.runtime.data.rng import preserved_rng
-from pipedream.runtime.results.recorder import SpanRecorder
-from pipedream.runtime.session.measured import Measurements
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
 from pipedream.services.losses.losses import Loss
 from pipedream.services.losses.scoring import LossScorer
 from pipedream.services.probe.survey import lower_quartile
+from pipedream.services.results.measurements import Measurements
+from pipedream.services.results.recorder import SpanRecorder
 
 _MESSAGE_NUMBERS = (1 << 4, 1 << 15)  # a small and a large message: few enough for torch to compute in one thread
 _MINIBATCHES = (32, 16)  # measured, with each size

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.runtime.results.memory import tensor_bytes
+from pipedream.services.results.memory import tensor_bytes
 
 WIDTH, BATCH = 768, 256
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

@@ -12,7 +12,7 @@ import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 from pipedream.runtime.recorder import Moment, Recorder
-from pipedream.runtime.results.memory import MemoryMeter, Peak
+from pipedream.services.results.memory import MemoryMeter, Peak
 
 _TABLE_ROWS = 1 << 16
 """Most spans, and most gradient versions, that are kept; the oldest are dropped first."""

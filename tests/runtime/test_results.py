@@ -14,7 +14,7 @@ from marks import thinned
 
 import pipedream as pd
 from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.results.results import Results, _HostCopies
+from pipedream.runtime.results import Results, _HostCopies
 from pipedream.testing import Trained, assert_equal
 
 CASE = partial(Case, "mlp", evaluate_at=())

@@ -16,7 +16,7 @@ from training import SGD, plan_of, train
 
 import pipedream as pd
 from pipedream.core import malloc
-from pipedream.runtime.results import memory
+from pipedream.services.results import memory
 from pipedream.workflows import profile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
-from pipedream.runtime.results.recorder import SpanRecorder as Recorder
+from pipedream.services.results.recorder import SpanRecorder as Recorder
 
 GPU = torch.device("cuda", 0)
 

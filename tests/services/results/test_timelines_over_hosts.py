@@ -11,7 +11,7 @@ from cases import make_pipeline
 from marks import slow
 
 import pipedream as pd
-from pipedream.runtime.session.measured import ClockOffset
+from pipedream.services.results.measurements import ClockOffset
 
 
 def _train(shift_s: float, drift: float) -> tuple[pd.Timeline, float]:

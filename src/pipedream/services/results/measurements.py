@@ -16,9 +16,9 @@ from pipedream.core.model.profile import StageCollectives
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_json
-from pipedream.runtime.results.memory import tensor_bytes
-from pipedream.runtime.results.recorder import SpanRecorder
 from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.services.results.memory import tensor_bytes
+from pipedream.services.results.recorder import SpanRecorder
 
 _log = logging.getLogger("pipedream")
 

@@ -1,1 +1,0 @@
-"""Losses, metrics, timings."""
