@@ -42,6 +42,7 @@ TORCH_PACKAGES = (
     "capture",
     "experts",
     "extensions.compensations.basis_rotation.rotation",
+    "extensions.clipping",
     "extensions.delays",
     "extensions.host_weights",
     "extensions.meshes",

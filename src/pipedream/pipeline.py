@@ -43,7 +43,6 @@ from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.stepped import LossFactor
-from pipedream.runtime.update.trial import check_steps_apart
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
 from pipedream.runtime.weights.tied import find_tied_weights
 from pipedream.services.callbacks.callbacks import FollowedEvaluations, load_states, states_of
@@ -57,6 +56,7 @@ from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.loggers.loggers import Loggers
 from pipedream.services.losses.losses import Loss, find_module, is_torch_loss
 from pipedream.services.losses.scoring import LossScorer, needs_weights
+from pipedream.services.optimizer_trial.trial import check_steps_apart
 from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback

@@ -7,6 +7,7 @@ What may be offered, under the names of their modules:
 | `actions` | `ACTIONS`, what a worker does at moves of its program | `runtime.worker` |
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `compensator` | the `DelayCompensator` of a stage with stale gradients | `runtime.update.compensator` |
+| `clipping` | the `Clipping` that decides about updates by the norms of gradients | `runtime.update.decision` |
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |

@@ -20,7 +20,7 @@ from pipedream.runtime.activity import Activity
 from pipedream.runtime.comm.channel import Group, Waiting, run_alone, wait_for
 from pipedream.runtime.recorder import Recorder
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.update.clipping import Clipping
+from pipedream.runtime.update.decision import make_decision
 
 
 class Updates:
@@ -42,7 +42,7 @@ class Updates:
         stage_states: Mapping[int, StageState],
         tied: Sequence[tuple[TiedWeights, Group]] = (),
     ) -> None:
-        self.clipping = Clipping(policy, program, group)
+        self.decision = make_decision(policy, program, group)
         self.thread = UpdateThread()
         self._group = group
         self._stage_states = stage_states
@@ -63,7 +63,7 @@ class Updates:
     @property
     def couples_stages(self) -> bool:
         """Whether an update needs the gradients of other stages."""
-        return self.clipping.is_global or bool(self._tied_sums)
+        return self.decision.is_global or bool(self._tied_sums)
 
     def begin(self, placement: Placement) -> Waiting[None]:
         """Begins a stream: publishes the weights of this rank's stages to ranks with remote forwards."""
@@ -94,7 +94,7 @@ class Updates:
         for stage, optimizer in optimizers.items():
             self._prepared[stage] = optimizer.normalise(gathered[stage])
             self._stage_states[stage].compare_first_update()
-        yield from self.clipping.decide(optimizers)
+        yield from self.decision.decide(optimizers)
 
     # -- updates beside the passes --------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Updates:
             try:
                 if not is_prepared:
                     run_alone(stage_state.optimizer.prepare(gradients))
-                    self.clipping.decide_locally(stage_state.optimizer)
+                    self.decision.decide_locally(stage_state.optimizer)
                 stage_state.step(1.0)
             except BaseException:
                 stage_state.versions.withdraw()

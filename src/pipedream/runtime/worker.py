@@ -160,7 +160,7 @@ class Worker:
         """Continues where a worker with another program has drained."""
         for stage, stage_state in self.stage_states.items():
             stage_state.take_over(former.stage_states[stage], former.input_updates)
-        self.updates.clipping.norm_square = former.updates.clipping.norm_square
+        self.updates.decision.norm_square = former.updates.decision.norm_square
         self.done_minibatches, self.stop_requested = former.done_minibatches, former.stop_requested
         former.close_parts()
         former.updates.thread.close(wait=True)
@@ -198,7 +198,7 @@ class Worker:
         yield from self.updates.begin(self.program.placement)
         yield from self._run(self.program)
         self.results.finish()
-        yield from self.updates.clipping.finish()
+        yield from self.updates.decision.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
         yield from self._collect(0)

@@ -14,10 +14,10 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.schedule.update_policy import Policy
+from pipedream.extensions.clipping.clipping import find_norm_square
 from pipedream.extensions.compensations.error_feedback import ErrorFeedback
 from pipedream.extensions.delays.predictions import add_velocity
 from pipedream.runtime.comm.channel import LocalGroup, run_alone
-from pipedream.runtime.update.clipping import find_norm_square
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
 from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates

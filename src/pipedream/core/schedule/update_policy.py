@@ -47,6 +47,11 @@ class Policy:
     def skips(self) -> bool:
         return bool(self.scaling) or self.on_nan == "skip"
 
+    @property
+    def needs_norms(self) -> bool:
+        """Whether each update needs the norm of its gradients."""
+        return self.skips or self.clip_grad_norm is not None
+
     def couple(self, schedule: Schedule) -> Schedule:
         """Returns the schedule, with coupled updates if the policy needs them.
 

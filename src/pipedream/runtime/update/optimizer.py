@@ -1,6 +1,6 @@
 """An update: sum over replicas, normalise, set the learning rate, step, average the weights.
 
-Between `Optimizer.prepare` and `Optimizer.step` gradients may be clipped (`clipping`).
+Between `Optimizer.prepare` and `Optimizer.step` gradients may be clipped (`decision`).
 Compensations of delay act on the clipped gradients, the learning rate and the step. The optimizer is the user's, one
 per stage.
 """

@@ -208,7 +208,7 @@ class Checkpointer(SessionService):
             own_ids = set(map(id, stage_state.module.own_generators))
             saved = replace(
                 optimizer_state.to_saved_stage(stage_state.optimizer),
-                norm_square=self._workers_here.workers[0].updates.clipping.norm_square,
+                norm_square=self._workers_here.workers[0].updates.decision.norm_square,
                 modules={} if replica else extra_states[stage],
                 generators={name: read_state(g) for name, g in self._generators.items() if id(g) in own_ids},
             )
@@ -304,7 +304,7 @@ class Checkpointer(SessionService):
                 ) from None
         for worker in self._workers_here.workers:
             worker.done_minibatches = manifest.minibatches
-            worker.updates.clipping.norm_square = manifest.stages[0].norm_square  # of all stages
+            worker.updates.decision.norm_square = manifest.stages[0].norm_square  # of all stages
             worker.input_updates = manifest.stages[0].updates if same_stages else 0
         if manifest.random:
             restore_rng(manifest.random[self._workers_here.worker_rank % len(manifest.random)], self._device)

@@ -201,7 +201,7 @@ class Measurements:
                 division = stage_state.module.division
                 if division.is_first and division.collectives:
                     program = workers_here.blueprint.programs[min(self.trained)]
-                    needs_norms = worker.updates.clipping.needs_norms
+                    needs_norms = worker.updates.decision.needs_norms
                     local_stages[stage] = encode(division.compare_collectives(program, needs_norms=needs_norms))
         by_stage: dict[int, StageCollectives] = {}
         for row in gather_json(local_stages, workers_here.group):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import loop, train
 
 import pipedream as pd
-from pipedream.runtime.update.trial import check_steps_apart
+from pipedream.services.optimizer_trial.trial import check_steps_apart
 
 Named = list[tuple[str, nn.Parameter]]
 SGD = partial(torch.optim.SGD, lr=0.1)

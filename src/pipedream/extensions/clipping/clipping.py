@@ -14,20 +14,18 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.update_policy import Policy
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
+from pipedream.runtime.update.decision import Decision
 from pipedream.runtime.update.optimizer import Optimizer
 
 
-class Clipping:
-    """Decides about the updates of one rank's stages under one program.
+class Clipping(Decision):
+    """Decides by the norms of gradients.
 
     Args:
         group: of all workers.
-
-    Attributes:
-        needs_norms: whether each update needs the norm of its gradients.
-        is_global: whether it needs those of all stages.
-        norm_square: of the newest finite global norm; 0 before the first.
     """
+
+    needs_norms = True
 
     def __init__(self, policy: Policy, program: Program, group: Group) -> None:
         self._max_norm = policy.clip_grad_norm
@@ -36,13 +34,10 @@ class Clipping:
         self._group = group
         self._norm_delay = program.norm_delay
         self._pending_norms: deque[Pending[torch.Tensor]] = deque()
-        self.needs_norms = self._skips or self._max_norm is not None
         is_policy_global = self._skips or (self._max_norm is not None and not self._clips_locally)
         self.is_global = is_policy_global and program.couples_updates
-        self.norm_square = 0.0
 
     def decide(self, optimizers: Mapping[int, Optimizer]) -> Waiting[None]:
-        """Decides about updates of all stages of the rank, whose gradients are in the handles."""
         if self.is_global:
             yield from self._decide_globally(optimizers)
         else:
@@ -50,8 +45,6 @@ class Clipping:
                 self.decide_locally(optimizer)
 
     def decide_locally(self, optimizer: Optimizer) -> None:
-        if not self.needs_norms:
-            return
         square = find_norm_square(optimizer)
         if self._max_norm is None or self._skips or square.device.type == "cpu":
             norm_square = float(square)  # waits for a GPU
@@ -78,7 +71,6 @@ class Clipping:
                 self._decide(optimizer, square, max(square, self.norm_square))
 
     def finish(self) -> Waiting[None]:
-        """Receives the norms still under way, at a drain."""
         while self._pending_norms:
             yield from self._receive_norm()
 

@@ -1,0 +1,1 @@
+"""Clips gradients by their norm, and skips updates whose gradients are not finite."""
