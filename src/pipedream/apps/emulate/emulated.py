@@ -21,27 +21,11 @@ _ITEM_BYTES = 4
 _MAX_PIECES = 32
 
 
-def make_emulated_model(
-    stages: Sequence[Stage],
-    microbatches: int,
-    *,
-    splits_backward: bool = False,
-    byte_scale: float = 1.0,
-    shaped: bool = False,
-) -> nn.Sequential:
-    """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
-
-    Args:
-        microbatches: parts of a minibatch; each is one row of the tensors.
-        splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
-        byte_scale: factor by which the stages' bytes were multiplied.
-        shaped: replicated stages have matrices of their weights' shapes, for sums that depend on these.
-    """
-    model = nn.Sequential()
-    how: dict[str, Any] = {"splits_backward": splits_backward, "byte_scale": byte_scale, "shaped": shaped}
+def make_emulated_model(stages: Sequence[Stage], microbatches: int, **how: Any) -> nn.Sequential:
+    """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...; `how`: see `EmulatedStage`."""
+    last, model = len(stages) - 1, nn.Sequential()
     for number, stage in enumerate(stages):
-        is_last = number == len(stages) - 1
-        model.add_module(f"stage{number}", EmulatedStage(stage, microbatches, sends=not is_last, **how))
+        model.add_module(f"stage{number}", EmulatedStage(stage, microbatches, sends=number < last, **how))
     return model
 
 
@@ -63,6 +47,12 @@ class EmulatedStage(nn.Module):
 
     The weights of a replicated stage are in pieces whose gradients come one by one during the backward, as the planner
     assumes (`core.plan.cost.SumLink`). A stage that sends nothing returns the loss.
+
+    Args:
+        microbatches: parts of a minibatch; each is one row of the tensors.
+        splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
+        byte_scale: factor by which the stage's bytes were multiplied.
+        shaped: a replicated stage has matrices of its weights' shapes, for sums that depend on these.
     """
 
     def __init__(

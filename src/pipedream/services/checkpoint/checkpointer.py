@@ -1,11 +1,12 @@
 """Saves and restores a session's state: that of all stages at a drain."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from pipedream.core.checkpoint import Checkpoint, PipelineRequest, Position, Sav
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.process_group import gather_json, gather_texts
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -28,8 +29,6 @@ from pipedream.runtime.weights import parameters
 from pipedream.runtime.weights.parameters import named_state, set_extra_states
 from pipedream.services.checkpoint import folders, optimizer_state, pieces, replica_state, writer
 from pipedream.services.checkpoint.stores.store import CheckpointStore
-
-T = TypeVar("T")
 
 Slice = tuple[Box, Sequence[int]]
 """A part of a tensor, and the shape of the whole."""
@@ -138,11 +137,13 @@ class Checkpointer(SessionService):
         """
         with self._workers_here.activity.at("reading a checkpoint"):
             names = dict.fromkeys(self._find_tensors_to_load(manifest))
-            self._run_on_every_rank(lambda: folders.check_names(checkpoint, manifest, names))
-            self._run_on_every_rank(lambda: _check_shapes(self._workers_here, manifest))
+            with self._failing_together():
+                folders.check_names(checkpoint, manifest, names)
+                _check_shapes(self._workers_here, manifest)
             boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
             tensors = self._fetch(checkpoint, manifest, boxes)
-            self._run_on_every_rank(lambda: self._restore(checkpoint, manifest, tensors))
+            with self._failing_together():
+                self._restore(checkpoint, manifest, tensors)
             self.writer.note_loaded(checkpoint, manifest.minibatches)
         same = _has_same_replicas(self._program, manifest)
         replica_state.warn_of_other_replicas(manifest, same=same, rank=self._workers_here.rank)
@@ -160,17 +161,8 @@ class Checkpointer(SessionService):
     def close(self, *, failed: bool) -> None:
         self.writer.close(failed=failed)
 
-    def _run_on_every_rank(self, action: Callable[[], T]) -> T:
-        """Runs an action; if it fails at some ranks, every rank raises the first failure."""
-        failure, result = "", None
-        try:
-            result = action()
-        except PipelineError as error:
-            failure = str(error)
-        failures = [text for text in gather_texts(failure, self._workers_here.group) if text]
-        if failures:
-            raise ArtifactError(failures[0])
-        return cast(T, result)
+    def _failing_together(self) -> AbstractContextManager[None]:
+        return folders.failing_together(self._workers_here.group, PipelineError)
 
     @property
     def _program(self) -> Program:
@@ -249,9 +241,8 @@ class Checkpointer(SessionService):
         ]
         requested = {share for _, share in requests if self._find_owner(manifest, share) == self._workers_here.rank}
 
-        parts = self._run_on_every_rank(
-            lambda: dict(pieces.read_shares(checkpoint, manifest, {*local_shares, *requested}))
-        )
+        with self._failing_together():
+            parts = dict(pieces.read_shares(checkpoint, manifest, {*local_shares, *requested}))
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
             if rank == self._workers_here.rank:

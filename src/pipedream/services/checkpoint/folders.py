@@ -10,8 +10,8 @@ torch's own tools, is a pickle and is never read here.
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from uuid import uuid4
 
 import torch
@@ -105,6 +105,18 @@ def _load_manifest(checkpoint: CheckpointStore, group: dist.ProcessGroup | None 
     if not text and rows[0][1]:
         raise ArtifactError(f"cannot read the Checkpoint in {manifest_file}: {rows[0][1]}")
     return Checkpoint.from_json(text, str(manifest_file))
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None, *kinds: type[Exception]) -> Iterator[None]:
+    """Context of what may fail at some ranks: then every rank raises the first failure, as an `ArtifactError`."""
+    failure = ""
+    try:
+        yield
+    except kinds as error:
+        failure = str(error)
+    if failures := [text for text in gather_texts(failure, group) if text]:
+        raise ArtifactError(failures[0])
 
 
 def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGroup | None) -> list[bool]:

@@ -30,9 +30,10 @@ from pipedream.core.artifact import system_error
 from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.comm.process_group import gather_json, gather_texts, leave_group
+from pipedream.runtime.comm.process_group import gather_json, leave_group
 from pipedream.services.checkpoint.folders import (
     commit,
+    failing_together,
     find_newest_checkpoint,
     find_ranks_that_see,
     list_checkpoints,
@@ -113,14 +114,9 @@ class Writer:
             return checkpoint
         if self._distributed and self._group is None:  # a separate group: training continues during a save
             self._group = dist.new_group(backend="gloo")
-        failure = ""
-        if self._rank == 0:
-            try:
+        with failing_together(self._group, ArtifactError, OSError):
+            if self._rank == 0:
                 self._prepare(store, save.name)
-            except (ArtifactError, OSError) as error:
-                failure = str(error)
-        if failure := next(filter(None, gather_texts(failure, self._group)), ""):
-            raise ArtifactError(failure)
         self._last_saved[store] = save.manifest.minibatches
         if store not in self._separate_ranks:
             sees = find_ranks_that_see(store, self._rank, self._group)

@@ -76,17 +76,14 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         if process_group.broadcast_text("late" if is_late else "", world):
             break
         results += _measure_step(step, rank, torch_device, target_s)
-    rows = {
-        kind.__name__: [encode(result) for result in (worker, *results) if isinstance(result, kind)]
-        for kind in (MeasuredWorker, Link, Fan, Sum)
-    }
-    reports = process_group.gather_json(rows, world)
-
-    def read_all(kind: type[Any]) -> tuple[Any, ...]:
-        return tuple(decode(kind, row, kind.__name__) for report in reports for row in report[kind.__name__])
-
-    seconds = float(process_group.broadcast_text(str(time.perf_counter() - began_s), world))
-    return Survey(read_all(MeasuredWorker), read_all(Link), read_all(Fan), read_all(Sum), seconds)
+    kinds = (MeasuredWorker, Link, Fan, Sum)
+    rows = [[encode(result) for result in (worker, *results) if isinstance(result, kind)] for kind in kinds]
+    reports = process_group.gather_json([time.perf_counter() - began_s, *rows], world)
+    workers, pairs, fans, sums = (
+        tuple(decode(kind, row, kind.__name__) for report in reports for row in report[number])
+        for number, kind in enumerate(kinds, 1)
+    )
+    return Survey(workers, pairs, fans, sums, reports[0][0])
 
 
 def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, str]:
