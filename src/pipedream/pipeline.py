@@ -35,7 +35,6 @@ from pipedream.core.schedule.update_policy import Policy
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
-from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results import Done
@@ -53,6 +52,7 @@ from pipedream.services.failure.guard import Guard
 from pipedream.services.failure.same_settings import describe_model, describe_value
 from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
+from pipedream.services.joining.joining import is_distributed, join_group, process_device
 from pipedream.services.loggers.loggers import Loggers
 from pipedream.services.losses.losses import Loss, find_module, is_torch_loss
 from pipedream.services.losses.scoring import LossScorer, needs_weights
@@ -454,6 +454,7 @@ def _build_session(
     )
     # Before the session, in which a rank keeps only its stages.
     plain_model = _make_plain_model(model, captured, plan, options, loss)
+    join_group(blueprint.device, check_software=False)  # the session does, under its guard
     session = Session(
         model,
         captured.graph,

@@ -18,6 +18,9 @@ class Unguarded:
         """How often other ranks were interrupted, by their newest statuses."""
         return 0
 
+    def check_same_software(self) -> None:
+        """Raises a `PlanError` if the ranks run different software, or one of them does not call it in time."""
+
     def check_same(self, settings: Mapping[str, Any], group: Any) -> None:
         """Compares each setting among the ranks of a group that have one of its name; every rank calls it.
 

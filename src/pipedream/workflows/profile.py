@@ -36,6 +36,7 @@ from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_sa
 from pipedream.runtime.weights.parameters import named_state
 from pipedream.services import roofline
 from pipedream.services.failure.guard import guard_job
+from pipedream.services.joining import joining
 from pipedream.services.losses.loss_probe import probe_weight
 from pipedream.services.probe.core_times import CoreTimes
 from pipedream.services.probe.probe import measure_runtime
@@ -144,9 +145,9 @@ def _profile_on_rank_0(
     make: Callable[[], Profile], device: str, run_layers: Callable[[], object] | None = None
 ) -> Profile:
     """Returns rank 0's profile; the others run the layers meanwhile."""
-    if not process_group.is_distributed():
+    if not joining.is_distributed():
         return make()
-    rank, count = process_group.join_group(device)
+    rank, count = joining.join_group(device)
     with guard_job(rank, count) as activity, activity.at("profiling"):
         if rank and run_layers is not None:
             with suppress(Exception):  # rank 0 fails as well, and says why
@@ -172,7 +173,7 @@ def _measure(
 ) -> Profile:
     """Measures the layers, and a rank of each mesh. `measure` lacks the layers, their graph and their input."""
     options = measure.keywords
-    torch_device = process_group.process_device(options["device"])
+    torch_device = joining.process_device(options["device"])
     device_inputs = to_device(inputs, torch_device)
     keep_freed_memory()  # as in training
     has_numbers = not any(parameter.is_meta for parameter in model.parameters())

@@ -19,8 +19,8 @@ import pipedream as pd
 from pipedream._version import hash_sources
 from pipedream.apps.training import checkpoint_cost, job, run_folder
 from pipedream.apps.training.options import TrainingOptions
-from pipedream.runtime.comm import process_group
 from pipedream.services.failure import processes, restarts
+from pipedream.services.joining import joining
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -187,10 +187,10 @@ def test_code_may_not_change_between_attempts(monkeypatch: pytest.MonkeyPatch, t
         restarts.check_code_stays("x = 1\n", rank)
     with pytest.raises(pd.PipelineError, match=r"restart 1 must continue .* its file has changed .'-x = 1'.; put"):
         restarts.check_code_stays("x = 2\n", 1)
-    before = process_group.name_code()
+    before = joining.name_code()
     for name, value in (("__version__", "0.2"), ("hash_sources", lambda: "0" * 12)):
-        monkeypatch.setattr(process_group, name, value)
-        now = process_group.name_code()
+        monkeypatch.setattr(joining, name, value)
+        now = joining.name_code()
         with pytest.raises(pd.errors.RecipeError) as refusal:
             restarts.check_code_stays("x = 1\n", 1)
         assert f"restart 1 must continue with {before}, but rank 1 has {now}; install" in str(refusal.value)

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream as pd
 from pipedream.apps.training import job
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.runtime.comm import process_group
 from pipedream.services.probe.probe import measure_runtime
 
 
@@ -120,7 +119,7 @@ def test_a_recipes_targets_are_where_its_model_is_profiled(monkeypatch: pytest.M
 
     monkeypatch.setattr(job, "profile_model", profile_model)
     monkeypatch.setattr(job, "_measure_runtime_costs", lambda recipe, device: RuntimeCosts())
-    monkeypatch.setattr(process_group, "process_device", lambda device: torch.device("meta"))  # stands for the GPU
+    monkeypatch.setattr("pipedream.services.joining.joining.process_device", lambda device: torch.device("meta"))
     data = [(torch.rand(8, 4), torch.rand(8, 4))]
     job.profile_recipe(pd.Recipe(nn.Linear(4, 4), score, partial(torch.optim.SGD, lr=0.1), data), device=device)
     assert places == (["meta"] * 2 if device == "cuda" else ["cpu"] * 2)

@@ -95,7 +95,7 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
     done: list[str] = []
     profiled = pd.profile(PAIR, X, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
-    monkeypatch.setattr("pipedream.runtime.comm.process_group.process_device", lambda name: torch.device(name))
+    monkeypatch.setattr("pipedream.services.joining.joining.process_device", lambda name: torch.device(name))
     monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
     monkeypatch.setattr(nn.Module, "to", lambda module, place: module)
 

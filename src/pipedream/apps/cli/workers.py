@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from pipedream.core.garbage import pause_collection
-from pipedream.runtime.comm.launcher import read_launcher
+from pipedream.services.joining.launcher import read_launcher
 
 
 def is_worker() -> bool:

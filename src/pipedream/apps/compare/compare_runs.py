@@ -34,6 +34,7 @@ from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import launch, set_threads
 from pipedream.services.failure.processes import write_error
+from pipedream.services.joining import joining
 from pipedream.slow_links import Network
 
 _SENT = "sent_bytes.json"  # of all workers, from their start to their end
@@ -165,9 +166,9 @@ def run_job(kind: str, recipe: str, options: dict[str, Any]) -> None:
     if kind == "pipeline":
         train_recipe(lambda seed: load_recipe(recipe, seed=seed), **options | {"plan": Plan.load(options["plan"])})
         return
-    began_s, device = time.perf_counter(), process_group.process_device(options["device"])
+    began_s, device = time.perf_counter(), joining.process_device(options["device"])
     out = Path(options.pop("out"))
-    rank, workers = process_group.join_group(device, check_software=False)
+    rank, workers = joining.join_group(device, check_software=False)
     set_threads(workers)
     with guard_job(rank, workers):
         loaded = load_recipe(recipe, seed=options["seed"])

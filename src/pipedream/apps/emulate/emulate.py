@@ -21,6 +21,7 @@ from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import set_threads
+from pipedream.services.joining import joining
 from pipedream.services.probe.core_times import CoreTimes
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
@@ -120,7 +121,7 @@ def emulate(
 
 
 def _join_group(plan: Plan) -> tuple[int, int]:
-    rank, processes = process_group.join_group("cpu")
+    rank, processes = joining.join_group("cpu")
     if processes != plan.workers:
         raise PlanError(
             f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
@@ -189,7 +190,7 @@ def build_emulated_pipeline(
         names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "temporary_bytes")
         scaled = (replace(stage, **{name: getattr(stage, name) * parts for name in names}) for stage in plan.stages)
         plan = replace(plan, unit="minibatch", stages=tuple(scaled))
-    rank, _ = process_group.join_group("cpu")
+    rank, _ = joining.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
     model = emulated.make_emulated_model(

@@ -33,6 +33,7 @@ from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
 from pipedream.services.failure.launch import set_threads
 from pipedream.services.failure.restarts import Survivors, find_survivors
+from pipedream.services.joining import joining
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.losses.losses import Loss, find_loss, is_torch_loss
 from pipedream.services.phases.phases import Phase, phases_text, read_phases
@@ -68,8 +69,8 @@ class Process:
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:
         began_s = time.perf_counter()
-        device = process_group.process_device(options.device)
-        rank, count = process_group.join_group(device, check_software=False)  # later, under guard_job
+        device = joining.process_device(options.device)
+        rank, count = joining.join_group(device, check_software=False)  # later, under guard_job
         set_threads(count)
         console = Console(quiet=options.quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
         return cls(rank, count, device, console, began_s)
@@ -314,7 +315,7 @@ def profile_recipe(
         options: others of `workflows.profile.profile`.
     """
     batch = recipe.first_batch()
-    loss = make_batch_loss(recipe, batch, None if device == "meta" else process_group.process_device(device))
+    loss = make_batch_loss(recipe, batch, None if device == "meta" else joining.process_device(device))
     profile = profile_model(
         recipe.model,
         make_model_input(recipe, batch),
@@ -333,7 +334,7 @@ def profile_recipe(
 def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
     """Measures the costs of the runtime and of the recipe's loader on these workers."""
     with blaming("the recipe failed while its training batches were made"):
-        load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
+        load_s = float(joining.run_on_rank_0(lambda: str(recipe.load_s()), device))
     costs = measure_runtime(device).costs
     return replace(costs, load_s=costs.load_s + load_s)
 
@@ -341,9 +342,9 @@ def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
 def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:
     """Splits a recipe's model into layers, by running it on its first training batch."""
     with blaming("the recipe failed while its model was run on its first batch"):
-        inputs = to_device(make_model_input(recipe, recipe.first_batch()), process_group.process_device(device))
+        inputs = to_device(make_model_input(recipe, recipe.first_batch()), joining.process_device(device))
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
-            recipe.model.to(process_group.process_device(device))
+            recipe.model.to(joining.process_device(device))
         return capture(recipe.model, inputs, finest=finest)
 
 

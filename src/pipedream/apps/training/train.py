@@ -27,6 +27,7 @@ from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.services.failure.same_settings import check_same_settings, describe_data
+from pipedream.services.joining import joining
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.phases.phases import phases_text
 from pipedream.services.probe.core_times import CoreTimes
@@ -63,7 +64,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
     """
     process = Process.join(options)
     with guard_job(process.rank, process.count) as activity:
-        process_group.check_same_software()
+        joining.check_same_software()
         activity.doing = "preparing the run"
         job = resolve(make, options, process)
         check_same_settings(_collect_shared_settings(job), process_group.world_group())

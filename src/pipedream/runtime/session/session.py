@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.errors import PeerError, PipelineError, PlanError, WorkerError
@@ -23,9 +24,7 @@ from pipedream.runtime.assemble import gather_materials, gather_materials_on_cop
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.process_group import (
-    check_same_software,
     gather_json,
-    join_group,
     read_machine,
 )
 from pipedream.runtime.data.source import DataSources
@@ -115,7 +114,7 @@ def _build_local_workers(
     free_bytes: Callable[[], int],
     free_host_bytes: Callable[[], int],
 ) -> LocalWorkers:
-    rank, processes = join_group(blueprint.device, check_software=False)
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
         _build(workers_here, graph, None, fill_values, free_bytes, free_host_bytes)
@@ -222,7 +221,7 @@ def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int]
 
 def _connect(workers_here: LocalWorkers, processes: int) -> Connections:
     """Connects to the other ranks; raises a `PlanError` if their plans or settings differ."""
-    check_same_software()
+    workers_here.guard.check_same_software()
     blueprint = workers_here.blueprint
     program, ranks = blueprint.program, blueprint.program.plan.ranks
     if processes != ranks:

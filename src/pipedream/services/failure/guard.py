@@ -44,6 +44,7 @@ from pipedream.services.failure.processes import (
 )
 from pipedream.services.failure.same_settings import check_same_settings, describe_setting
 from pipedream.services.failure.verdict import STUCK_AFTER_S, UNREACHED, FailureDetector, RankStatus, Verdict
+from pipedream.services.joining.joining import check_same_software
 
 _POLL_S = 0.1
 _GRACE_S = 3.0
@@ -260,6 +261,9 @@ class Guard(Unguarded):
     @property
     def interrupts(self) -> int:
         return sum(status.interrupts for status in self._heartbeat.statuses.values())
+
+    def check_same_software(self) -> None:
+        check_same_software()
 
     def check_same(self, settings: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         check_same_settings({name: describe_setting(value) for name, value in settings.items()}, group)

@@ -16,8 +16,8 @@ from pipedream.core.errors import RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
-from pipedream.runtime.comm.process_group import name_code
 from pipedream.services.failure.processes import find_launch_folder, read_lost
+from pipedream.services.joining.joining import name_code
 
 _PROGRESS = "progress"
 _PLAN = "plan.json"

@@ -21,10 +21,11 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.encoded import decode, encode
-from pipedream.runtime.comm.process_group import gather_json, is_distributed, world_group
+from pipedream.runtime.comm.process_group import gather_json, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
+from pipedream.services.joining.joining import is_distributed
 from pipedream.services.losses.losses import Loss
 from pipedream.services.losses.scoring import LossScorer
 from pipedream.services.probe.survey import lower_quartile

@@ -21,6 +21,7 @@ from pipedream.profiler.device import name_device
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, make_link_group, name_card
 from pipedream.services.failure.launch import set_threads
+from pipedream.services.joining import joining
 from pipedream.services.probe import links, machine
 from pipedream.services.probe.calibration import calibrate, measure_encodings
 from pipedream.services.probe.survey import Fan, Link, MeasuredWorker, Sum, Survey, machines_of
@@ -49,8 +50,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         PlanError: there is a single process, or the ranks of a machine are not consecutive.
     """
     began_s = time.perf_counter()
-    torch_device = process_group.process_device(device)
-    rank, processes = process_group.join_group(torch_device)
+    torch_device = joining.process_device(device)
+    rank, processes = joining.join_group(torch_device)
     if processes == 1:
         raise PlanError(
             "a single process has no links to measure; start a worker on each device of the cluster (torchrun ... -m "
@@ -98,8 +99,8 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     Raises:
         PlanError: the ranks of a machine are not consecutive.
     """
-    torch_device = process_group.process_device(device)
-    rank, processes = process_group.join_group(torch_device)
+    torch_device = joining.process_device(device)
+    rank, processes = joining.join_group(torch_device)
     count = processes if processes > 1 else workers
     rows = process_group.gather_json([machine.machine_name(), name_card(torch_device)], process_group.world_group())
     names, cards = zip(*rows, strict=True)
@@ -218,8 +219,8 @@ def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     Takes some tenths of a second, once per process. Every rank calls it and gets the same answer. GPU workers are
     measured on CPUs, without the cost of message bytes: the host does the same work otherwise.
     """
-    torch_device = process_group.process_device(device)
-    _, processes = process_group.join_group(torch_device, check_software=False)  # the session of `calibrate` does
+    torch_device = joining.process_device(device)
+    _, processes = joining.join_group(torch_device, check_software=False)  # the session of `calibrate` does
     measured = _measure_processes(processes)
     if torch_device.type == "cpu":
         return measured

@@ -24,7 +24,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import pipedream as pd
-from pipedream.runtime.comm import launcher, process_group
+from pipedream.runtime.comm import process_group
+from pipedream.services.joining import joining, launcher
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *launcher.LOCAL_RANKS)
 
@@ -56,7 +57,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: object) ->
 )
 def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, int], device: str) -> None:
     chosen = _machine(monkeypatch, gpus, **variables)
-    assert str(process_group.process_device("cuda")) == device
+    assert str(joining.process_device("cuda")) == device
     assert chosen == [device]
 
 
@@ -80,12 +81,12 @@ def test_a_device_that_a_process_does_not_have(
 ) -> None:
     _machine(monkeypatch, gpus, **variables)
     with pytest.raises(pd.errors.PlanError, match=words):
-        process_group.process_device(name)
+        joining.process_device(name)
 
 
 def _join_with(versions: list[str]) -> tuple[int, int]:
-    process_group.__version__ = versions[dist.get_rank()]
-    return process_group.join_group("cpu")
+    joining.__version__ = versions[dist.get_rank()]
+    return joining.join_group("cpu")
 
 
 @pytest.mark.processes
@@ -108,7 +109,7 @@ def _values_in_a_group_for_gpus() -> list[list[list[int]]]:
         dist.init_process_group("cuda:gloo", store=dist.PrefixStore(f"own/{number}", store), **how)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.broadcast(torch.ones(1), 0)
-        assert process_group.join_group("cpu") == (rank, workers)
+        assert joining.join_group("cpu") == (rank, workers)
         values.append(process_group.gather_json((number, rank), process_group.world_group()))
         dist.barrier(process_group.world_group())
         dist.destroy_process_group()
@@ -130,16 +131,16 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
     # It starts CUDA, which reads the variable.
     note = lambda: not queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", note)
-    process_group.process_device("cuda")
+    joining.process_device("cuda")
     assert set(queues) == {"32"}
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    process_group.process_device("cuda:0")  # alone, without messages
+    joining.process_device("cuda:0")  # alone, without messages
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "CUDA was initialized before the pipeline .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
     with pytest.warns(UserWarning, match=words):
-        process_group.process_device("cuda:0")
+        joining.process_device("cuda:0")
 
 
 def _make_groups_in_a_bound_world() -> tuple[list[int], str]:
@@ -169,14 +170,14 @@ def test_groups_are_not_split_from_a_users_group_with_a_device() -> None:
     ],
 )
 def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank: int, words: str) -> None:
-    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(joining, "JOIN_TIMEOUT_S", 0.5)
     with socket.socket() as kept:  # the port is nobody else's meanwhile; rank 0's store may listen there
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
         _machine(monkeypatch, 0, RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(pd.errors.PlanError, match=words.format(port=port)):
-            process_group.join_group("cpu")
+            joining.join_group("cpu")
     assert not dist.is_initialized()
 
 
@@ -184,10 +185,10 @@ def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.Monkey
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     _machine(monkeypatch, 0, RANK=1, WORLD_SIZE=3, **meeting)
-    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(joining, "JOIN_TIMEOUT_S", 0.1)
     words = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; read what"
     with pytest.raises(pd.errors.PlanError, match=words):
-        process_group.join_group("cpu")
+        joining.join_group("cpu")
 
 
 def test_an_attempt_meets_under_a_name_of_its_own() -> None:
@@ -199,10 +200,10 @@ def test_an_attempt_meets_under_a_name_of_its_own() -> None:
     def open_attempt(run: str, ranks: set[int], limit_s: float) -> list[tuple[dist.Store, list[int]]]:
         def open_one(rank: int) -> tuple[dist.Store, list[int]]:
             clients[rank].set_timeout(timedelta(seconds=limit_s))
-            return process_group._open_attempt(dist.PrefixStore(run, clients[rank]), rank, 3)
+            return joining._open_attempt(dist.PrefixStore(run, clients[rank]), rank, 3)
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(ranks)) as threads:
-            patch.setattr(process_group, "JOIN_TIMEOUT_S", limit_s)
+            patch.setattr(joining, "JOIN_TIMEOUT_S", limit_s)
             return list(threads.map(open_one, ranks))
 
     @given(st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=3))
@@ -239,7 +240,7 @@ def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
 
 def _profile_alone(others_wait: bool) -> None:
     """Rank 0 alone profiles, and then frees its group, as the interpreter's end does."""
-    process_group.CALL_TIMEOUT_S = 2.0
+    joining.CALL_TIMEOUT_S = 2.0
     store = distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         try:
@@ -262,7 +263,7 @@ def _profile_alone(others_wait: bool) -> None:
 def test_who_profiles_alone_does_not_wait_for_ever(others_wait: bool) -> None:
     end = processes.launch(_profile_alone, 3, others_wait, timeout_s=40.0)[0]
     assert isinstance(end.error, pd.errors.PlanError)
-    text = r"rank 0 is in pipedream.profile \(test_process_group.py:\d+\), and ranks 1, 2 made no such call within 2 s"
+    text = r"rank 0 is in pipedream.profile \(test_joining.py:\d+\), and ranks 1, 2 made no such call within 2 s"
     assert re.match(text, str(end.error))
     assert end.seconds < 20.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pipedream as pd
-from pipedream.runtime.comm import launcher, process_group
+from pipedream.services.joining import joining, launcher
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -113,7 +113,7 @@ def test_few_variables_those_of_the_user_and_those_of_mpirun(
 def test_mpirun_on_several_machines_needs_an_address() -> None:
     words = r"4 processes were .*, but MASTER_ADDR is not set; .*mpirun -x MASTER_ADDR"
     with environment(OPEN_MPI):
-        assert process_group.is_distributed()
+        assert joining.is_distributed()
         assert launcher.detect_launcher() == "mpirun"
         with pytest.raises(pd.errors.PlanError, match=words):
-            process_group.join_group("cpu")
+            joining.join_group("cpu")

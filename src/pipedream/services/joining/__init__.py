@@ -1,0 +1,1 @@
+"""Joins processes: what their launcher says, their group and their devices."""
