@@ -58,7 +58,6 @@ from pipedream.services.losses.losses import Loss, find_module, is_torch_loss
 from pipedream.services.losses.scoring import LossScorer, needs_weights
 from pipedream.services.optimizer_trial.trial import check_steps_apart
 from pipedream.services.phases.phases import Phase, phases_text
-from pipedream.services.probe.machine import available_bytes, host_bytes
 from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.services.results.measurements import Measurements
 from pipedream.services.results.recorder import SpanRecorder
@@ -460,9 +459,7 @@ def _build_session(
         captured.graph,
         blueprint,
         make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
-        fill_values=partial(fill_values, weights=options.weights),
-        free_bytes=lambda: available_bytes(blueprint.device, 1),
-        free_host_bytes=host_bytes,
+        prepare=partial(fill_values, weights=options.weights),
     )
     if plain_model is not None:
         session.services.append(Comparison(session.workers_here, plain_model))

@@ -264,7 +264,7 @@ def test_a_host_with_too_little_room_is_refused(monkeypatch: pytest.MonkeyPatch)
         (4_000_000, r"optimizer state of 2 stages were .* need 1\.60 kB, 1\.60 kB more than the 0 B that are free"),
         (4_001_600, "the workers are CPUs"),
     ):
-        monkeypatch.setattr(pd.pipeline, "host_bytes", lambda size=free_bytes: size)
+        monkeypatch.setattr("pipedream.services.weights.memory.host_bytes", lambda size=free_bytes: size)
         with pytest.raises(pd.errors.PlanError, match=words):
             pd.Pipeline(nn.Sequential(*make_linears(2)), plan, loss=F.mse_loss, optimizer=torch.optim.SGD)
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(pd.PipelineError, match=words):
             call()
-    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: 0)
+    monkeypatch.setattr("pipedream.services.weights.memory.host_bytes", lambda: 0)
     with pytest.raises(pd.PipelineError, match="of 3 stages were to be kept in the memory of one machine"):
         pipeline("host")
     with pipeline("device"):

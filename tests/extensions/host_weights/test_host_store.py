@@ -353,7 +353,7 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch)
         after = run.state_dict()
     assert all(torch.equal(after[name], before[name]) == (".base." in name) for name in before)
     need = 2 * 2 * 288 + 4 * (4 * 256 + 108)  # frozen once; adapters and the head twice, and their gradients
-    monkeypatch.setattr(pd.pipeline, "host_bytes", lambda: need - 1)
+    monkeypatch.setattr("pipedream.services.weights.memory.host_bytes", lambda: need - 1)
     with pytest.raises(pd.PipelineError, match=r"and need 5.68 kB, 1.00 B more"):
         make_pipeline()
 

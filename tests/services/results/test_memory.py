@@ -182,8 +182,8 @@ def test_scarce_memory_is_given_back(free_bytes: int, mapped_bytes: int, setting
 
 def test_a_session_says_what_its_workers_take(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
-    monkeypatch.setattr("pipedream.runtime.session.session.keep_freed_memory", lambda *sizes: calls.append(sizes))
-    monkeypatch.setattr("pipedream.pipeline.available_bytes", lambda device, sharing: 7000)
+    monkeypatch.setattr("pipedream.services.weights.memory.keep_freed_memory", lambda *sizes: calls.append(sizes))
+    monkeypatch.setattr("pipedream.services.weights.memory.available_bytes", lambda device, sharing: 7000)
     with pd.Pipeline(PAIR, PLAN, loss=nn.MSELoss(), optimizer=SGD):
         assert calls == [(sum(stage.peak_bytes for stage in PLAN.stages), 7000)]
 

@@ -66,6 +66,7 @@ class LocalWorkers:
     Attributes:
         rank: of this process.
         worker_rank: of its worker; 0 if all workers are here.
+        stages: one for each replica of a stage here.
         connections, group: None in a single process. The group has all ranks; after the end it is the user's.
         divisions: stage -> how the ranks of this worker divide it; empty if no worker has several.
     """
@@ -75,6 +76,7 @@ class LocalWorkers:
     names: ModelNames
     rank: int
     worker_rank: int = 0
+    stages: Sequence[int] = ()
     activity: Activity = field(default_factory=Activity)
     guard: Unguarded = field(default_factory=Unguarded)
     connections: Connections | None = None

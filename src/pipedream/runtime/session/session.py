@@ -6,16 +6,13 @@
 - `state` collects and loads their weights.
 """
 
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.errors import PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import find_offer
-from pipedream.core.malloc import keep_freed_memory
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.plan import check_activations
 from pipedream.core.user_code import with_place
@@ -23,10 +20,6 @@ from pipedream.runtime.activity import Activity
 from pipedream.runtime.assemble import gather_materials, gather_materials_on_copies
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.process_group import (
-    gather_json,
-    read_machine,
-)
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.links import connect, join_in_process, join_processes
 from pipedream.runtime.residence import find_residence
@@ -37,7 +30,7 @@ from pipedream.runtime.unguarded import Unguarded
 from pipedream.runtime.weights import parameters
 
 MakeGuard = Callable[[int, int, Activity], Unguarded]
-FillValues = Callable[[LocalWorkers], None]
+Prepare = Callable[[LocalWorkers], None]
 
 
 class Session:
@@ -46,16 +39,14 @@ class Session:
     Args:
         model: in a process group each rank keeps only its stages' parameters.
         make_guard: makes what watches the other ranks, from this rank, the number of ranks and this rank's activity.
-        fill_values: gives the parameters and buffers of this process their values; by default they have them.
-        free_bytes: returns the memory that this process may still take.
-        free_host_bytes: returns the memory that the processes of this machine together may still take.
+        prepare: prepares this process for its stages, and gives their parameters and buffers their values, which they
+            have by default.
 
     Attributes:
         services: accompany the session; added once it is built.
 
     Raises:
-        PlanError: the number of processes is not the plan's, the ranks have different plans, or the machine has too
-            little memory for weights that are kept there.
+        PlanError: the number of processes is not the plan's, or the ranks have different plans.
     """
 
     def __init__(
@@ -65,13 +56,9 @@ class Session:
         blueprint: Blueprint,
         *,
         make_guard: MakeGuard,
-        fill_values: FillValues = lambda workers_here: None,
-        free_bytes: Callable[[], int] = lambda: sys.maxsize,
-        free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
+        prepare: Prepare = lambda workers_here: None,
     ) -> None:
-        workers_here = self.workers_here = _build_local_workers(
-            model, graph, blueprint, fill_values, make_guard, free_bytes, free_host_bytes
-        )
+        workers_here = self.workers_here = _build_local_workers(model, graph, blueprint, prepare, make_guard)
         self.services: list[SessionService] = []
         self.streams = Streams(workers_here, self.services)
         workers_here.activity.describe_op = lambda: workers_here.lead.where
@@ -106,22 +93,16 @@ class Session:
 
 
 def _build_local_workers(
-    model: nn.Module,
-    graph: LayerGraph,
-    blueprint: Blueprint,
-    fill_values: FillValues,
-    make_guard: MakeGuard,
-    free_bytes: Callable[[], int],
-    free_host_bytes: Callable[[], int],
+    model: nn.Module, graph: LayerGraph, blueprint: Blueprint, prepare: Prepare, make_guard: MakeGuard
 ) -> LocalWorkers:
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     workers_here = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
     if processes == 1:
-        _build(workers_here, graph, None, fill_values, free_bytes, free_host_bytes)
+        _build(workers_here, graph, None, prepare)
         return workers_here
     workers_here.guard = make_guard(rank, processes, workers_here.activity)
     try:
-        _build(workers_here, graph, _connect(workers_here, processes), fill_values, free_bytes, free_host_bytes)
+        _build(workers_here, graph, _connect(workers_here, processes), prepare)
     except BaseException as error:
         first = workers_here.guard.first_cause(error, workers_here.activity.where)
         workers_here.leave(failed=True)
@@ -132,27 +113,15 @@ def _build_local_workers(
     return workers_here
 
 
-def _build(
-    workers_here: LocalWorkers,
-    graph: LayerGraph,
-    connections: Connections | None,
-    fill_values: FillValues,
-    free_bytes: Callable[[], int],
-    free_host_bytes: Callable[[], int],
-) -> None:
+def _build(workers_here: LocalWorkers, graph: LayerGraph, connections: Connections | None, prepare: Prepare) -> None:
     """Builds the workers of this process: all of them without `connections` to others, else one."""
     blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
     placement, settings = blueprint.placement, blueprint.settings
     ranks = range(placement.workers) if connections is None else [connections.worker_number]
-    stages = [stage for rank in ranks for stage, _ in placement.stage_replicas(rank)]
     workers_here.worker_rank = ranks[0]
-    if blueprint.device.type == "cpu":
-        share_bytes = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        peak_bytes = sum(blueprint.program.plan.stages[stage].peak_bytes for stage in stages)
-        keep_freed_memory(peak_bytes, min(free_bytes(), share_bytes))
-    _check_host_memory(workers_here, free_host_bytes, stages)
+    stages = workers_here.stages = [stage for rank in ranks for stage, _ in placement.stage_replicas(rank)]
     names.local = {name for stage in stages for name in names.by_stage[stage]}
-    fill_values(workers_here)
+    prepare(workers_here)
     residence = workers_here.residence = find_residence(blueprint, workers_here.group)
 
     def find_trained(stage: int) -> dict[str, nn.Parameter]:
@@ -199,24 +168,6 @@ def _divide_stages(
     offer = find_offer("division", "the plan has meshes")
     for stage, handles in trained.items():
         workers_here.divisions[stage] = offer.divide_stage(workers_here, graph, connections, stage, handles)
-
-
-def _check_host_memory(workers_here: LocalWorkers, free_bytes: Callable[[], int], local_stages: Sequence[int]) -> None:
-    """Raises a `PlanError` if this machine has too little memory for what a plan keeps there.
-
-    `local_stages`: of this process.
-    """
-    blueprint, plan = workers_here.blueprint, workers_here.blueprint.program.plan
-    stages, versions = plan.stages, None
-    if blueprint.placement.shares_weights:
-        rules = [program.weights for program in blueprint.programs]
-        versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
-    elif plan.choices.activations or plan.choices.hosts_optimizers:
-        rows = gather_json([read_machine(), list(local_stages)], workers_here.group)
-        stages = tuple(stages[s] for machine, stages_there in rows for s in stages_there if machine == read_machine())
-    else:
-        return
-    plan.choices.check_machine(stages, free_bytes(), versions, blueprint.program.gradient_sets)
 
 
 def _connect(workers_here: LocalWorkers, processes: int) -> Connections:

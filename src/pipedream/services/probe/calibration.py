@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
+from pipedream.core.malloc import keep_freed_memory
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
@@ -94,7 +95,13 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
     layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
-    session = Session(nn.Sequential(*layers), graph, blueprint, make_guard=partial(Guard.of_session, stuck_after_s=0))
+    session = Session(
+        nn.Sequential(*layers),
+        graph,
+        blueprint,
+        make_guard=partial(Guard.of_session, stuck_after_s=0),
+        prepare=lambda workers_here: keep_freed_memory(),
+    )
     measurements, failed = Measurements(session.workers_here), True
     try:
         for sample, *counts in zip(samples, warm_ups, _MINIBATCHES, strict=True):

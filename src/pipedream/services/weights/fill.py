@@ -14,19 +14,22 @@ from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.weights.parameters import Slots, load, named_state
 from pipedream.services.weights.files import fit_names, open_weights
 from pipedream.services.weights.initial_values import materialise
+from pipedream.services.weights.memory import prepare_memory
 
 Weights = str | os.PathLike[str] | None
 
 
 def fill_values(workers_here: LocalWorkers, weights: Weights) -> None:
-    """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0.
+    """Gives this process's parameters and buffers their values, if there is room: read, drawn, or sent by rank 0.
 
     Args:
         weights: file or folder, of which each rank reads its own; by default the model's values are taken.
 
     Raises:
         CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
+        PlanError: the machine has too little memory for what the plan keeps there.
     """
+    prepare_memory(workers_here)
     blueprint, model, names = workers_here.blueprint, workers_here.model, workers_here.names
     connections, group = workers_here.connections, workers_here.group
     on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
