@@ -271,9 +271,9 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
         ready: list[tuple[int, Tensor]] = []
         note = lambda *gradient, ready=ready: ready.append(gradient)  # noqa: E731
         if splits:
-            back = stage.backward_inputs(saved, ones)
+            back = split_backward.backward_inputs(stage, saved, ones)
             assert (saved.outputs, ready) == ((), [])
-            gradients = stage.backward_weights(saved, [None] * 4, note)
+            gradients = split_backward.backward_weights(stage, saved, [None] * 4, note)
         else:
             gradients, back = stage.backward(saved, ones, [None] * 4, note)
         assert gradients == [leaf.grad for leaf in weights.leaves.values()] == [None] * 4

@@ -11,6 +11,7 @@ from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.recorder import Moment
 from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage_parts import find_split
 from pipedream.runtime.stage_passes import StagePasses
 
 BACKWARDS = {
@@ -43,6 +44,7 @@ class BackwardRunner:
         self._fetched_gradients = program.fetched_gradients
         self._last_stage = program.placement.stages - 1
         self._gradient_kind = find_gradient_kind(program.kinds)
+        self._split = find_split(program)
         self._runs_backward_elsewhere = [
             program.placement.runs_backward_elsewhere(stage) for stage in range(program.placement.stages)
         ]
@@ -77,19 +79,18 @@ class BackwardRunner:
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
+            module, accumulators = passes.module, passes.gradients.accumulators
             what = "backward" if begins else "weights' backward"
-            with passes.pass_parts.backward(saved), passes.module.division.count_collectives(what):
+            with passes.pass_parts.backward(saved), module.division.count_collectives(what):
                 if not begins:
-                    weight_gradients = passes.module.backward_weights(saved, passes.gradients.accumulators, hook)
+                    weight_gradients = self._split.backward_weights(module, saved, accumulators, hook)
                 else:
                     output_gradients = saved.output_gradients(message, passes.loss_scale.value)
                     passes.observer.before_backward(saved, output_gradients)
                     if ends:
-                        weight_gradients, input_gradients = passes.module.backward(
-                            saved, output_gradients, passes.gradients.accumulators, hook
-                        )
+                        weight_gradients, input_gradients = module.backward(saved, output_gradients, accumulators, hook)
                     else:
-                        input_gradients = passes.module.backward_inputs(saved, output_gradients)
+                        input_gradients = self._split.backward_inputs(module, saved, output_gradients)
         passes.pass_parts.end_backward(index)
         if ends:
             passes.add_gradients(saved, weight_gradients)

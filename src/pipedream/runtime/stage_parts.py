@@ -1,6 +1,7 @@
 """The parts of a stage: the engine's, and those that extensions offer (`pipedream.core.extensions`)."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.extensions import find_offer, list_offers
@@ -8,7 +9,6 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart, Task
 from pipedream.runtime.stage.replicas import EqualReplicas
-from pipedream.runtime.stage.stage_module import SPLITS
 from pipedream.runtime.update.compensator import check_optimizer
 
 _NEEDS: Mapping[Task, Callable[[Program, int], object]] = {
@@ -38,11 +38,15 @@ def check_parts(facts: StageFacts) -> None:
                     f"{program.name!r} with this plan {task}, for which no extension here has a part; add one that "
                     "does, or choose another method or plan"
                 )
-        if Kind.INPUT_GRADIENT in program.kinds:
-            find_offer("split", SPLITS)
+        find_split(program)
         for part in _list_parts():
             part.check(facts, program)
         check_optimizer(program.updates.compensation, facts.optimizer.optimizer)
+
+
+def find_split(program: Program) -> Any:
+    """Returns what runs the halves of backwards; None if a program splits none."""
+    return find_offer("split", "the method splits backwards") if Kind.INPUT_GRADIENT in program.kinds else None
 
 
 def make_parts(facts: PassFacts, program: Program) -> Iterator[StagePart]:

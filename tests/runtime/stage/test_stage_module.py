@@ -11,6 +11,7 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
+from pipedream.extensions.split_backward import split
 from pipedream.runtime.stage import generators, stage_module, versions as kept
 from pipedream.runtime.update.gradients import Gradients
 
@@ -41,8 +42,8 @@ def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
         output = stage.forward(value, weights.leaves, k, is_first=False)
         saved = stage_module.SavedForward(weights, boxes, (output,), (True,), k)
         if splits:
-            back = stage.backward_inputs(saved, [scale])
-            weight_gradients = stage.backward_weights(saved, accumulators)
+            back = split.backward_inputs(stage, saved, [scale])
+            weight_gradients = split.backward_weights(stage, saved, accumulators)
         else:
             weight_gradients, back = stage.backward(saved, [scale], accumulators)
         assert k == 0 or all(new is old for new, old in zip(weight_gradients, accumulators, strict=True))

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.services.losses.loss_calls import LossCalls
-from pipedream.services.losses.losses import Loss, metric_scores
+from pipedream.services.losses import loss_calls, losses
 
 N, C = 10, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
@@ -66,7 +65,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, Tensor]]]] = 
 @pytest.mark.parametrize("parts", [1, 3, 10])
 def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, parts: int) -> None:
     function, make = CASES[name]
-    loss, (output, targets) = Loss(function), make()
+    loss, (output, targets) = losses.Loss(function), make()
     total = weights = 0.0
     extents = set()
     for x, y in zip(torch.tensor_split(output, parts), torch.tensor_split(targets, parts), strict=True):
@@ -85,7 +84,7 @@ def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, par
 
 def test_class_weights_are_copied_to_the_targets_device_once() -> None:
     weights = CLASSES.clone()
-    calls, elsewhere = LossCalls(), torch.device("meta")
+    calls, elsewhere = loss_calls.LossCalls(), torch.device("meta")
     copy = calls._copy_weights(weights, elsewhere)
     assert copy is not None
     assert copy.device == elsewhere
@@ -114,10 +113,10 @@ def test_what_is_no_loss_is_refused(case: str) -> None:
     loss, reason = REFUSED[case]
     output = torch.linspace(-1, 2, N, dtype=torch.float64, requires_grad=True)
     with pytest.raises(TypeError, match=reason):
-        Loss(loss)(output, torch.ones(N, dtype=torch.float64), N, 1.0)
+        losses.Loss(loss)(output, torch.ones(N, dtype=torch.float64), N, 1.0)
 
 
 @pytest.mark.parametrize("value", [{"a": 1.0}, (1.0,), (1.0, 2.0, 3.0), torch.ones(2), (torch.ones(2), 1.0), "h", None])
 def test_what_is_no_metric_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"the metric 'm' returned .*; let it return a number or a scalar tensor"):
-        metric_scores({"m": lambda output, batch: value}, torch.ones(2), torch.ones(2), 2)
+        losses.metric_scores({"m": lambda output, batch: value}, torch.ones(2), torch.ones(2), 2)

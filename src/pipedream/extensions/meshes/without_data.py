@@ -24,6 +24,7 @@ from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
+from pipedream.runtime.stage_parts import find_split
 
 
 class SampleMessage(StagePart):
@@ -88,12 +89,12 @@ class SampleMessage(StagePart):
                 saved = forward() if program.plan.stages[stage].recompute else saved
                 seeds = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
                 if splits:
-                    fake_module.backward_inputs(saved, seeds)
+                    find_split(program).backward_inputs(fake_module, saved, seeds)
                 else:
                     gradients, _ = fake_module.backward(saved, seeds, [None] * len(handles))
             if splits:
                 with division.count_collectives("weights' backward"):
-                    gradients = fake_module.backward_weights(saved, [None] * len(handles))
+                    gradients = find_split(program).backward_weights(fake_module, saved, [None] * len(handles))
             pairs = zip(gradients, handles.values(), strict=True)
             sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
             division.sum_gradients(list(handles), sums)

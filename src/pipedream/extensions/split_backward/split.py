@@ -18,7 +18,7 @@ What W does not need is freed after I; W frees the rest node by node.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,51 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream.runtime.stage.graph_tensors import list_saved_tensors, unpack
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule, select_with_gradients
+from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 
 _UNSPLIT_NODES = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
 _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
+
+
+def backward_inputs(
+    module: StageModule, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
+    outputs, output_gradients = select_with_gradients(saved, gradients)
+    entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
+    with auxiliary_loss_scale(saved.auxiliary_scale), module.division.enter_pass("backward"):
+        input_gradients, saved.deferred = split_backward(outputs, output_gradients, entries)
+    saved.graph_inputs = ()
+    saved.outputs = ()  # they would keep the part of the graph that the second half does not need
+    return input_gradients
+
+
+def backward_weights(
+    module: StageModule,
+    saved: SavedForward,
+    accumulators: Sequence[torch.Tensor | None],
+    ready: Callable[[int, torch.Tensor], None] | None = None,
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of the weights, after `backward_inputs`; for the arguments see `StageModule.backward`.
+
+    The leaves need not be watched.
+    """
+    assert saved.deferred is not None
+    weights = saved.leaves
+    leaves = module.begin_backward(weights, accumulators)
+    try:
+        numbers = {leaf: number for number, leaf in enumerate(leaves)}
+        with auxiliary_loss_scale(saved.auxiliary_scale), module.division.enter_pass("weights' backward"):
+            for leaf in saved.deferred.run():
+                if ready is not None and leaf in numbers and leaf.grad is not None:
+                    gradient, leaf.grad = leaf.grad, None
+                    ready(numbers[leaf], gradient)
+        saved.deferred = None
+        return [leaf.grad for leaf in leaves]
+    finally:
+        module.end_backward(weights, leaves)
 
 
 class _Branch:

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
-from pipedream.core.extensions import find_offer
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
@@ -78,7 +77,6 @@ class _GraphInput(torch.autograd.Function):
         return None, None
 
 
-SPLITS = "the method splits backwards"
 _NOTHING = nullcontext()
 _ANCHOR = torch.empty((), requires_grad=True)
 
@@ -292,9 +290,9 @@ class StageModule:
             ready: called with a handle's index and gradient once complete, while the backward still runs (on a GPU on a
                 thread of autograd); the result then has None. The leaves must be watched.
         """
-        outputs, output_gradients = _select_with_gradients(saved, gradients)
+        outputs, output_gradients = select_with_gradients(saved, gradients)
         weights = saved.leaves
-        leaves = self._begin_backward(weights, accumulators)
+        leaves = self.begin_backward(weights, accumulators)
         try:
             if outputs:
                 weights.ready = ready
@@ -307,48 +305,9 @@ class StageModule:
             input_gradients = [getattr(node, "gradient", None) for node in saved.graph_inputs]
             return [leaf.grad for leaf in leaves], input_gradients
         finally:
-            self._end_backward(weights, leaves)
+            self.end_backward(weights, leaves)
 
-    def backward_inputs(
-        self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
-        outputs, output_gradients = _select_with_gradients(saved, gradients)
-        entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("backward"):
-            halves = find_offer("split", SPLITS).split_backward(outputs, output_gradients, entries)
-        input_gradients: list[torch.Tensor | None]
-        input_gradients, saved.deferred = halves
-        saved.graph_inputs = ()
-        saved.outputs = ()  # they would keep the part of the graph that the second half does not need
-        return input_gradients
-
-    def backward_weights(
-        self,
-        saved: SavedForward,
-        accumulators: Sequence[torch.Tensor | None],
-        ready: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> list[torch.Tensor | None]:
-        """Returns the gradients of the weights, after `backward_inputs`; for the arguments see `backward`.
-
-        The leaves need not be watched.
-        """
-        assert saved.deferred is not None
-        weights = saved.leaves
-        leaves = self._begin_backward(weights, accumulators)
-        try:
-            numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_loss_scale(saved.auxiliary_scale), self.division.enter_pass("weights' backward"):
-                for leaf in saved.deferred.run():
-                    if ready is not None and leaf in numbers and leaf.grad is not None:
-                        gradient, leaf.grad = leaf.grad, None
-                        ready(numbers[leaf], gradient)
-            saved.deferred = None
-            return [leaf.grad for leaf in leaves]
-        finally:
-            self._end_backward(weights, leaves)
-
-    def _begin_backward(self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def begin_backward(self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns the leaves, in the order of the handles, with the sums so far in ``.grad``.
 
         They are in the modules too: a checkpointed layer reads its weights again in the backward.
@@ -359,7 +318,8 @@ class StageModule:
             leaf.grad = total
         return leaves
 
-    def _end_backward(self, weights: WeightSet, leaves: Sequence[torch.Tensor]) -> None:
+    def end_backward(self, weights: WeightSet, leaves: Sequence[torch.Tensor]) -> None:
+        """Takes the sums from the leaves, and the leaves from the modules."""
         self._set_parameters(self.handles)
         weights.ready = None
         for leaf in leaves:
@@ -434,9 +394,10 @@ def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., An
     return layer
 
 
-def _select_with_gradients(
+def select_with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Returns the outputs at which a backward begins, and their gradients."""
     outputs, selected = [], []
     for output, gradient in zip(saved.outputs, gradients, strict=True):
         if gradient is not None and output.requires_grad:
