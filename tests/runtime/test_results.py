@@ -14,7 +14,8 @@ from marks import thinned
 
 import pipedream as pd
 from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.results import Results, _HostCopies
+from pipedream.runtime.results import Results
+from pipedream.services.losses.totals import HostCopies
 from pipedream.testing import Trained, assert_equal
 
 CASE = partial(Case, "mlp", evaluate_at=())
@@ -93,8 +94,8 @@ def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: p
 def test_an_evaluation_on_a_gpu_reads_its_losses_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read would make the host wait for its GPU. A metric may write into the tensor that it has returned."""
     reads = []
-    read = _HostCopies.read
-    monkeypatch.setattr(_HostCopies, "read", lambda copies: reads.append(1) or read(copies))
+    read = HostCopies.read
+    monkeypatch.setattr(HostCopies, "read", lambda copies: reads.append(1) or read(copies))
     answers = []
     for late in (False, True):
         read_late(monkeypatch, late)
@@ -109,6 +110,6 @@ def test_an_evaluation_on_a_gpu_reads_its_losses_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_numbers_on_both_devices_are_read_before_their_metrics_change_them(device: str) -> None:
     total = torch.tensor(2.5)
-    copies = _HostCopies([torch.tensor(1.5, device=device), total, torch.tensor([3.5], device=device)])
+    copies = HostCopies([torch.tensor(1.5, device=device), total, torch.tensor([3.5], device=device)])
     total += 1.0
     assert copies.read() == [1.5, 2.5, 3.5]

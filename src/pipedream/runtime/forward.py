@@ -75,6 +75,7 @@ class ForwardRunner:
     def begin(self, program: Program, stream: DataStream) -> None:
         self._program = program
         self._stream = stream
+        self._scorer.begin(trains=stream.trains)
         self._last_stage = program.placement.stages - 1
         self._replicas = program.placement.replicas
         self.saved_forwards.clear()
@@ -109,7 +110,7 @@ class ForwardRunner:
             minibatch = stream.minibatch(index)
             # This minibatch's results are complete if the next forward of this replica belongs to a later one.
             if stream.minibatch(passes.next_forward) > minibatch:
-                self._results.complete(minibatch, index)
+                self._results.complete(minibatch, self._scorer.close(minibatch), index)
         if stream.predicts and self._rank == 0 and index - self.received_outputs >= self._program.plan.in_flight[0]:
             # Receive outputs as they come, so that no worker has to keep many.
             return self._yield_output()
@@ -145,7 +146,7 @@ class ForwardRunner:
                 result = passes.pass_parts.run_forward(saved, message, run)
                 passes.observer.after_forward(index)
         elif stage == self._last_stage and not runs_backward_elsewhere:
-            self._results.add(self._stream.minibatch(index), message, self._results.zeros)
+            self._scorer.skip(self._stream.minibatch(index), message)
         if runs_backward_elsewhere:
             self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         else:
@@ -174,7 +175,7 @@ class ForwardRunner:
             read_weights = passes.read_for_recomputation(saved) if recomputes else weights
             resident = partial(_list_resident, passes.module, read_weights.leaves, value if stage == 0 else None)
             with passes.pass_parts.packing(index, resident):
-                with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
+                with nullcontext() if targets is None else self._scorer.watching(value, message.samples):
                     output = passes.forward(value, read_weights, self._stream.offset + index, stage == 0)
                 if targets is None:
                     structure, saved.outputs = passes.module.pack_output(output, message.samples)
@@ -200,7 +201,7 @@ class ForwardRunner:
                 value = module.division.prepare_input(self._unpack_value(message), message.samples)
             else:
                 value = to_device(module.unpack_value(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
-            with self._scorer.watching(value, message.samples, trains=False) if is_scored else nullcontext():
+            with self._scorer.watching(value, message.samples) if is_scored else nullcontext():
                 output = module.forward(value, leaves, self._stream.offset + index, stage == 0)
             if stage < self._last_stage:
                 return message.with_tensors(*module.pack_output(output, message.samples))

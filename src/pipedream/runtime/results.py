@@ -4,18 +4,16 @@ A rank reads a minibatch's sums when its own weights contain the minibatch, long
 waits for them. They travel from stage to stage with the gradients of the minibatch's last microbatch; a rank that does
 not get these gradients, because another replica does, receives a separate message.
 
-Losses on a GPU are read one minibatch of their rank later (`reads_late`), those of an evaluation at its end, so that no
-worker waits for its GPU.
+Where sums are read late (`reads_late`), they are sent one minibatch of their rank later, those of an evaluation at its
+end, so that no worker waits for its GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
-
-import torch
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.plan.placement import Placement
@@ -27,8 +25,10 @@ NOT_FINITE_ADVICE = (
     "regardless with on_nan='continue'"
 )
 
-Score = tuple[float | torch.Tensor, float]
-"""A number of one microbatch, as value and factor: their product. A value on a GPU is read later."""
+
+ReadSums = Callable[[], Message]
+"""Returns sums over microbatches of a minibatch; may wait for a GPU. The message's numbers are weighted loss, weight,
+then weighted value and weight of each metric."""
 
 
 @dataclass(frozen=True)
@@ -61,58 +61,6 @@ class Output:
 
     number: int
     value: Any
-
-
-@dataclass(slots=True)
-class MinibatchTotals:
-    """Sums over some microbatches.
-
-    Attributes:
-        message: its numbers are weighted loss, weight, then weighted value and weight of each metric.
-        unread: scores of further microbatches (`read`).
-    """
-
-    message: Message
-    unread: list[Sequence[Score]] = field(default_factory=list)
-    _copies: _HostCopies | None = None
-
-    def add(self, numbers: Sequence[float]) -> None:
-        before = self.message.numbers
-        self.message.numbers = _add(before, numbers) if before else tuple(numbers)
-
-    def begin_reading(self) -> None:
-        """Starts to copy the unread scores from the GPU."""
-        self._copies = _HostCopies([v for row in self.unread for v, _ in row if isinstance(v, torch.Tensor)])
-
-    def read(self) -> Iterator[list[float]]:
-        """Yields the numbers of each microbatch whose scores are unread."""
-        assert self._copies is not None
-        values = iter(self._copies.read())
-        for row in self.unread:
-            yield [(next(values) if isinstance(v, torch.Tensor) else v) * factor for v, factor in row]
-        self.unread, self._copies = [], None
-
-
-class _HostCopies:
-    """Numbers that are being copied from a GPU, in one piece."""
-
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._numbers = torch.empty(0, dtype=torch.float64)
-        # A metric may give a number on the CPU beside a loss on a GPU.
-        self._on_cpu = [None if value.is_cuda else float(value) for value in values]
-        on_gpu = [value.detach().double().reshape(()) for value in values if value.is_cuda]
-        if on_gpu:
-            self._numbers = torch.empty(len(on_gpu), dtype=torch.float64, pin_memory=True)
-            self._numbers.copy_(torch.stack(on_gpu), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def read(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        copies = iter(self._numbers.tolist())
-        return [next(copies) if value is None else value for value in self._on_cpu]
 
 
 class Results:
@@ -151,7 +99,7 @@ class Results:
         self.receivers = receivers
         self._metrics = tuple(metrics)
         self.raises_on_nan = raises_on_nan
-        self._reads_late = reads_late
+        self.reads_late = reads_late
         self.where: Callable[[], str] = lambda: "the start"
         self._reached_ranks: dict[int, frozenset[int]] = {}
         self.begin()
@@ -160,45 +108,24 @@ class Results:
         """Begins a stream. `microbatches`: of a minibatch; 0 without backwards."""
         self._split = microbatches
         round_microbatches = len(self._last_stage_ranks) * self._placement.turn
-        self.delay = max(1, -(-round_microbatches // microbatches)) if self._reads_late and microbatches else 0
-        self._open_totals: dict[int, MinibatchTotals] = {}
-        self._unsent: tuple[int, MinibatchTotals] | None = None
+        self.delay = max(1, -(-round_microbatches // microbatches)) if self.reads_late and microbatches else 0
+        self._unsent: tuple[int, ReadSums] | None = None
         self._parts: dict[tuple[int, int], Message] = {}
         self._carried: dict[int, Message] = {}
         self._outputs: dict[int, Message] = {}
 
-    @property
-    def zeros(self) -> list[Score]:
-        return [(0.0, 1.0)] * (2 + 2 * len(self._metrics))
-
     # -- at the last stage --------------------------------------------------------------------------
 
-    def add(self, key: int, message: Message, scores: Sequence[Score]) -> None:
-        """Adds a microbatch's scores to minibatch `key` of this stream. Raises WorkerError if the loss is nan."""
-        totals = self._open_totals.get(key)
-        if totals is None:
-            flags = message.flags & ENDS_EPOCH
-            first = Message(0, minibatch=message.minibatch, epoch=message.epoch, flags=flags)
-            totals = self._open_totals[key] = MinibatchTotals(first)
-        totals.message.samples += message.samples
-        if self.delay:
-            totals.unread.append(scores)
-        elif self._reads_late:  # copied: a metric may write into its tensor until the evaluation's end
-            totals.unread.append([(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores])
-        else:
-            self._add(totals, [float(value) * factor for value, factor in scores])
-
-    def complete(self, key: int, index: int = 0) -> None:
-        """Ends a minibatch after its last forward here, of microbatch `index`; with a delay, sends the previous one."""
-        totals = self._open_totals.pop(key, None) or MinibatchTotals(Message(0, numbers=(0.0,) * len(self.zeros)))
-        if self._reads_late:
-            totals.begin_reading()
+    def complete(self, key: int, read: ReadSums, index: int = 0) -> None:
+        """Ends minibatch `key` of this stream after its last forward here, of microbatch `index`; with a delay, sends
+        the previous one.
+        """
         if not self.delay:
-            self._send(key, totals, index)
+            self._send(key, read, index)
             return
         if self._unsent is not None:
             self._send(*self._unsent, index)
-        self._unsent = key, totals
+        self._unsent = key, read
 
     def finish(self) -> None:
         """Sends the last sums, at a drain."""
@@ -206,11 +133,8 @@ class Results:
             self._send(*self._unsent, None)
             self._unsent = None
 
-    def _send(self, key: int, totals: MinibatchTotals, index: int | None) -> None:
-        if totals.unread:
-            for numbers in totals.read():
-                self._add(totals, numbers)
-        message = totals.message
+    def _send(self, key: int, read: ReadSums, index: int | None) -> None:
+        message = read()
         reached_ranks = frozenset() if index is None else self._find_reached(index)
         if reached_ranks:
             assert index is not None
@@ -220,11 +144,9 @@ class Results:
                 sender.send(message)
         self._parts[self._last_stage_ranks.index(self._rank), key] = message
 
-    def _add(self, totals: MinibatchTotals, numbers: Sequence[float]) -> None:
-        if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
-            cause = f"the loss of minibatch {totals.message.minibatch} is nan"
-            raise WorkerError(self._process, self.where(), cause, NOT_FINITE_ADVICE)
-        totals.add(numbers)
+    def make_error(self, cause: str) -> WorkerError:
+        """Returns the error for numbers that are not finite."""
+        return WorkerError(self._process, self.where(), cause, NOT_FINITE_ADVICE)
 
     # -- on the way ---------------------------------------------------------------------------------
 
@@ -296,7 +218,7 @@ class Results:
                     assert self._rank not in self._find_reached(carrier) or (total is not None and carrier >= total)
                 part = yield from self._receive(self._last_stage_ranks[replica])
             parts.append(part)
-        loss, weight, *rest = reduce(_add, (part.numbers for part in parts))
+        loss, weight, *rest = reduce(add_numbers, (part.numbers for part in parts))
         return Done(
             number=parts[0].minibatch,
             epoch=parts[0].epoch,
@@ -325,5 +247,6 @@ class Results:
         return (yield from wait_for(self.receivers[owner].receive()))
 
 
-def _add(numbers: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+def add_numbers(numbers: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+    """Returns the sums of two parts of a minibatch."""
     return tuple(a + b for a, b in zip(numbers, others, strict=True))

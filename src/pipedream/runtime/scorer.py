@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.results import ReadSums
 
 
 class Targets(NamedTuple):
@@ -22,15 +23,22 @@ class Targets(NamedTuple):
 
 
 class Scorer(ABC):
-    """Computes the losses of one rank of the last stage under one program, and adds all scores to the `Results`."""
+    """Computes the losses of one rank of the last stage under one program, and sums them by minibatches.
+
+    Minibatches are counted in their stream; an evaluation is one.
+    """
 
     @abstractmethod
-    def watching(self, inputs: Any, samples: int, trains: bool) -> AbstractContextManager[Any]:
+    def begin(self, *, trains: bool) -> None:
+        """Begins a stream."""
+
+    @abstractmethod
+    def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
         """Context of the last stage's forward, whose model may compute its own loss."""
 
     @abstractmethod
     def score(
-        self, key: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
+        self, minibatch: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
@@ -39,11 +47,16 @@ class Scorer(ABC):
         weight, by which division is exact. In a round, whose minibatches count equally, and where an update has one
         microbatch, the weight is 1, or 0 if nothing counts, so that gradients are rounded as in a plain loop. A
         recomputation (`recomputes`) records nothing.
-
-        Args:
-            key: number of the minibatch in its stream.
         """
 
     @abstractmethod
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
         """Records a batch of an evaluation."""
+
+    @abstractmethod
+    def skip(self, minibatch: int, message: Message) -> None:
+        """Records a microbatch without samples."""
+
+    @abstractmethod
+    def close(self, minibatch: int) -> ReadSums:
+        """Ends a minibatch after its last microbatch here, if there was one; returns what gives its sums."""

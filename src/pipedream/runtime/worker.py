@@ -119,7 +119,7 @@ class Worker:
         self.stage_passes = stage_passes
         self._evaluation = evaluation
         self.senders, self.receivers = channels.senders, channels.receivers
-        self.results = context.results
+        self.results, self._scorer = context.results, scorer
         self.updates = updates
         self.recorder = recorder
         self._activity = activity
@@ -216,7 +216,7 @@ class Worker:
         yield from self.updates.begin(self.program.placement)
         yield from self._run(self._evaluation)
         if self.rank in self._evaluation.placement.scorers:
-            self.results.complete(0)
+            self.results.complete(0, self._scorer.close(0))
         yield (yield from self.results.collect(0, self.rate))
 
     def predict(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:

@@ -17,7 +17,6 @@ from training import SGD, plan_of, train
 import pipedream as pd
 from pipedream.core import malloc
 from pipedream.services.results import memory
-from pipedream.workflows import profile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MB = 1 << 20
@@ -96,14 +95,14 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
     profiled = pd.profile(PAIR, X, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
     monkeypatch.setattr("pipedream.services.joining.joining.process_device", lambda name: torch.device(name))
-    monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
+    monkeypatch.setattr("pipedream.workflows.profile.to_device", lambda inputs, place: inputs)
     monkeypatch.setattr(nn.Module, "to", lambda module, place: module)
 
     def measure(*args: Any, **options: Any) -> pd.Profile:
         done.append(f"measured on {options['device']}")
         return profiled
 
-    monkeypatch.setattr(profile.profiler, "measure", measure)
+    monkeypatch.setattr("pipedream.workflows.profile.profiler.measure", measure)
     assert pd.profile(PAIR, X, device="cuda:0").layers == profiled.layers
     assert done == ["measured on cuda:0", "released"]
 

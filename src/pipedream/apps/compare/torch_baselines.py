@@ -26,9 +26,10 @@ from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderRead
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import BatchAdapter, count_samples, split_batch
-from pipedream.runtime.results import Done, Score
+from pipedream.runtime.results import Done
 from pipedream.runtime.stage.stage_module import restoring_modes
 from pipedream.services.losses.losses import Loss, is_torch_loss, metric_scores
+from pipedream.services.losses.totals import Score
 from pipedream.services.results.memory import MemoryMeter, tensor_bytes
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 

@@ -1,6 +1,6 @@
 """Computes loss, weight and metrics from output and targets."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import log2
 from typing import Any
@@ -10,9 +10,10 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results import Results, Score
+from pipedream.runtime.results import ReadSums, Results
 from pipedream.runtime.scorer import Scorer, Targets
 from pipedream.services.losses.losses import Loss, Metric, metric_scores
+from pipedream.services.losses.totals import Score, Totals
 
 
 class LossScorer(Scorer):
@@ -25,16 +26,21 @@ class LossScorer(Scorer):
         self._mean_of_rounds = program.updates.mean_of_rounds
         self._has_units = has_units(program)
         self._needs_weights = needs_weights(program)
+        self.begin(trains=True)
 
-    def watching(self, inputs: Any, samples: int, trains: bool) -> AbstractContextManager[Any]:
-        return self._loss.watching(inputs, samples) if self._needs_weights or not trains else nullcontext()
+    def begin(self, *, trains: bool) -> None:
+        self._trains = trains
+        self._totals: dict[int, Totals] = {}
+
+    def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
+        return self._loss.watching(inputs, samples) if self._needs_weights or not self._trains else nullcontext()
 
     def score(
-        self, key: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
+        self, minibatch: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
     ) -> tuple[torch.Tensor, float, float]:
-        minibatch = message.minibatch if self._needs_weights else None
+        number = message.minibatch if self._needs_weights else None
         value, weight, is_sum = self._loss(
-            output, targets.value, message.samples, message.share, minibatch, received=targets.received
+            output, targets.value, message.samples, message.share, number, received=targets.received
         )
         loss = value
         if not weight:
@@ -43,7 +49,7 @@ class LossScorer(Scorer):
         if not recomputes:
             scored = (output, targets.value) if self._metrics else (None, None)
             result, labels = map_tensors(scored, lambda tensor: tensor.detach().clone())  # metrics may write into them
-            self._record(key, message, result, labels, loss, weight, is_sum)
+            self._record(minibatch, message, result, labels, loss, weight, is_sum)
         if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
         unit = choose_unit(self._loss, message, output, targets.received) if self._has_units else 1.0
@@ -61,7 +67,31 @@ class LossScorer(Scorer):
         scores: list[Score] = [(loss.detach(), 1.0 if is_sum else weight) if weight else (0.0, 1.0), (weight, 1.0)]
         if self._metrics:
             scores += metric_scores(self._metrics, output, targets, message.samples)
-        self._results.add(key, message, scores)
+        if self._results.reads_late and not self._trains:  # a metric may write into its tensor until it is read
+            scores = [(v.clone() if isinstance(v, torch.Tensor) else v, factor) for v, factor in scores]
+        self._add(key, message, scores)
+
+    def _add(self, key: int, message: Message, scores: Sequence[Score]) -> None:
+        totals = self._totals.get(key)
+        if totals is None:
+            totals = self._totals[key] = Totals(message, self._check)
+        totals.add(message, scores, reads_late=self._results.reads_late)
+
+    def _check(self, minibatch: int, numbers: Sequence[float]) -> None:
+        """Raises a WorkerError if a loss in training is nan."""
+        if numbers[0] != numbers[0] and self._results.raises_on_nan and self._trains:
+            raise self._results.make_error(f"the loss of minibatch {minibatch} is nan")
+
+    def skip(self, minibatch: int, message: Message) -> None:
+        self._add(minibatch, message, [(0.0, 1.0)] * (2 + 2 * len(self._metrics)))
+
+    def close(self, minibatch: int) -> ReadSums:
+        if minibatch not in self._totals:
+            self.skip(minibatch, Message(0))
+        totals = self._totals.pop(minibatch)
+        if self._results.reads_late:
+            totals.begin_reading()
+        return totals.read
 
 
 def choose_unit(loss: Loss, message: Message, output: Any, targets: Any) -> float:
