@@ -22,7 +22,7 @@ _MAX_SUM_BYTES = 1 << 24
 _PART = 4  # ratio of the two sizes
 
 
-def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> float:
+def echo(rank: int, pair: Sequence[int], group: Any, device: torch.device) -> float:
     """Returns half the seconds of a round trip of a byte."""
     token, echoes = _make_payload(1, device), []
     for _ in range(_ECHOES):
@@ -32,26 +32,23 @@ def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> 
     return _share(lower_quartile(echoes) / 2, pair[0], group, device)
 
 
-def one_way(
-    rank: int, sender: int, receiver: int, group: Any, device: torch.device, target_s: float
-) -> tuple[float, int]:
-    """Returns bytes/s from one rank to another and the bytes of the large messages."""
+def one_way(rank: int, pair: Sequence[int], group: Any, device: torch.device, target_s: float) -> tuple[float, int]:
+    """Returns bytes/s from the first of two ranks to the other and the bytes of the large messages."""
     token = _make_payload(1, device)
 
     def seconds(size: int) -> float:
         payload = _make_payload(size, device)
         _finish(device)
         start = time.perf_counter()
-        _send_both_ways(rank, (sender, receiver), payload, token, group)
-        return _share(time.perf_counter() - start, sender, group, device)
+        _send_both_ways(rank, pair, payload, token, group)
+        return _share(time.perf_counter() - start, pair[0], group, device)
 
     size = _choose_size(seconds, _MIN_BYTES, _MAX_BYTES, target_s)
     return _measure_rate(seconds, size), size
 
 
-def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: torch.device) -> float:
+def both_ways(other: int, group: Any, size: int, device: torch.device) -> float:
     """Returns the bytes/s at which this rank receives while both ranks send, alone of all measurements its own."""
-    other = pair[1] if rank == pair[0] else pair[0]
     token = _make_payload(1, device)
     sent, received = _make_payload(size, device), _make_payload(size, device)
     seconds = []
@@ -122,7 +119,7 @@ def _measure_rate(seconds: Callable[[int], float], size: int) -> float:
     return slope(sizes, rows)
 
 
-def _send_both_ways(rank: int, pair: tuple[int, int], there: torch.Tensor, back: torch.Tensor, group: Any) -> None:
+def _send_both_ways(rank: int, pair: Sequence[int], there: torch.Tensor, back: torch.Tensor, group: Any) -> None:
     """Sends one tensor from the first of two ranks to the other, then one back; returns when both have arrived."""
     first, other = pair
     if rank == first:

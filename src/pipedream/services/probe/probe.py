@@ -162,35 +162,24 @@ def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], t
 
 
 def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
-    """Returns the results that this rank reports."""
-    ranks = step[2]
+    """Returns the results that this rank reports: of a link what it receives, of other steps the first rank's."""
+    kind, level, ranks = step
     # The few CTAs of a message move less than a whole card could.
-    group = make_link_group(ranks, device) if step[0] == "link" else process_group.make_group(ranks)
+    group = make_link_group(ranks, device) if kind == "link" else process_group.make_group(ranks)
     if rank not in ranks:
         return []
-    result = _measure_in_group(step, group, rank, device, target_s)
-    process_group.leave_group(group)
-    return [result] if result is not None else []
-
-
-def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: float) -> Link | Fan | Sum | None:
-    kind, level, ranks = step
+    result: Link | Fan | Sum
     if kind == "link":
-        first, other = ranks
-        latency_s = links.echo(rank, (first, other), group, device)
-        there = links.one_way(rank, first, other, group, device, target_s)
-        back = links.one_way(rank, other, first, group, device, target_s)
-        both = links.both_ways(rank, (first, other), group, min(there[1], back[1]), device)
-        if rank == other:
-            return Link(level, first, other, latency_s, there[0], both)
-        return Link(level, other, first, latency_s, back[0], both)
-    if kind == "sum":
-        latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
-        result: Fan | Sum = Sum(level, ranks, latency_s, rate)
+        sender, latency_s = ranks[rank == ranks[0]], links.echo(rank, ranks, group, device)
+        ways = {pair[0]: links.one_way(rank, pair, group, device, target_s) for pair in (ranks, ranks[::-1])}
+        both = links.both_ways(sender, group, min(size for _, size in ways.values()), device)
+        result = Link(level, sender, rank, latency_s, ways[sender][0], both)
+    elif kind == "sum":
+        result = Sum(level, ranks, *links.sum_over(group, len(ranks), device, target_s))
     else:
-        rate = links.fan(rank, ranks, group, device, target_s, sends=kind == "out")
-        result = Fan(level, kind == "out", tuple(ranks), rate)
-    return result if rank == ranks[0] else None
+        result = Fan(level, kind == "out", ranks, links.fan(rank, ranks, group, device, target_s, sends=kind == "out"))
+    process_group.leave_group(group)
+    return [result] if kind == "link" or rank == ranks[0] else []
 
 
 @dataclass(frozen=True)
