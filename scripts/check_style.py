@@ -48,6 +48,7 @@ TORCH_PACKAGES = (
     "extensions.meshes",
     "extensions.nccl",
     "extensions.loss_scale",
+    "extensions.sharded_reader",
     "extensions.shared_memory",
     "extensions.split_backward",
     "extensions.tied_weights",

@@ -23,6 +23,7 @@ What may be offered, under the names of their modules:
 | `run_page` of `apps/` | to `write` pages into a run folder | `apps.training.run_folder` |
 | `residence` | to `make_residence` of weights and optimizers in the memory of the machine | `runtime.residence` |
 | `scaler` | the `LossScaleOptions` of a `grad_scaler` | `pipeline` |
+| `sharded_reader` | whether a loader `can_be_sharded`, and a `ShardedLoader` to `open` shares | `runtime.data.reader` |
 | `split` | to run `backward_inputs` and `backward_weights`, the halves of a backward | `runtime.backward` |
 | `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
 """

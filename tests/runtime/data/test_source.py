@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import pipedream as pd
 from pipedream.runtime.comm import channel as links, message as wire
-from pipedream.runtime.data import rng, sharded_reader, splitter
-from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader
+from pipedream.runtime.data import rng, splitter
+from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableReader, LoaderReader, find_sharding
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
 
 
@@ -126,9 +126,9 @@ def test_a_replica_that_reads_other_samples_is_stopped() -> None:
     """A user's loop has changed the sampler of one rank, or the data set of another is shorter."""
 
     def source_of(order: list[list[int]], replica: int, channel: links.LocalChannel) -> ReadingSource:
-        sharded = sharded_reader.ShardedLoader(DataLoader(Numbers(), batch_sampler=order))
+        sharded = find_sharding(loader := DataLoader(Numbers(), batch_sampler=order)).ShardedLoader(loader)
         sharded.alike = True
-        reader: Any = sharded_reader.ShardedReader(sharded, rng.DataOrder(), EpochRange(), None)
+        reader: Any = sharded.open(rng.DataOrder(), EpochRange(), None)
         reader.adapt = lambda batch: (batch, None)
         reader = FollowingReader(reader, channel, 7) if replica else reader
         source = ReadingSource(reader, splitter.Splitter(), replicas=2, followers=[] if replica else [channel])

@@ -22,9 +22,8 @@ from pipedream.capture import call_model
 from pipedream.core.errors import RecipeError
 from pipedream.core.malloc import keep_freed_memory
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
+from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, find_sharding
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
-from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import BatchAdapter, count_samples, split_batch
 from pipedream.runtime.results import Done
 from pipedream.runtime.stage.stage_module import restoring_modes
@@ -250,7 +249,7 @@ class DataParallel(PlainLoop):
             return
         loader, workers = self.recipe.train, self.workers
         # Every nth batch, without a last round that is not complete.
-        if can_be_sharded(loader):
+        if find_sharding(loader):
             mine: Iterator[Any] = islice(
                 _read_batches(loader, order, epoch, self.rank, workers), len(loader) // workers
             )
@@ -348,9 +347,10 @@ class OneFOneB(PlainLoop):
 def _read_batches(loader: Any, order: DataOrder, epoch: int, replica: int = 0, replicas: int = 1) -> Iterator[Any]:
     """Yields the batches of one epoch of a loader, or one replica's share of them."""
     epochs = EpochRange(epoch, epoch + 1)
-    sharded = ShardedLoader(loader, replica, replicas) if can_be_sharded(loader) else None
-    reader: LoaderReader = (
-        IterableReader(loader, order, epochs, None) if sharded is None else ShardedReader(sharded, order, epochs, None)
+    offer: Any = find_sharding(loader)
+    sharded = offer and offer.ShardedLoader(loader, replica, replicas)
+    reader: LoaderReader = (sharded and sharded.open(order, epochs, None)) or IterableReader(
+        loader, order, epochs, None
     )
     try:
         for minibatch in reader:

@@ -12,7 +12,7 @@ from pipedream.core.errors import PipelineError
 from pipedream.runtime.data.generators import find_values
 
 _NUMBERS: Any = WeakIdKeyDictionary()  # loader -> the number set last, and how much it is above the pipeline's
-_READERS = ("pipedream.runtime.data.reader", "pipedream.runtime.data.sharded_reader")
+_READERS = ("reader", "sharded_reader")  # modules
 
 
 @runtime_checkable
@@ -95,7 +95,8 @@ class _SetEpoch:
         return _bind, (type(self._part).set_epoch, self._part)
 
     def __call__(self, epoch: int) -> None:
-        if not any(frame.f_globals.get("__name__") in _READERS for frame, _ in walk_stack(None)):
+        modules = [frame.f_globals.get("__name__", "").split(".") for frame, _ in walk_stack(None)]
+        if not any(path[0] == "pipedream" and path[-1] in _READERS for path in modules):
             following, batches = self._position()
             current = following if batches else following - 1
             is_counted = any(self._part is part for part in _list_counting(self._loader))

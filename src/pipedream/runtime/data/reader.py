@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.extensions import list_offers
 from pipedream.runtime.comm.channel import Receiver
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message, StopReason
 from pipedream.runtime.comm.values import map_tensors, tensors_in
@@ -460,6 +462,11 @@ def _check_samplers(loader: Any) -> None:
                 "workers of a pipeline train on the same minibatches, and replicas divide them among themselves",
                 "give a loader without it, such as DataLoader(dataset, shuffle=True)",
             )
+
+
+def find_sharding(loader: Any) -> ModuleType | None:
+    """Returns the extension by which each replica loads only its own minibatches of a loader; None if there is none."""
+    return next((offer for offer in list_offers("sharded_reader") if offer.can_be_sharded(loader)), None)
 
 
 def empty_epoch_error(epoch: int) -> WorkerError:

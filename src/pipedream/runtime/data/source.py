@@ -44,11 +44,11 @@ from pipedream.runtime.data.reader import (
     IterableReader,
     LoaderReader,
     Reader,
+    find_sharding,
     make_notice,
     tee,
 )
 from pipedream.runtime.data.rng import DataOrder, preserved_rng, read_state, set_state
-from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 from pipedream.runtime.data.splitter import (
     AdaptBatch,
     BatchAdapter,
@@ -418,9 +418,9 @@ class DataSources:
         facts = None
         if replica is not None:
             state = request.state
-            if replica == 0 and not state and can_be_sharded(loader):
+            if replica == 0 and not state and find_sharding(loader):
                 state = target.initial_state(loader, request.epochs, replicas)
-            facts = [can_be_sharded(loader), read_machine(), state if replica == 0 else None]
+            facts = [find_sharding(loader) is not None, read_machine(), state if replica == 0 else None]
         rows = gather_json(facts, self.channels.group)
         first = self._input_ranks[0]
         can_shard, _, state = rows[first]
@@ -431,7 +431,7 @@ class DataSources:
         if replica is None:
             return {}
         rank = self._ranks_here[0]
-        if sharded and not can_be_sharded(loader):
+        if sharded and not find_sharding(loader):
             raise WorkerError(
                 rank,
                 "the loader",
@@ -509,19 +509,20 @@ class _OpenLoader:
         self.splits = splits
         self.order = DataOrder()
         self.reader: LoaderReader | None = None
-        self._sharded: ShardedLoader | None = None
+        self._sharded: Any = None
 
     def open(self, request: _DataRequest, replica: int = 0, replicas: int = 1, *, alike: bool = False) -> LoaderReader:
         loader, epochs, state = request.loader, request.epochs, request.state
-        if can_be_sharded(loader):
+        reader: LoaderReader
+        if find_sharding(loader):
             sharded = self._shard(loader, replica, replicas)
             sharded.alike = alike
-            self.reader = ShardedReader(sharded, self.order, epochs, state)
+            reader = sharded.open(self.order, epochs, state)
         else:
-            self.reader = IterableReader(loader, self.order, epochs, state)
-            self.reader.count_samples = request.count_samples
-        self.reader.adapt = request.adapt
-        return self.reader
+            reader = IterableReader(loader, self.order, epochs, state)
+            reader.count_samples = request.count_samples
+        reader.adapt, self.reader = request.adapt, reader
+        return reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
         """Returns replica 0's state, with which all replicas begin."""
@@ -555,13 +556,14 @@ class _OpenLoader:
             self._sharded.close()
             self._sharded = None
 
-    def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
+    def _shard(self, loader: Any, replica: int, replicas: int) -> Any:
         """Returns the same object for the same loader, whose workers may live on."""
         sharded = self._sharded
         if sharded is None or sharded.loader is not loader or sharded.replicas != replicas:
             if sharded is not None:
                 sharded.close()
-            sharded = self._sharded = ShardedLoader(loader, replica, replicas)
+            offer: Any = find_sharding(loader)
+            sharded = self._sharded = offer.ShardedLoader(loader, replica, replicas)
         return sharded
 
 

@@ -20,8 +20,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import pipedream as pd
 from pipedream.runtime.comm.message import StopReason
-from pipedream.runtime.data import rng, sharded_reader
-from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch, Reader, tee
+from pipedream.runtime.data import rng
+from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, Reader, find_sharding, tee
 
 OTHERS_AHEAD = ("own batches, loaded ahead", "a generator, loaded ahead", "iterable, loaded ahead")
 """Loaders whose kind and whose processes the default run has apart."""
@@ -31,14 +31,13 @@ SLOW = {0: LOADERS, 3: (*WITH_PROCESSES, "iterable, loaded ahead"), "epoch": LOA
 
 def reader_of(
     loader: Any, order: rng.DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
-) -> sharded_reader.ShardedReader | IterableReader:
-    if sharded_reader.can_be_sharded(loader):
-        sharded = sharded_reader.ShardedLoader(loader, replica, replicas)
-        return sharded_reader.ShardedReader(sharded, order, extent, state)
+) -> Any:
+    if offer := find_sharding(loader):
+        return offer.ShardedLoader(loader, replica, replicas).open(order, extent, state)
     return IterableReader(loader, order, extent, state)
 
 
-def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
+def batches_of(reader: Reader, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
     """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
     minibatches: list[tuple[int, int, list[int], bool]] = []
     for item in islice(reader, most):
@@ -47,7 +46,7 @@ def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int,
     return minibatches
 
 
-def saved_at(reader: LoaderReader, *position: int) -> Any:
+def saved_at(reader: Any, *position: int) -> Any:
     """Returns the state of a position as a checkpoint has it."""
     return json.loads(json.dumps(reader.state(*position)))
 
@@ -80,7 +79,7 @@ def check_position(make: Callable[[], Any], done: int) -> tuple[Any, int]:
     before.append((first.number, first.epoch, listed(first.batch), first.ends_epoch))
     assert [part[1:] for part in before + batches_of(on)] == expected
     for each in (reader, on):
-        if isinstance(each, sharded_reader.ShardedReader):
+        if hasattr(each, "_sharded"):
             each._sharded.close()
     return loader, sum(len(batch) for _, batch, _ in expected[done:])
 
@@ -100,7 +99,7 @@ def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(nam
     size = len(plain_loop(LOADERS[name](), 1)[0])
     number = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
     assert isinstance(number, int)
-    assert sharded_reader.can_be_sharded(LOADERS[name]()) == (name in SHARDED)
+    assert bool(find_sharding(LOADERS[name]())) == (name in SHARDED)
     loader, rest = check_position(LOADERS[name], number)
     if name in SHARDED and name not in WITH_PROCESSES:
         assert len(loader.dataset.loaded) == rest, "what was done is passed over, not loaded"
@@ -313,12 +312,12 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @contextmanager
-def alike(loader: Any, seed: int, extent: EpochRange, state: Any = None) -> Iterator[sharded_reader.ShardedReader]:
+def alike(loader: Any, seed: int, extent: EpochRange, state: Any = None) -> Iterator[Any]:
     """Opens the reader of a process that has this seed."""
     seed_all(seed)
-    sharded = sharded_reader.ShardedLoader(loader)
+    sharded: Any = find_sharding(loader).ShardedLoader(loader)
     sharded.alike = True
-    reader = sharded_reader.ShardedReader(sharded, rng.DataOrder(), extent, state)
+    reader = sharded.open(rng.DataOrder(), extent, state)
     yield reader
     reader.close()
     sharded.close()
@@ -361,7 +360,7 @@ def test_processes_that_read_alike_draw_the_same_numbers_for_their_samples(worke
     assert workers or rest == whole[8:]
 
 
-def rows_of(reader: LoaderReader, most: int | None = None) -> list[list[float]]:
+def rows_of(reader: Reader, most: int | None = None) -> list[list[float]]:
     return [row for minibatch in islice(reader, most) for row in minibatch.batch.tolist()]
 
 

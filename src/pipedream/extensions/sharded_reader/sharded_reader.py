@@ -66,6 +66,10 @@ class ShardedLoader:
         self._seeds = torch.Generator()
         self._own_loader: DataLoader[Any] | None = None
 
+    def open(self, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> ShardedReader:
+        """Returns a reader of the replica's minibatches."""
+        return ShardedReader(self, order, epochs, state)
+
     def begin_epoch(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
