@@ -43,17 +43,24 @@ class ClaimCheck:
         return "\n".join([head, *self.differences]) + omitted
 
 
-def check_claims(name: str, workers: int, microbatches: int | None = None, chunks: int | None = None) -> ClaimCheck:
+def check_claims(
+    name: str,
+    workers: int,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    seconds: tuple[float, float] = (1.0, 2.0),
+) -> ClaimCheck:
     """Compares a method's claims with its simulation on equal stages.
 
     Args:
         microbatches: m; None for the method's own choice.
         chunks: stages per worker, for methods that leave the choice.
+        seconds: of a forward and, unless the claims name their ratio, of a backward.
 
     Raises:
         ScheduleError: the method does not work so, or a claim cannot be computed.
     """
-    plan = schedules.uniform(name, workers, chunks=chunks)
+    plan = schedules.uniform(name, workers, *seconds, chunks=chunks)
     built = schedules.build(name, plan, microbatches)
     p, m, claims = workers, built.microbatches, built.claims
     if claims.ratio is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedream import schedules
+from pipedream.apps.report import claims
 from pipedream.apps.testing.passes import Rounding
 from pipedream.apps.testing.results import Trained
 from pipedream.apps.testing.rules import CompensationRule, Reads, Reducer
@@ -27,8 +27,6 @@ from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.metrics import in_flight, run_metrics, staleness
-from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 
 SIZES = (
@@ -64,8 +62,11 @@ def check_claims(name: str) -> None:
     tried = list(small_schedules(name))
     assert tried, f"{name} takes none of the sizes {SIZES}"
     for p, m, schedule in tried:
-        check_bubble(name, p, m, schedule)
-        check_counts(p, m, schedule)
+        # Of a split backward the bubble is claimed for f = i = w, which a backward of 2 f is split into.
+        seconds = _TIMES[1 if schedule.splits_backward else (p + m) % 3]
+        checked = claims.check_claims(name, p, m, seconds=seconds)
+        assert not checked.differences, str(checked)
+        check_rules(p, schedule)
 
 
 def small_schedules(name: str) -> Iterator[tuple[int, int, Schedule]]:
@@ -75,37 +76,18 @@ def small_schedules(name: str) -> Iterator[tuple[int, int, Schedule]]:
             yield p, m, schedule
 
 
-def check_bubble(name: str, p: int, m: int, schedule: Schedule) -> None:
-    """Checks the share of waiting in one minibatch of a method that flushes."""
-    claims = schedule.claims
-    if not schedule.flushes or claims.bubble is None or m < claims.least(p):
-        return
-    # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
-    forward_s, backward_s = (1.0, 2.0) if schedule.splits_backward else _TIMES[(p + m) % 3]
-    timed = _build(name, p, m, forward_s, backward_s if claims.ratio is None else forward_s * claims.ratio)
-    assert timed is not None
-    bubble = run_metrics(simulate(lower(timed), costs(timed.plan), m)).bubble
-    assert isclose(bubble, claims.bubble(p, m), abs_tol=1e-9), f"{name}, p={p}, m={m}: the bubble is {bubble:.4f}"
-
-
-def check_counts(p: int, m: int, schedule: Schedule) -> None:
-    """Checks microbatches in flight, staleness and versions."""
-    total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
-    # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
-    counted = m if schedule.flushes else total
-    timeline, claims = simulate(lower(schedule), costs(schedule.plan), total), schedule.claims
+def check_rules(p: int, schedule: Schedule) -> None:
+    """Checks that the rules give the staleness and the versions that a method claims."""
+    rules, placement = schedule.weights, schedule.placement
+    m = schedule.microbatches if schedule.flushes else max(3 * schedule.microbatches, 4 * p)  # of the run
     for s in range(p):
         where = f"{schedule.name}, p={p}, m={m}, worker {s}"
-        if claims.in_flight and m >= claims.least(p):
-            assert in_flight(timeline, s) == claims.in_flight(p, counted, s), f"{where}: in flight"
-        if claims.staleness:
-            simulated = staleness(timeline, s), schedule.weights.staleness(s)
-            assert {*simulated} == {claims.staleness(p, counted, s)}, f"{where}: staleness {simulated}"
-        if claims.versions:
-            versions = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
-            versions += min(1, len(schedule.placement.passes_on_copies(s, forward=True)))
-            simulated = timeline.peak_versions[s], versions
-            assert {*simulated} == {claims.versions(p, counted, s)}, f"{where}: versions {simulated}"
+        if claim := schedule.claims.staleness:
+            assert rules.staleness(s) == claim(p, m, s), f"{where}: staleness {rules.staleness(s)}"
+        if claim := schedule.claims.versions:
+            versions = sum(rules.versions(stage) for stage, _ in placement.stage_replicas(s))
+            versions += min(1, len(placement.passes_on_copies(s, forward=True)))
+            assert versions == claim(p, m, s), f"{where}: versions {versions}"
 
 
 def check_proofs(name: str) -> None:
@@ -233,9 +215,9 @@ def tiny(model: Callable[[], nn.Module] = perceptron, **options: Any) -> Trainin
     return Training(**how | options)
 
 
-def _build(name: str, p: int, m: int, forward_s: float = 1.0, backward_s: float = 2.0) -> Schedule | None:
+def _build(name: str, p: int, m: int) -> Schedule | None:
     """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
     try:
-        return schedules.build(name, schedules.uniform(name, p, forward_s, backward_s), m)
+        return schedules.build(name, schedules.uniform(name, p), m)
     except ScheduleError:
         return None
