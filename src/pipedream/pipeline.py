@@ -54,6 +54,7 @@ from pipedream.services.first_minibatch.comparison import Comparison
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.joining.joining import is_distributed, join_group, process_device
 from pipedream.services.loggers.loggers import Loggers
+from pipedream.services.losses.finite_weights import FiniteWeights
 from pipedream.services.losses.losses import Loss, find_module, is_torch_loss
 from pipedream.services.losses.scoring import LossScorer, needs_weights
 from pipedream.services.optimizer_trial.trial import check_steps_apart
@@ -420,7 +421,7 @@ def _build_session(
     shapes = partial(_list_summed_shapes, plan, model, captured.graph)
     plan.choices.sums.check(plan, [phase.program for phase in phases], policy, shapes)
     settings = Settings(
-        make_scorer=partial(LossScorer, loss, dict(options.metrics)),
+        make_scorer=partial(LossScorer, loss, dict(options.metrics), raises_on_nan=policy.on_nan == "error"),
         optimizer=options.optimizer,
         metrics=list(options.metrics),
         scheduler=options.scheduler,
@@ -463,6 +464,8 @@ def _build_session(
     )
     if plain_model is not None:
         session.services.append(Comparison(session.workers_here, plain_model))
+    if policy.on_nan == "error":
+        session.services.append(FiniteWeights(session.workers_here))
     return session
 
 

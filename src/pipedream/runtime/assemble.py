@@ -155,7 +155,6 @@ def build_worker(blueprint: Blueprint, materials: WorkerMaterials) -> Worker:
         links.channels.result_senders,
         links.channels.result_receivers,
         settings.metrics,
-        raises_on_nan=settings.policy.on_nan == "error",
         reads_late=blueprint.device.type == "cuda",
         process=links.process,
     )

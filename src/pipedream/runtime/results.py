@@ -69,7 +69,6 @@ class Results:
     Args:
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
-        raises_on_nan: whether a loss that is nan raises an error in training.
         reads_late: losses are read once the rank has computed its next minibatch's, or at the end of an evaluation.
         process: this rank among all ranks of the job, for errors; by default `rank`.
 
@@ -86,7 +85,6 @@ class Results:
         receivers: dict[int, Receiver],
         metrics: Sequence[str],
         *,
-        raises_on_nan: bool = False,
         reads_late: bool = False,
         process: int | None = None,
     ) -> None:
@@ -98,7 +96,6 @@ class Results:
         self.senders = senders
         self.receivers = receivers
         self._metrics = tuple(metrics)
-        self.raises_on_nan = raises_on_nan
         self.reads_late = reads_late
         self.where: Callable[[], str] = lambda: "the start"
         self._reached_ranks: dict[int, frozenset[int]] = {}

@@ -1,16 +1,14 @@
 """The state of a stage on one rank: layers, versions of the weights, optimizer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.recorder import Recorder
-from pipedream.runtime.results import NOT_FINITE_ADVICE
 from pipedream.runtime.stage.part import StageFacts, StagePart
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.runtime.stage_passes import UNOBSERVED, StagePasses
@@ -133,46 +131,3 @@ class StageState(StagePasses):
         if (yield from self.optimizer.reducer.after_step()):
             self.versions.adopt_written()
             recorder.note("wait", stage, index, start)
-
-
-def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
-    """Returns each trained weight that is not finite, with its stage."""
-    weights = [
-        (name, stage, handle.detach())
-        for stage, stage_state in stage_states.items()
-        for name, handle in stage_state.versions.handles.items()
-    ]
-    if not weights:
-        return {}
-    # First the sums: they take a twentieth of the time, and wait for a GPU once, but finite numbers may overflow.
-    finite = torch.stack([weight.sum().isfinite() for _, _, weight in weights]).tolist()
-    return {
-        name: stage
-        for (name, stage, weight), is_finite in zip(weights, finite, strict=True)
-        if not is_finite and not bool(weight.isfinite().all())
-    }
-
-
-def check_finite(
-    stage_states: Mapping[int, StageState], not_finite: Mapping[str, int], program: Program, last: int, process: int
-) -> None:
-    """Raises a `WorkerError` for a weight that is not finite, which no loss has shown because no forward has read it.
-
-    Args:
-        not_finite: weights that were not finite before.
-        last: the last minibatch that was trained.
-    """
-    new = [(name, stage) for name, stage in find_not_finite(stage_states).items() if name not in not_finite]
-    if not new:
-        return
-    name, stage = new[0]
-    minibatches = f"minibatch {last}"
-    if any(program.weights.mean_staleness(s) for s in range(program.placement.stages)):
-        unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # weights are read at most so much later
-        minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
-    raise WorkerError(
-        process,
-        f"stage {stage}, the updates after minibatch {last}",
-        f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
-        NOT_FINITE_ADVICE,
-    )

@@ -30,11 +30,7 @@ from pipedream.runtime.recorder import Moment
 from pipedream.runtime.results import Done, Output
 from pipedream.runtime.scorer import Scorer
 from pipedream.runtime.stage_passes import StagePasses
-from pipedream.runtime.stage_state import (
-    StageState,
-    check_finite,
-    find_not_finite,
-)
+from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.updates import Updates
 
 _ADVICE = {
@@ -97,6 +93,7 @@ class Worker:
         stage_passes: of the stages whose passes run here; a state, or passes on copies of the weights.
 
     Attributes:
+        process: this rank among all ranks of the job.
         stream: that runs.
         input_updates: updates that the input stage has made with this program.
     """
@@ -114,7 +111,7 @@ class Worker:
         rank, program, recorder, activity = context.rank, context.program, context.recorder, context.activity
         self.rank = rank
         self.program = program
-        self._process = context.process
+        self.process = context.process
         self.stage_states = stage_states
         self.stage_passes = stage_passes
         self._evaluation = evaluation
@@ -187,10 +184,8 @@ class Worker:
             until: total of minibatches at which it drains; None for no limit.
 
         Raises:
-            WorkerError: an op failed, or the last updates left weights that are not finite; names rank, stage, op and
-                cause.
+            WorkerError: an op failed; names rank, stage, op and cause.
         """
-        not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches * self.program.microbatches, trains=True)
         self._begin_stream(stream, data, self.program.round_minibatches, until)
         for passes in self._list_passes():
@@ -207,8 +202,6 @@ class Worker:
         self.done_minibatches += (self._microbatches or 0) // self.program.microbatches
         peak_versions = max(stage_state.versions.peak for stage_state in self.stage_states.values())
         self.recorder.end_stream(begin, self.done_minibatches, peak_versions)
-        if self.results.raises_on_nan:
-            check_finite(self.stage_states, not_finite, self.program, self.done_minibatches - 1, self._process)
 
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
@@ -268,12 +261,12 @@ class Worker:
                     step = _resolve_step(program, instruction, self._actions)
                     yield from step.run(step.stage_or_channel, step.index) or ()
         except CaptureError as error:
-            raise WorkerError(self._process, self.where, str(error)) from error
+            raise WorkerError(self.process, self.where, str(error)) from error
         except (PipelineError, GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:
             advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
-            raise WorkerError(self._process, self.where, with_place(error), advice) from error
+            raise WorkerError(self.process, self.where, with_place(error), advice) from error
         if self._data is not None:
             self._data.end()
         # The end arrives once on each channel that serves forwards; receive what is missing.

@@ -15,6 +15,9 @@ class SessionService:
     def take_result(self, done: Done) -> None:
         """Takes a minibatch's result, before the user's loop does."""
 
+    def end_stream(self) -> None:
+        """Follows a training stream, at its drain."""
+
     def note_restored(self) -> None:
         """Takes note that a checkpoint was loaded."""
 

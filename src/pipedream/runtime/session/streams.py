@@ -96,12 +96,13 @@ class Streams:
         for service in self._services:
             service.begin_stream(self._sources)
         for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in workers_here.workers]):
-            try:
+            with workers_here.reporting():
                 for service in self._services:
                     service.take_result(done)
-            except PipelineError as error:
-                raise workers_here.report(error) from error
             yield done
+        with workers_here.reporting():
+            for service in self._services:
+                service.end_stream()
 
     def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:
         """Ends the stream after the minibatches in flight; does nothing at ranks that do not read the data."""

@@ -17,11 +17,24 @@ from pipedream.services.losses.totals import Score, Totals
 
 
 class LossScorer(Scorer):
-    """Computes a loss and metrics."""
+    """Computes a loss and metrics.
 
-    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, program: Program) -> None:
+    Args:
+        raises_on_nan: whether a loss that is nan raises an error in training.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        results: Results,
+        program: Program,
+        *,
+        raises_on_nan: bool = False,
+    ) -> None:
         self._loss = loss
         self._metrics = metrics
+        self._raises_on_nan = raises_on_nan
         self._results = results
         self._mean_of_rounds = program.updates.mean_of_rounds
         self._has_units = has_units(program)
@@ -79,7 +92,7 @@ class LossScorer(Scorer):
 
     def _check(self, minibatch: int, numbers: Sequence[float]) -> None:
         """Raises a WorkerError if a loss in training is nan."""
-        if numbers[0] != numbers[0] and self._results.raises_on_nan and self._trains:
+        if numbers[0] != numbers[0] and self._raises_on_nan and self._trains:
             raise self._results.make_error(f"the loss of minibatch {minibatch} is nan")
 
     def skip(self, minibatch: int, message: Message) -> None:
