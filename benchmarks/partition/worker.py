@@ -27,7 +27,7 @@ from torch import nn
 
 from pipedream import partition
 from pipedream.core.plan.cost import EXCHANGE
-from pipedream.extensions.meshes.layouts.step import GroupRanks, PartitionedStep
+from pipedream.extensions.meshes.layouts.step import GroupRank, PartitionedStep
 from pipedream.extensions.meshes.layouts.tracing.trace import TracedStep
 from pipedream.extensions.meshes.sharding.functions import exchange
 
@@ -36,7 +36,7 @@ from scaffold import gather
 from worker_processes import answer_lines
 
 
-class AloneRank(GroupRanks):
+class AloneRank(GroupRank):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
 
     def exchange(self, *pieces: Any) -> Any:
@@ -92,14 +92,14 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     """
     module, sample, step = _trace(model)
     plan = partition(step.operators, dist.get_world_size(), method, batch="x0")
-    ranks = GroupRanks()
-    several, alone = (PartitionedStep(step, plan, step_ranks) for step_ranks in (ranks, AloneRank()))
+    rank = GroupRank()
+    several, alone = (PartitionedStep(step, plan, step_rank) for step_rank in (rank, AloneRank()))
     values = {step.parameters[name]: tensor.detach() for name, tensor in module.named_parameters()}
     values |= {step.buffers[name]: tensor for name, tensor in module.named_buffers()} | {step.inputs[0]: sample}
     parts = {name: several.part(name, tensor) for name, tensor in values.items()}
     results = [*step.gradients.values(), *step.updated.values(), *step.outputs]
     several.run(parts, results)
-    sent_bytes = sum(gather(ranks.sent_bytes))
+    sent_bytes = sum(gather(rank.sent_bytes))
     alone.run(parts, results)
     gc.collect()
     gc.disable()

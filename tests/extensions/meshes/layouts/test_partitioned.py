@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.extensions.meshes.layouts.search import exchanges, partition, search
-from pipedream.extensions.meshes.layouts.step import GroupRanks
+from pipedream.extensions.meshes.layouts.step import GroupRank
 from pipedream.extensions.meshes.layouts.tracing.trace import trace
 from tests.extensions.meshes.layouts.simulated_ranks import Loss, SimulatedRanks, check_step
 
@@ -97,11 +97,11 @@ def _make_step(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
     return model, sample, trace(model, sample, loss=loss)
 
 
-def _check(name: str, ranks: GroupRanks | SimulatedRanks, count: int, **how: Any) -> None:
+def _check(name: str, ranks: GroupRank | SimulatedRanks, count: int, **how: Any) -> None:
     _check_partition(name, ranks, pd.partition(_make_step(name)[2].operators, count, **how))
 
 
-def _check_partition(name: str, ranks: GroupRanks | SimulatedRanks, found_partition: partition.Partition) -> None:
+def _check_partition(name: str, ranks: GroupRank | SimulatedRanks, found_partition: partition.Partition) -> None:
     model, sample, step = _make_step(name)
     check_step(step, model, sample, CASES[name][2], found_partition, ranks)
 
@@ -124,7 +124,7 @@ def test_simulated_ranks_equal_one_process(name: str, how: dict[str, Any], count
 def _run_in_process(names: tuple[str, ...]) -> None:
     for name in names:
         for how in WAYS[:2]:
-            _check(name, GroupRanks(), torch.distributed.get_world_size(), **how)
+            _check(name, GroupRank(), torch.distributed.get_world_size(), **how)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ searched at the first call with each kind of input.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipedream.core.errors import PlanError
 from pipedream.extensions.meshes.layouts.search.partition import Partition, complete_partition
-from pipedream.extensions.meshes.layouts.step import GroupRanks, PartitionedStep
+from pipedream.extensions.meshes.layouts.step import GroupRank, PartitionedStep
 from pipedream.extensions.meshes.layouts.tracing.trace import trace
 from pipedream.extensions.meshes.sharding.functions import (
     list_placements,
@@ -105,7 +105,7 @@ class _Passes:
         tensors: Sequence[DTensor],
         parameters: Mapping[str, DTensor],
     ) -> None:
-        layer, self._mesh, self._rank = partitioned.layer, partitioned.mesh, dist.get_rank(partitioned.group)
+        layer, self._mesh = partitioned.layer, partitioned.mesh
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             empty = iter([torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors])
             filled = [next(empty) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -120,7 +120,7 @@ class _Passes:
             with torch.no_grad():
                 self._output_leaves, self._structure = tree_flatten(twin(*args, **named))
         self._partition = self._complete_partition(tensors, parameters)
-        self._run = PartitionedStep(self._step, self._partition, GroupRanks(partitioned.group))
+        self._run = PartitionedStep(self._step, self._partition, GroupRank(partitioned.group))
         self._shapes = self._step.operators.tensors
         step = self._step
         self._updated = {name: tensor for name, tensor in step.updated.items() if tensor != step.buffers[name]}
@@ -172,7 +172,7 @@ class _Passes:
         """Returns the parts of the outputs, and those that the backward needs."""
         values = dict(zip(self._entering, parts, strict=True))
         values |= {self._step.buffers[name]: buffer for name, buffer in buffers.items()}
-        results = self._run_operators(values, self._forward)
+        results = self._run.run(values, self._forward)
         for name, tensor in self._updated.items():
             buffers[name].copy_(results[tensor])
         storages = {tensor.untyped_storage()._cdata for tensor in (*parts, *buffers.values())}
@@ -189,15 +189,11 @@ class _Passes:
         """Returns the gradients of what `forward` got, where they are wanted."""
         names = {name: self._gradients[name] for name, want in zip(self._entering, needs_gradient, strict=True) if want}
         values = dict(zip(self._saved, saved, strict=True)) | dict(zip(self._step.tangents, tangents, strict=True))
-        results = self._run_operators(values, names.values())
+        results = self._run.run(values, names.values())
         return [
             self._return_gradient(name, names[name], results[names[name]]) if name in names else None
             for name in self._entering
         ]
-
-    def _run_operators(self, values: Mapping[str, torch.Tensor], keep: Iterable[str]) -> dict[str, torch.Tensor]:
-        results = self._run.run({name: {self._rank: part} for name, part in values.items()}, keep)
-        return {name: parts[self._rank] for name, parts in results.items()}
 
     def _wrap(self, name: str, part: torch.Tensor) -> DTensor:
         return wrap_part(part, self._mesh, self._find_placements(name), self._shapes[name])
