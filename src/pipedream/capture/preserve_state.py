@@ -51,39 +51,6 @@ class Attributes:
             slot.update(content)
 
 
-class CarriedState:
-    """What a forward may leave on modules for the next one: attributes, and buffers whose shape changes.
-
-    Buffers of one shape, such as running statistics, are not part of it, nor are generators.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._attributes = Attributes(modules.values())
-        self._old = self._read()
-        values = (v for m in modules.values() for name, v in m.__dict__.items() if name not in MODULE_ATTRIBUTES)
-        self._objects = _Objects(values, generators=False)
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules.values()]
-
-    def list_changed(self) -> list[str]:
-        """Returns the paths of attributes and buffers that have changed; what was written in place may lack."""
-        new = self._read()
-        return [name for name in new if name not in self._old or self._old[name] != new[name]]
-
-    def restore(self) -> None:
-        self._attributes.restore()
-        self._objects.restore()
-        for buffers, old in self._buffers:
-            changed = [n for n, b in old.items() if getattr(b, "shape", n) != getattr(buffers.get(n), "shape", n)]
-            buffers |= {name: old[name] for name in changed}
-
-    def _read(self) -> dict[str, Any]:
-        buffers = ((p, {n: getattr(b, "shape", None) for n, b in m._buffers.items()}) for p, m in self._modules.items())
-        attributes = ((path, read_attributes(module)) for path, module in self._modules.items())
-        pairs = [(f"{path}.{name}".lstrip("."), v) for path, row in (*buffers, *attributes) for name, v in row.items()]
-        return dict(pairs)
-
-
 def read_attributes(module: nn.Module) -> dict[str, Any]:
     """Returns a module's plain attributes by value, and of others what changes if they are replaced or written."""
     return {name: _mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
@@ -98,7 +65,7 @@ def _mark(value: Any) -> Any:
     return id(value), *map(id, items)
 
 
-class _Objects:
+class Objects:
     """What Python objects hold now, to be restored: containers, tensors, generators, and instances' attributes."""
 
     def __init__(self, roots: Iterable[Any], generators: bool = True) -> None:
@@ -203,7 +170,7 @@ def preserve_state(
     devices, attributes = list(devices), Attributes(modules, children=True)
     every = attributes.every
     attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
-    objects = _Objects([*attribute_values, *others])
+    objects = Objects([*attribute_values, *others])
     parameters = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
     weights = [_Weight(p, copies_on_cpu) for p in parameters.values() if not is_stand_in(p)]
     copies: dict[int, torch.Tensor] = {}

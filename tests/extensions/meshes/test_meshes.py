@@ -13,16 +13,10 @@ import pipedream as pd
 from pipedream import Cluster, Layout, Level, Mesh, Operators, Plan
 from pipedream.core.box import box_of, dense_strides, memory_order
 from pipedream.core.plan.ranks import meshes_of
-from pipedream.extensions.meshes.layout import (
-    Boundary,
-    Crossing,
-    boundary_bytes,
-    pieces,
-    read_crossings,
-    with_crossings,
-)
+from pipedream.extensions.meshes import layout as layouts, workers
 from pipedream.extensions.meshes.layouts.search import exchanges, partition
 
+Boundary, Crossing = layouts.Boundary, layouts.Crossing
 Move = tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]
 
 
@@ -43,7 +37,7 @@ def test_each_rank_receives_its_part_once_from_ranks_that_have_it(move: Move) ->
     shape, sender, sent, receiver, received = move
     has, wants = parts(shape, sent, sender), parts(shape, received, receiver)
     got: list[list[tuple[int, ...]]] = [[] for _ in wants]
-    for piece in pieces(shape, sender, sent, receiver, received):
+    for piece in layouts.pieces(shape, sender, sent, receiver, received):
         elements = {*product(*piece.box)}
         assert elements <= has[piece.sender]
         got[piece.receiver] += elements
@@ -66,7 +60,7 @@ def test_a_mesh_is_read_from_text_and_sends_its_like_nothing_to_other_places() -
     assert (mesh.size, mesh.dimensions, str(mesh)) == (8, {"data": 2, "model": 4}, "data:2,model:4")
     assert mesh.coordinates()[5] == (1, 1)
     assert (Mesh().size, Mesh().dimensions, str(Mesh())) == (1, {}, "-")
-    sent = {(piece.sender, piece.receiver) for piece in pieces((8, 8), mesh, (0, None), mesh, (0, None))}
+    sent = {(piece.sender, piece.receiver) for piece in layouts.pieces((8, 8), mesh, (0, None), mesh, (0, None))}
     assert sent == {(rank, rank) for rank in range(8)}
 
 
@@ -160,8 +154,8 @@ TWO_MACHINES = Cluster((Level(2, 1e10), Level(2, 1e9)))
         (lambda: check_found("cut1:2", shard_weights="cut1"), "found cut1:2 and shard_weights='cut1'"),
         (lambda: check_found("cut1:2", cuts={"w": (0,)}), "found for the tensors w, none of which is a parameter"),
         (lambda: Layout(cuts={"p_w": (0, 0)}).parameter("w", (6, 8), Mesh("cut1:2,cut2:2")), "shards dimension 0 of"),
-        (lambda: Cluster.flat(3).of_meshes(2), "workers of 2 ranks each were asked for, but the cluster joins 3 ranks"),
-        (lambda: TWO_MACHINES.of_workers([1, 2, 1]), "a worker of 2 ranks from rank 1 on .*, which would be in parts"),
+        (lambda: workers.of_meshes(Cluster.flat(3), 2), "workers of 2 ranks each were .*, but the cluster joins 3"),
+        (lambda: workers.of_workers(TWO_MACHINES, [1, 2, 1]), "a worker of 2 ranks from rank 1 .* would be in parts"),
     ],
 )
 def test_what_is_refused(make: Callable[[], object], words: str) -> None:
@@ -172,13 +166,13 @@ def test_what_is_refused(make: Callable[[], object], words: str) -> None:
 @pytest.mark.parametrize(
     ("joined", "widths"),
     [
-        (Cluster.flat(8).of_meshes(2), [(4, ())]),
-        (Cluster((Level(4, 1e10), Level(2, 1e9))).of_meshes(2), [(2, ()), (2, ())]),
-        (Cluster((Level(2, 1e10), Level(4, 1e9))).of_meshes(4), [(2, ())]),
-        (Cluster((Level(8, 1e9),)).of_workers([1, 4, 1, 2]), [(4, ())]),
-        (Cluster((Level(4, 1e10), Level(2, 1e9))).of_workers([2] * 4), [(2, ()), (2, ())]),
-        (Cluster((Level(4, 1e10), Level(2, 1e9))).of_workers([1, 1, 2, 4]), [(3, (3, 1)), (2, ())]),
-        (Cluster((Level(2, 1e10), Level(4, 1e9))).of_workers([4, 1, 1, 2]), [(2, (1, 2, 1)), (3, ())]),
+        (workers.of_meshes(Cluster.flat(8), 2), [(4, ())]),
+        (workers.of_meshes(Cluster((Level(4, 1e10), Level(2, 1e9))), 2), [(2, ()), (2, ())]),
+        (workers.of_meshes(Cluster((Level(2, 1e10), Level(4, 1e9))), 4), [(2, ())]),
+        (workers.of_workers(Cluster((Level(8, 1e9),)), [1, 4, 1, 2]), [(4, ())]),
+        (workers.of_workers(Cluster((Level(4, 1e10), Level(2, 1e9))), [2] * 4), [(2, ()), (2, ())]),
+        (workers.of_workers(Cluster((Level(4, 1e10), Level(2, 1e9))), [1, 1, 2, 4]), [(3, (3, 1)), (2, ())]),
+        (workers.of_workers(Cluster((Level(2, 1e10), Level(4, 1e9))), [4, 1, 1, 2]), [(2, (1, 2, 1)), (3, ())]),
     ],
 )
 def test_a_cluster_of_workers_of_several_ranks(joined: Cluster, widths: list[tuple[int, tuple[int, ...]]]) -> None:
@@ -193,14 +187,14 @@ def test_bytes_of_the_busiest_rank_at_a_boundary(move: Move) -> None:
     shares: set[int] = set()
     for giver, cut, other, other_cut in ((sender, sent, receiver, received), (receiver, received, sender, sent)):
         gives, gets = [0] * giver.size, [0] * other.size
-        for piece in pieces(shape, giver, cut, other, other_cut):
+        for piece in layouts.pieces(shape, giver, cut, other, other_cut):
             size = prod(map(len, piece.box))
             gives[piece.sender] += size
             gets[piece.receiver] += size
         busiest = max(busiest, *gives, *gets)
         shares |= {len(set(gives)), len(set(gets))}
     sizes = [len(parts(shape, cuts, mesh)[0]) for mesh, cuts in ((sender, sent), (receiver, received))]
-    predicted = boundary_bytes(sender.size, sizes[0], receiver.size, sizes[1])
+    predicted = layouts.boundary_bytes(sender.size, sizes[0], receiver.size, sizes[1])
     if shares == {1}:
         assert predicted == busiest
     cuts = zip((*sent, *received), (*sender.dimensions.values(), *receiver.dimensions.values()), strict=True)
@@ -233,4 +227,4 @@ def test_the_cut_of_a_boundary() -> None:
 @given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
 def test_cuts_travel_in_the_structure(tensors: list[Move], structure: str) -> None:
     cuts = tuple(Crossing(row, sent, got, tuple(reversed(range(len(row))))) for row, _, sent, _, got in tensors)
-    assert read_crossings(with_crossings(structure, cuts)) == (cuts, structure)
+    assert layouts.read_crossings(layouts.with_crossings(structure, cuts)) == (cuts, structure)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
 MAX_WORKERS = 100_000
@@ -65,6 +64,10 @@ class Level:
     def link_bytes_per_s(self) -> float:
         """Bandwidth of a message, limited by the slower of its two ports."""
         return min(self.bandwidth_bytes_per_s, self.receive_bytes_per_s or self.bandwidth_bytes_per_s)
+
+    def with_sizes(self, sizes: tuple[int, ...]) -> Level:
+        """Returns the level with groups of these sizes."""
+        return replace(self, width=max(sizes), sizes=() if len(set(sizes)) == 1 else sizes)
 
 
 @dataclass(frozen=True)
@@ -260,75 +263,13 @@ class Cluster(Artifact):
         )
         return replace(self, levels=levels)
 
-    def of_meshes(self, ranks: int) -> Cluster:
-        """Returns a cluster whose workers are meshes of `ranks` consecutive workers of this one.
-
-        Speed and memory stay those of one rank.
-
-        Raises:
-            PlanError: the workers of a machine, or of another group, do not divide into such meshes.
-        """
-        levels, remaining = list(self.levels), ranks
-        while remaining > 1:
-            first = levels[0]
-            sizes = first.sizes or (first.width,)
-            if not any(size % remaining for size in sizes):
-                groups = tuple(size // remaining for size in first.sizes)
-                levels[0], remaining = replace(first, width=first.width // remaining, sizes=groups), 1
-            elif len(levels) > 1 and not first.sizes and remaining % first.width == 0:
-                remaining //= first.width
-                del levels[0]
-            else:
-                raise PlanError(
-                    f"workers of {ranks} ranks each were asked for, but the cluster joins {first.width} ranks at a "
-                    "time; choose a mesh whose size divides them"
-                )
-        if any(kind.count % ranks for kind in self.kinds):
-            raise PlanError(
-                f"workers of {ranks} ranks each were asked for, but the cluster's kinds do not divide by it"
-            )
-        kinds = tuple(replace(kind, count=kind.count // ranks) for kind in self.kinds)
-        return replace(self, levels=tuple(levels), kinds=kinds)
-
-    def of_workers(self, ranks: Sequence[int]) -> Cluster:
-        """Returns a cluster whose worker i is the next `ranks[i]` workers of this one.
-
-        Raises:
-            PlanError: a worker neither lies within one machine (or other group) nor fills several, or its ranks differ.
-        """
-        ends = list(accumulate(ranks, initial=0))
-        rows: list[list[int]] = [ends]
-        for number in range(1, len(self.levels)):
-            starts = self.starts(number)
-            for first, last in pairwise(ends):
-                if any(first < start < last for start in starts) and not {first, last} <= set(starts):
-                    raise PlanError(
-                        f"a worker of {last - first} ranks from rank {first} on was asked for, which would be in parts "
-                        f"of several machines, {self}; choose meshes that fit into one, or fill several"
-                    )
-            rows.append([start for start in starts if start in set(ends)])
-        levels = []
-        for level, row, groups in zip(self.levels, rows, [*rows[1:], [0, ends[-1]]], strict=True):
-            sizes = tuple(sum(first <= start < last for start in row) for first, last in pairwise(groups))
-            is_even = len(set(sizes)) == 1
-            levels.append(replace(level, width=max(sizes), sizes=() if is_even else sizes))
-        kinds: list[Workers] = []
-        for first, last in pairwise(ends) if self.kinds else ():
-            worker_kinds = {(self.devices[w], self.speeds[w], self.memories[w]) for w in range(first, last)}
-            if len(worker_kinds) > 1:
-                raise PlanError(f"a worker of the ranks {first} to {last - 1} was asked for, but these differ")
-            kinds.append(Workers(1, *worker_kinds.pop()))
-        return replace(self, levels=tuple(levels), kinds=tuple(kinds))
-
     def without(self, worker: int) -> Cluster:
         """Returns the cluster without one worker, and without its machine if the worker was alone there."""
         rows = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
         levels = []
         for level, components, outer_row in zip(self.levels, rows, [*rows[1:], [0] * len(rows[0])], strict=True):
             groups = dict(zip(components, outer_row, strict=True)).values()  # of each remaining component
-            sizes = tuple(Counter(groups).values())
-            is_even = len(set(sizes)) == 1
-            levels.append(replace(level, width=max(sizes), sizes=() if is_even else sizes))
+            levels.append(level.with_sizes(tuple(Counter(groups).values())))
         kinds: list[Workers] = []
         for kind, first in zip(self.kinds, accumulate((kind.count for kind in self.kinds), initial=0), strict=False):
             count = kind.count - (first <= worker < first + kind.count)

@@ -137,18 +137,6 @@ class SumLink(NamedTuple):
             return (workers > 1) * 2 * (tree_levels * latency_s + size_bytes / self.bytes_per_s)
         return 2 * (workers - 1) * (latency_s + size_bytes / (workers * self.bytes_per_s))
 
-    def collective_s(self, kind: str, count: int, size_bytes: Numbers, ranks: int) -> Numbers:
-        """Returns the seconds of several collectives (`core.model.profile.Collective`).
-
-        An all-gather, a reduce-scatter or an all-to-all takes (n - 1) (l + b / (n B)): n - 1 steps with a part each. An
-        exchange, whose bytes all go to other ranks, takes (n - 1) l + b / B.
-        """
-        if kind == EXCHANGE:
-            return count * (ranks - 1) * self.latency_s + size_bytes / self.bytes_per_s
-        if kind == "all-reduce":
-            return count * self.all_reduce_s(size_bytes / max(count, 1), ranks)
-        return (ranks - 1) * (count * self.latency_s + size_bytes / (ranks * self.bytes_per_s))
-
     def buckets(
         self, size_bytes: Numbers, workers: Numbers, costs: SumCosts = PLAIN_SUMS
     ) -> tuple[tuple[Numbers, Numbers], ...]:

@@ -17,6 +17,7 @@ from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.extensions.meshes.space import profile_of_rank
+from pipedream.extensions.meshes.workers import of_meshes
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows.methods import MAX_SIMULATED, occupancy_of, score_if_quick, takes_long
 from pipedream.workflows.plan import plan_once, suggest_on_shortage
@@ -74,7 +75,7 @@ def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> t
     """
     cluster, meshes = request.workers_and_links, meshes_of(request.mesh)
     sizes = {mesh.size for mesh in meshes}
-    workers = cluster.of_meshes(sizes.pop()) if len(sizes) == 1 else cluster
+    workers = of_meshes(cluster, sizes.pop()) if len(sizes) == 1 else cluster
     if len(set(meshes)) == 1:
         return profile_of_rank(profile, meshes[0], cluster), replace(request, cluster=workers, mesh="")
     unlimited = replace(request, cluster=replace(workers, memory_bytes=None), mesh="")
@@ -183,7 +184,7 @@ class _MeshChoice:
         self, mesh: Mesh, shape: str | tuple[int, ...] | None = None, rival_s: float = inf
     ) -> planner.Comparison:
         """Returns the plans on a mesh. Raises a `PipelineError` if there is none, or if ranks idle that must not."""
-        request = replace(self.request, cluster=self._cluster.of_meshes(mesh.size))
+        request = replace(self.request, cluster=of_meshes(self._cluster, mesh.size))
         request = request if shape is None else replace(request, shape=shape)
         comparison = self.compare(_profile_rank(self.profile, mesh, self._cluster), request, rival_s=rival_s)
         comparison = _add_mesh_to_all(comparison, mesh)

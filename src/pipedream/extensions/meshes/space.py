@@ -18,10 +18,11 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Collective, LayerProfile, Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.cost import Site, SumLink
+from pipedream.core.plan.cost import EXCHANGE, Numbers, Site, SumLink
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh
 from pipedream.extensions.meshes.layout import boundary_bytes
+from pipedream.extensions.meshes.workers import may_be_worker, of_workers
 from pipedream.planner.arrays import IntArray, Tables
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -54,7 +55,7 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
             over = row.over.split("+")
             ranks = prod(mesh.dimensions[dimension] for dimension in over)
             link = SumLink.across(cluster, max(map(level.__getitem__, over)))
-            total_s += float(link.collective_s(row.kind, row.count, size_bytes, ranks))
+            total_s += float(_collective_s(link, row.kind, row.count, size_bytes, ranks))
         return total_s
 
     def with_collectives(
@@ -71,6 +72,19 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
     rank = profile.of_rank(rank_profile)
     layers = tuple(map(with_collectives, rank_profile.layers, rank_profile.forward, rank_profile.backward))
     return replace(rank, layers=layers, update_s=rank.update_s + sum_seconds(rank_profile.update))
+
+
+def _collective_s(link: SumLink, kind: str, count: int, size_bytes: int, ranks: int) -> Numbers:
+    """Returns the seconds of several collectives (`core.model.profile.Collective`).
+
+    An all-gather, a reduce-scatter or an all-to-all takes (n - 1) (l + b / (n B)): n - 1 steps with a part each. An
+    exchange, whose bytes all go to other ranks, takes (n - 1) l + b / B.
+    """
+    if kind == EXCHANGE:
+        return count * (ranks - 1) * link.latency_s + size_bytes / link.bytes_per_s
+    if kind == "all-reduce":
+        return count * link.all_reduce_s(size_bytes / max(count, 1), ranks)
+    return (ranks - 1) * (count * link.latency_s + size_bytes / (ranks * link.bytes_per_s))
 
 
 def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
@@ -179,7 +193,7 @@ class MeshSpace(SearchSpace):
             site = Site.of(wide_cluster, range(1, replicas + 1), 0, replicas + 1, self.terms)
             return self._number_site(site, (0,) * len(mesh.dimensions))
         starts = range(first, end, mesh.size)
-        if not all(_may_be_worker(cluster, start, start + mesh.size) for start in starts):
+        if not all(may_be_worker(cluster, start, start + mesh.size) for start in starts):
             return None
         before, after = first - 1 if first else None, end if end < cluster.workers else None
         reaches = [reach_of(mesh, cluster, start) for start in starts]
@@ -211,7 +225,7 @@ class MeshSpace(SearchSpace):
         return Plan(
             tuple(stages),
             depths.noam(counts, delays),
-            self.cluster.of_workers([*[1] * idle_ranks, *sizes]),
+            of_workers(self.cluster, [*[1] * idle_ranks, *sizes]),
             delays,
             self.profile.model,
             self.profile.batch,
@@ -238,15 +252,3 @@ class MeshSpace(SearchSpace):
             mesh_site = self.site_at(first, count, mesh)
             spaces.append(self.of_rank(mesh, None if mesh_site is None else mesh_site.reach))
         return spaces
-
-
-def _may_be_worker(cluster: Cluster, first: int, last: int) -> bool:
-    """Returns whether these ranks may be one worker, see `Cluster.of_workers`."""
-    if last - first == 1:
-        return True
-    for number in range(1, len(cluster.levels)):
-        starts = cluster.starts(number)
-        if any(first < start < last for start in starts) and not {first, last} <= set(starts):
-            return False
-    rank_kinds = {(cluster.devices[w], cluster.speeds[w], cluster.memories[w]) for w in range(first, last)}
-    return len(rank_kinds) == 1

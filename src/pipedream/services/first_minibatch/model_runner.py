@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.capture.compare import fingerprint
-from pipedream.capture.preserve_state import CarriedState, preserve_state, read_python_generators
+from pipedream.capture.preserve_state import preserve_state, read_python_generators
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
 from pipedream.runtime.comm.encoded import apply_messages
@@ -24,6 +24,7 @@ from pipedream.runtime.data.rng import read_state
 from pipedream.runtime.data.splitter import Parts
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage.generators import LayerGenerators, list_own_generators
+from pipedream.services.first_minibatch.carried_state import CarriedState
 from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.metric_means import Row
 from pipedream.services.first_minibatch.plain_model import PlainModel
