@@ -35,7 +35,6 @@ from pipedream.core.schedule.update_policy import Policy
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
-from pipedream.runtime.data.epochs import watching_epochs
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results import Done
 from pipedream.runtime.session.session import Session
@@ -48,6 +47,7 @@ from pipedream.services.callbacks.callbacks import FollowedEvaluations, load_sta
 from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.checkpoint.stores.store import CheckpointStore
+from pipedream.services.epochs.watching import watching_epochs
 from pipedream.services.failure.guard import Guard
 from pipedream.services.failure.same_settings import describe_model, describe_value
 from pipedream.services.first_minibatch.comparison import Comparison

@@ -14,6 +14,7 @@ What may be offered, under the names of their modules:
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `layout` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
 | `method_choice` | to `choose_method` for the schedule 'auto' | `workflows.plan` |
+| `mesh_groups` | to `connect_meshes` of the ranks of workers | `runtime.comm.connections` |
 | `methods` | `METHODS` that need the extension | `schedules.registry`, by `import_methods` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |

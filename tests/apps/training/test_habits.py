@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 from training import SGD, loop
 
 import pipedream as pd
-from pipedream.runtime.data.epochs import watching_epochs
+from pipedream.services.epochs.watching import watching_epochs
 
 EPOCHS = 3
 

@@ -23,23 +23,22 @@ from functools import cached_property, partial
 from itertools import product
 from threading import Thread
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
-from pipedream.core.extensions import list_offers
+from pipedream.core.extensions import find_offer, list_offers
 from pipedream.core.plan.ranks import Mesh
 from pipedream.runtime.comm.channel import DistributedGroup
 from pipedream.runtime.comm.pairs import Listener, Pair, make_listener
-from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, set_timeout, unsplit_groups
+from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, unsplit_groups
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
-# A user may pause a run, as in a notebook; failures are found by the guard. In milliseconds it fits into 32 bits.
-_NCCL_TIMEOUT = timedelta(days=20)
+NCCL_TIMEOUT = timedelta(days=20)
+"""A user may pause a run, as in a notebook; failures are found by the guard. In milliseconds it fits into 32 bits."""
 _LINK_CTAS = 4  # of a message; they share no SM with compute
 _ABORT_S = 5.0
 
@@ -111,7 +110,7 @@ class Connections:
         return ranks[self.rank_in_worker : self.rank_in_worker + 1] if same else ranks
 
     def close(self) -> None:
-        """Destroys the groups that were made here, except those of `_make_device_mesh`; every rank calls it."""
+        """Destroys the groups that were made here, except those of device meshes; every rank calls it."""
         rank_groups = (self.everyone, self.leaders, self.worker_group, self.mesh_group, self.upward)  # may be equal
         for group in dict.fromkeys((*rank_groups, *self.stages, *self.holders, *self.links.values())):
             if group is not None:
@@ -195,7 +194,10 @@ def connect_groups(
         use = partial(_exchange_byte, sends=dist.get_rank() == pair[0], device=device)
         if (group := connector.connect(pair, make, use)) is not None:
             links[pair] = group
-    mesh_groups = _connect_meshes(sums_device, workers, meshes)
+    mesh_groups: tuple[Any, ...] = ()
+    if any(mesh.dimensions for mesh in meshes):
+        offer = find_offer("mesh_groups", "the plan has meshes")
+        mesh_groups = offer.connect_meshes(sums_device, workers, meshes, _make_group)
     connect = partial(_connect_sums, connector, workers, sums_device)
     stage_groups = tuple(connect(row) if len(row) > 1 else None for row in stages)
     holder_groups = tuple(map(connect, holders))
@@ -253,47 +255,6 @@ def _connect_leaders(everyone: dist.ProcessGroup, first_ranks: Sequence[int]) ->
         return everyone
     group = _make_group(first_ranks, torch.device("cpu"))
     return group if dist.get_rank(everyone) in first_ranks else None  # torch gives others a marker
-
-
-def _connect_meshes(
-    device: torch.device, workers: Sequence[range], meshes: Sequence[Mesh]
-) -> tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the mesh of this rank's worker, a gloo group of its ranks, and one for their device.
-
-    Every rank takes part in making those of all workers.
-    """
-    groups_here: tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None, None
-    for ranks, mesh in zip(workers, meshes, strict=True):
-        if not mesh.dimensions:
-            continue
-        device_mesh = _make_device_mesh(device.type, ranks, mesh)
-        if device.type == "cuda" and dist.get_rank() in ranks:
-            for mesh_group in device_mesh.get_all_groups():  # made with torch's default timeout
-                set_timeout(_NCCL_TIMEOUT, mesh_group)
-        group = _make_group(ranks, torch.device("cpu"))
-        on_device = group if device.type == "cpu" else _make_group(ranks, device)
-        groups_here = (device_mesh, group, on_device) if dist.get_rank() in ranks else groups_here
-    return groups_here
-
-
-_device_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
-"""Process group of the user -> its meshes, which live as long."""
-
-
-def _make_device_mesh(device_type: str, ranks: range, mesh: Mesh) -> DeviceMesh:
-    """Returns the mesh that an earlier pipeline made of these ranks, or a new one; every rank calls it.
-
-    DTensor's cache is keyed by the mesh's ranks and refers to the groups of the first such mesh, so these groups must
-    stay. New ones would only be added to them, each with a thread of gloo.
-    """
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    meshes_by_key = _device_meshes.setdefault(everyone, {})
-    key = device_type, ranks, tuple(mesh.dimensions.items())
-    if key not in meshes_by_key:
-        grid = torch.tensor(ranks).view(*mesh.dimensions.values())
-        meshes_by_key[key] = DeviceMesh(device_type, grid, mesh_dim_names=tuple(mesh.dimensions))
-    return meshes_by_key[key]
 
 
 class _Connector:
@@ -394,15 +355,15 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
     if device.type != "cuda":
         group = dist.new_group(list(ranks), backend="gloo")
     elif ctas is None:  # numbers that the host reads stay in the memory of the CPU, and go over gloo
-        group = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=_NCCL_TIMEOUT, device_id=device)
+        group = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=NCCL_TIMEOUT, device_id=device)
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = ctas
-        options._timeout = _NCCL_TIMEOUT  # the argument counts, but torch warns if this differs
+        options._timeout = NCCL_TIMEOUT  # the argument counts, but torch warns if this differs
         # A link serializes its messages on purpose; torch would warn of that.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         group = dist.new_group(
-            sorted(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device
+            sorted(ranks), backend="nccl", timeout=NCCL_TIMEOUT, pg_options=options, device_id=device
         )
     return group
 

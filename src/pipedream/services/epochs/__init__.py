@@ -1,0 +1,1 @@
+"""Follows the epochs that the user's own loop sets."""
