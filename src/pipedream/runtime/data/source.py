@@ -21,15 +21,12 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
@@ -55,7 +52,6 @@ from pipedream.runtime.data.splitter import (
     BatchDim,
     Parts,
     Splitter,
-    count_samples,
     known_samples,
 )
 
@@ -361,7 +357,7 @@ class DataSources:
         source = sources.get(self._input_ranks[0])
         if isinstance(source := source.source if isinstance(source, MeshSource) else source, ReadingSource):
             source.splitter.planned_samples, self._planned_samples = self._planned_samples, 1
-            source.splitter.find_last_share = partial(_find_last_share, loader, self._batch_dim)
+            source.splitter.loader = loader
         return sources
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
@@ -565,18 +561,6 @@ class _OpenLoader:
             offer: Any = find_sharding(loader)
             sharded = self._sharded = offer.ShardedLoader(loader, replica, replicas)
         return sharded
-
-
-def _find_last_share(loader: Any, batch_dim: BatchDim) -> float:
-    """Returns the samples of an epoch's last minibatch, as a share of the first one's; 0 if unknown."""
-    with suppress(Exception):
-        if isinstance(loader, (list, tuple)):
-            return count_samples(loader[-1], batch_dim) / count_samples(loader[0], batch_dim)
-        sampler = loader.batch_sampler
-        samples, size = len(sampler.sampler), sampler.batch_size
-        if type(sampler) is BatchSampler and not sampler.drop_last and samples > size:
-            return float(samples % size / size)
-    return 0.0
 
 
 def _join(inputs: Message, targets: Message) -> Message:

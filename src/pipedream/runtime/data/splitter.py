@@ -14,8 +14,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
@@ -35,22 +36,6 @@ Leaf = tuple[Any, int | None, str | int]
 
 Parts = list[tuple[Message, Message]]
 """The microbatches of a minibatch: input of the first layer, and targets of the loss."""
-
-
-class FirstMinibatch(NamedTuple):
-    """The first minibatch, for its comparison with the model.
-
-    Attributes:
-        parts: its microbatches that have samples.
-        whole: the minibatch as one part.
-        pair: the samples of its first two microbatches as one part.
-        single: a part of one sample if the last minibatch of an epoch will have one; otherwise none.
-    """
-
-    parts: Parts
-    whole: Parts
-    pair: Parts
-    single: Parts
 
 
 Flat = tuple[str, tuple[torch.Tensor, ...]]
@@ -127,13 +112,14 @@ class Splitter:
     """Splits minibatches into microbatches, each with its header.
 
     Attributes:
-        on_first: called once, with the next minibatch.
-        find_last_share: returns that minibatch's samples, as a share of the first one's; 0 if unknown.
+        on_first: called once, with the microbatches of the next minibatch, and a function that returns its first
+            samples, of any number, as one part.
+        loader: that its minibatches come from.
         planned_samples: those of a minibatch of the plan; a warning says if the next has another number. 1: unknown.
     """
 
-    on_first: Callable[[FirstMinibatch], None] | None = None
-    find_last_share: Callable[[], float] = float  # 0.0
+    on_first: Callable[[Parts, Callable[[int], Parts]], None] | None = None
+    loader: Any = None
     planned_samples: int = 1
 
     def __init__(self, batch_dim: BatchDim = 0) -> None:
@@ -180,23 +166,17 @@ class Splitter:
             parts.append(pair)
         if self.on_first is not None:
             on_first, self.on_first = self.on_first, None
-            on_first(self._make_first(inputs, targets, parts, count))
+            on_first(parts, partial(self._take_first, inputs, targets, parts[0][0], count))
         return parts
 
-    def _make_first(self, inputs: Any, targets: Any, parts: Parts, count: int) -> FirstMinibatch:
-        def take_first(samples: int) -> Parts:
-            sizes = 1 if samples == count else [samples, count - samples]  # a whole one is not split, and may be sparse
-            _, (first_inputs, *_), (first_targets, *_) = split_minibatch(
-                inputs, targets, sizes, self._batch_dim, lists=self._lists
-            )
-            message = replace(parts[0][0], samples=samples, share=samples / count)
-            return [(message.with_tensors(*first_inputs), message.with_tensors(*first_targets))]
-
-        filled = [part for part in parts if part[0].samples]
-        # A minibatch of one sample that is not split would fail without a pipeline, too.
-        ends_single = len(parts) > 1 and 1 in _list_sizes(round(count * self.find_last_share()), len(parts))
-        pair = take_first(sum(message.samples for message, _ in filled[:2]))
-        return FirstMinibatch(filled, take_first(count), pair, take_first(1) if ends_single else [])
+    def _take_first(self, inputs: Any, targets: Any, header: Message, count: int, samples: int) -> Parts:
+        """Returns the first of a minibatch's `count` samples as one part, with a header like that of another part."""
+        sizes = 1 if samples == count else [samples, count - samples]  # a whole one is not split, and may be sparse
+        _, (first_inputs, *_), (first_targets, *_) = split_minibatch(
+            inputs, targets, sizes, self._batch_dim, lists=self._lists
+        )
+        message = replace(header, samples=samples, share=samples / count)
+        return [(message.with_tensors(*first_inputs), message.with_tensors(*first_targets))]
 
     def _check_leaves(self, role: str, leaves: Sequence[Leaf], count: int) -> None:
         """Raises WorkerError for a tensor with a graph, or one that is split in one minibatch and whole in another."""

@@ -26,6 +26,7 @@ from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.process_group import broadcast_text
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.data.source import MeshSource, ReadingSource, Source
+from pipedream.runtime.data.splitter import Parts
 from pipedream.runtime.division import Division
 from pipedream.runtime.results import Done
 from pipedream.runtime.session.local_workers import LocalWorkers
@@ -35,6 +36,7 @@ from pipedream.runtime.stage_passes import StageObserver
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.weights.parameters import named_state
 from pipedream.services.first_minibatch.comparer import Reference
+from pipedream.services.first_minibatch.first import FirstMinibatch, find_last_share
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
 from pipedream.services.probe.machine import available_bytes
@@ -88,7 +90,13 @@ class Comparison(SessionService):
         if isinstance(source, MeshSource):
             source = source.source
         if isinstance(source, ReadingSource):
-            source.splitter.on_first = run.read
+            splitter, batch_dim = source.splitter, workers_here.blueprint.settings.batch_dim
+
+            def read_first(parts: Parts, take_first: Callable[[int], Parts]) -> None:
+                last_share = find_last_share(splitter.loader, batch_dim)
+                run.read(FirstMinibatch.of(parts, take_first, last_share))
+
+            splitter.on_first = read_first
         return run
 
     @property

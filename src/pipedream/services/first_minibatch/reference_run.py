@@ -21,9 +21,10 @@ import torch
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.fingerprint import Fingerprint, find_difference
 from pipedream.core.user_code import with_place
-from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, FirstMinibatch, Parts
+from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, Parts
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.services.first_minibatch.comparer import Comparer, Reference
+from pipedream.services.first_minibatch.first import FirstMinibatch
 from pipedream.services.first_minibatch.metric_means import Row, explain_mean
 from pipedream.services.first_minibatch.model_runner import ModelRunner, Run
 from pipedream.services.first_minibatch.plain_model import PlainModel
