@@ -45,24 +45,24 @@ def test_attempts(
 ) -> None:
     """An end is a status, or the words of a failure, with as many lost ranks."""
     run: list[tuple[int, int, list[str]]] = []
-    folders: list[Path] = []
     lost: list[int] = []
 
     def write_lost(folder: Path, ranks: tuple[int, ...]) -> None:
         processes.write_lost(folder, ranks)
-        lost.append(len(processes.read_lost(folders[-1])))
+        lost.append(len(processes.read_lost(folder.parent / str(run[-1][1]))))
 
-    def attempt(workers: int, number: int, arguments: list[str], _: Any, folder: Path) -> int | launching._Failure:
+    def run_workers(_: Any, workers: int, number: int, arguments: list[str], folder: Path) -> list[agent.Worker]:
         end = ends[len(run)]
         run.append((workers, number, list(arguments)))
-        if end == 2:
-            return launching._Failure("pipedream: bad", 2, (0,))
-        folder.mkdir(parents=True)
-        folders.append(folder)
-        return end if isinstance(end, int) else launching._Failure(f"pipedream: {end}", 1, tuple(range(len(end))))
+        return [agent.Worker(0, 10, folder / "none", status=end if isinstance(end, int) else 1)]
+
+    def judge(failures: list[agent.Worker], _: Path) -> launching._Failure:
+        words = str(ends[len(run) - 1]).replace("2", "bad")
+        return launching._Failure(f"pipedream: {words}", failures[0].status, tuple(range(len(words))))
 
     monkeypatch.setattr(launching, "write_lost", write_lost)
-    monkeypatch.setattr(launching, "_run_attempt", attempt)
+    monkeypatch.setattr(launching, "_judge", judge)
+    monkeypatch.setattr(agent.Agent, "run", run_workers)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     arguments: dict[str, Any] = {"workers": 2, "arguments": ["x.py"], **options}
     assert launching.launch(**arguments) == status
@@ -107,7 +107,7 @@ def test_the_lost_workers_are_those_that_a_signal_ended(
     for worker in workers:
         worker.was_lost = worker.status < 0
     ended = agent.Worker(4, 14, tmp_path / "4", False, -15)
-    assert launching._judge([*workers, ended], tmp_path).lost == lost  # type: ignore[union-attr]
+    assert launching._judge([*workers, ended], tmp_path).lost == lost
 
 
 def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     processes.write_error(text)
     lost, gone = agent.Worker(0, 10, file, status=1), agent.Worker(1, 11, tmp_path / "none", status=3)
-    assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text  # type: ignore[union-attr]
+    assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text
     gone.status = -15  # by the agent
-    assert launching._judge([lost, gone], tmp_path).text == text  # type: ignore[union-attr]
+    assert launching._judge([lost, gone], tmp_path).text == text
 
 
 # -- stopped processes ------------------------------------------------------------------------------------------------

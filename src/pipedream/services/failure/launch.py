@@ -104,42 +104,36 @@ def _run_attempts(
     restarts = attempt = 0
     extra_arguments: list[str] = []
     while True:
-        outcome = _run_attempt(workers, attempt, [*arguments, *extra_arguments], agent, folder / str(attempt))
-        if isinstance(outcome, int):
-            return outcome
-        reason = "after: " + outcome.text.removeprefix("pipedream: ")
-        may_continue = outcome.status != BAD_CALL
+        attempt_folder = folder / str(attempt)
+        attempt_folder.mkdir()
+        ended = agent.run(workers, attempt, [*arguments, *extra_arguments], attempt_folder)
+        if agent.signals:
+            return 128 + agent.signals[0]
+        failures = [worker for worker in ended if worker.status]
+        if not failures or failures[0].status == _INTERRUPTED:
+            return failures[0].status if failures else 0
+        failure = _judge(failures, attempt_folder)
+        reason = "after: " + failure.text.removeprefix("pipedream: ")
+        may_continue = failure.status != BAD_CALL
         if may_continue and restarts < max_restarts:
             restarts += 1
             print(f"pipedream: restart {restarts} of {max_restarts} {reason}", file=sys.stderr, flush=True)
         elif may_continue and fewest is not None and workers > fewest:
-            lost = outcome.lost[: workers - fewest]
-            write_lost(folder / str(attempt), lost)
+            lost = failure.lost[: workers - fewest]
+            write_lost(attempt_folder, lost)
             workers -= len(lost)
             extra_arguments = ["--workers", str(workers)]
             lost_text = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
             print(f"pipedream: continuing with {lost_text} fewer, {workers}, {reason}", file=sys.stderr, flush=True)
         else:
-            print(outcome.text, file=sys.stderr, flush=True)
-            return outcome.status
+            print(failure.text, file=sys.stderr, flush=True)
+            return failure.status
         attempt += 1
 
 
-def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], agent: Agent, folder: Path) -> int | _Failure:
-    """Runs the workers once. Returns the exit status after success or Ctrl-C, else the failure."""
-    folder.mkdir()
-    ended = agent.run(workers, attempt, arguments, folder)
-    if agent.signals:
-        return 128 + agent.signals[0]
-    failures = [worker for worker in ended if worker.status]
-    return _judge(failures, folder) if failures else 0
-
-
-def _judge(failures: Sequence[Worker], folder: Path) -> int | _Failure:
+def _judge(failures: Sequence[Worker], folder: Path) -> _Failure:
     """Returns why a run failed; `failures` are its failed workers, in the order in which they ended."""
     first = failures[0]
-    if first.status == _INTERRUPTED:
-        return _INTERRUPTED
     status = BAD_CALL if any(failure.status == BAD_CALL for failure in failures) else 1
     text = read_verdict(folder)
     if text is None and (killed := [failure.rank for failure in failures if failure.was_stopped]):
