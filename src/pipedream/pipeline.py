@@ -413,13 +413,9 @@ def _build_session(
         loss.check_split()
     if any(phase.program.microbatches > 1 for phase in phases):
         _check_gradients_split(model)
-    if plan.choices.activations and options.compile:
-        raise PlanError(
-            f"compile={options.compile!r} was asked for with activations={plan.choices.activations!r}, but compiled "
-            "modules keep what they save; leave one of them out"
-        )
     shapes = partial(_list_summed_shapes, plan, model, captured.graph)
-    plan.choices.sums.check(plan, [phase.program for phase in phases], policy, shapes)
+    for choice in plan.choices.named.values():
+        choice.check(plan, [phase.program for phase in phases], options, shapes)
     settings = Settings(
         make_scorer=partial(LossScorer, loss, dict(options.metrics), raises_on_nan=policy.on_nan == "error"),
         optimizer=options.optimizer,

@@ -24,7 +24,6 @@ from training import train
 import pipedream as pd
 from pipedream.core.plan import memory
 from pipedream.extensions.offload import block_mover, saved_tensors as offload
-from pipedream.runtime.session import session
 
 RECOMPUTED = [
     Case("mlp", "pipedream", 3),
@@ -164,7 +163,7 @@ OFFLOADED = [
 
 @pytest.fixture
 def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "check_activations", lambda *_: None)
+    monkeypatch.setattr("pipedream.core.plan.choices.Choices.check_device", lambda *_: None)
     monkeypatch.setattr(offload, "_MIN_BYTES", 1)
 
 

@@ -9,7 +9,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.residence import ALWAYS, AUTOMATIC
 from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MAX_LISTED = 12  # layers in an error
@@ -51,9 +50,9 @@ def manual_plan(
             "more workers"
         )
     space = SearchSpace.of(profile, cluster, downsets=(), **of_space)
-    recompute = space.choices.recompute
-    plan = space.build_plan(positions, counts, note="cut by hand", recompute=(recompute == ALWAYS,) * len(counts))
-    if recompute == AUTOMATIC:
+    first, *others = space.choices.recomputing
+    plan = space.build_plan(positions, counts, note="cut by hand", recompute=(first,) * len(counts))
+    if others:
         peaks = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
         limits = (site.memory_bytes for site in plan.costs.sites)
         redone = (limit is not None and peak > limit for peak, limit in zip(peaks, limits, strict=True))

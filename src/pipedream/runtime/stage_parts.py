@@ -14,7 +14,7 @@ from pipedream.runtime.update.compensator import check_optimizer
 _NEEDS: Mapping[Task, Callable[[Program, int], object]] = {
     Task.PREDICT: lambda program, stage: program.weights.predictions(stage),
     Task.USE_NEWER: lambda program, stage: program.weights.backward_rule == "graph",
-    Task.OFFLOAD: lambda program, stage: program.plan.choices.activations and program.plan.stages[stage].offload,
+    Task.OFFLOAD: lambda program, stage: program.plan.stages[stage].offload,
     Task.REPEAT: lambda program, stage: (
         program.plan.stages[stage].recompute or program.placement.runs_backward_elsewhere(stage)
     ),

@@ -19,7 +19,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.residence import ALWAYS, NEVER
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
@@ -198,11 +197,7 @@ def _fill_in_cluster(request: PlanRequest, profile: Profile) -> tuple[Profile, P
             f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
             stacklevel=4,
         )
-    if request.choices.sums.needs_shapes and not profile.matrices:
-        raise PlanError(
-            f"sums={request.sums!r} was asked for, but the profile does not say which shapes weights have; profile the "
-            "model again"
-        )
+    request.choices.check_profile(profile)
     return profile, _add_copy_rate(replace(request, cluster=cluster))
 
 
@@ -212,7 +207,7 @@ def _add_copy_rate(request: PlanRequest) -> PlanRequest:
     """
     cluster, choices = request.workers_and_links, request.choices
     on_gpus = any(not device.startswith("cpu") for device in cluster.devices)
-    if cluster.host_bytes_per_s or not (choices.activations or (choices.hosts_optimizers and on_gpus)):
+    if cluster.host_bytes_per_s or not (choices.moves_activations or (choices.hosts_optimizers and on_gpus)):
         return request
     return replace(request, cluster=replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices)))
 
@@ -227,7 +222,7 @@ def plan_once(
     """Plans without a mesh, by the planner that the request names; activations move only where that saves seconds."""
     check_options(vars(request))
     compare_by_planner = partial(_compare_by_planner, profile, names, score_plan, rival_s)
-    if not request.choices.activations:
+    if not request.choices.moves_activations:
         return compare_by_planner(request)
     comparisons = []
     with suppress(PlanError):
@@ -324,10 +319,10 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    choices = request.choices.choosing(recompute=NEVER)
+    choices = request.choices.without_recomputation
     one_version: Any = {"versions": lambda in_flight, update_delay: 1}
     straight = planner.PlanSearch.of(profile, line, choices=choices, **one_version).best("straight")
-    recompute = request.choices.recompute == ALWAYS
+    recompute = all(request.choices.recomputing)
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
     plan = replace(
@@ -406,7 +401,7 @@ def _check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -
     smaller = "more stages on each worker (--chunks), " if plan.stages[s].slot_bytes else ""
 
     def count(other: planner.SearchSpace) -> int:
-        repeats = other.choices.recompute == ALWAYS
+        repeats = all(other.choices.recomputing)
         rows = tuple(replace(stage, recompute=stage.recompute or repeats) for stage in plan.stages)
         return other.with_bytes(replace(plan, stages=rows)).worker_bytes[worker]
 
@@ -417,5 +412,5 @@ def _check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -
         "more workers or another method",
         need_bytes,
         need_bytes - memory_bytes,
-        {} if space is None else list_savings(space, count, ALWAYS),
+        {} if space is None else list_savings(space, count, recompute="always"),
     )

@@ -15,7 +15,6 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.plan_costs import NO_GAP
-from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
@@ -230,7 +229,7 @@ class StageSearch:
     @property
     def _choices(self) -> Choices:
         choices = self.request.choices
-        return choices.choosing(recompute=ALWAYS) if self._method.recomputes else choices
+        return choices.choosing(recompute="always") if self._method.recomputes else choices
 
     def _search(self, parts: int) -> planner.PlanSearch:
         if parts not in self._searches:

@@ -21,7 +21,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choices import Choices
-from pipedream.core.plan.plan import Plan, check_activations, with_choices
+from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.plan.ranks import choose_layout, meshes_of, ranks_of
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
@@ -224,7 +224,7 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
     runtime = (timed_plan is not None and timed_plan.runtime) or _measure_runtime_costs(recipe, str(process.device))
     choices, is_given = _resolve_choices(job, plan, saved), plan is not None
     if plan is None:
-        check_activations(choices, process.device.type, saved if options.activations is None else None)
+        choices.check_device(process.device.type, saved if options.activations is None else None)
         meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(options.single_mesh)} - {""})
         profiled = set() if profile is None else {rank.mesh for rank in profile.ranks}
         has_meshes = profiled.issuperset(meshes)

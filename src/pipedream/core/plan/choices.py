@@ -18,16 +18,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choice import Choice
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.message_encoding import MessageEncoding
-from pipedream.core.plan.residence import (
-    ALWAYS,
-    DEVICE,
-    HOST,
-    NEVER,
-    RECOMPUTING,
-    Activations,
-    OptimizerState,
-    Recomputation,
-)
+from pipedream.core.plan.residence import DEVICE, NEVER, Activations, OptimizerState, Recomputation
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.sum_method import FullSum, SumMethod
 
@@ -96,22 +87,41 @@ class Choices:
         texts: dict[str, Any] = {}
         for source in (recipe, plan, checkpoint, command):
             of_source = _list_texts(source)
-            if cls(**of_source).recompute == ALWAYS:
-                texts.pop("activations", None)  # only inputs would be left to move
-            texts |= of_source
+            overridden = cls(**of_source).overridden
+            texts = {name: text for name, text in texts.items() if name not in overridden} | of_source
         choices = cls(**texts)
         for choice in choices.named.values():
             choice.check_opened()
         return choices
 
     @property
-    def hosts_optimizers(self) -> bool:
-        return self.optimizer_state == HOST
+    def recomputing(self) -> tuple[bool, ...]:
+        """See `Choice.recomputing`."""
+        ways = (choice.recomputing for choice in self.named.values())
+        return next((way for way in ways if any(way)), (False,))
 
     @property
-    def recomputing(self) -> tuple[bool, ...]:
-        """See `RECOMPUTING`."""
-        return RECOMPUTING[self.recompute]
+    def without_recomputation(self) -> Choices:
+        return self.choosing(recompute=DEFAULTS.recompute)
+
+    @property
+    def moves_activations(self) -> bool:
+        return any(choice.moves_activations for choice in self.named.values())
+
+    @property
+    def hosts_optimizers(self) -> bool:
+        return any(choice.hosts_optimizers for choice in self.named.values())
+
+    @property
+    def stored(self) -> Choices:
+        """Those that a plan keeps beside its stages."""
+        names = {name for name, kind in KINDS.items() if not kind.is_stored}.union(self.overridden)
+        return self.choosing(**{name: DEFAULTS.named[name] for name in names})
+
+    @property
+    def overridden(self) -> list[str]:
+        """Names of choices that have no meaning beside others."""
+        return [name for choice in self.named.values() for name in choice.overrides]
 
     @property
     def words(self) -> dict[str, Any]:
@@ -159,6 +169,16 @@ class Choices:
         for choice in self.named.values():
             choice.check_replicas(replicas)
 
+    def check_profile(self, profile: Profile) -> None:
+        """Raises a `PlanError` if a profile lacks what the costs depend on."""
+        for choice in self.named.values():
+            choice.check_profile(profile)
+
+    def check_device(self, device: str, plan: Any = None) -> None:
+        """Raises a `PlanError` if workers on such a device cannot do what a plan, or without one the user, chooses."""
+        for choice in self.named.values():
+            choice.check_device(device, plan)
+
     def check_machine(
         self,
         stages: Sequence[Stage],
@@ -177,6 +197,12 @@ class Choices:
             return
         for choice in self.named.values():
             free_bytes = choice.check_machine(stages, free_bytes, versions, gradient_sets)
+
+    def change_stages(self, stages: Sequence[Stage], before: Choices) -> tuple[Stage, ...]:
+        """Returns the stages of a finished plan, in which these are chosen in place of those `before`."""
+        for name, choice in self.named.items():
+            stages = [choice.change_stage(stage, before.named[name]) for stage in stages]
+        return tuple(stages)
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""

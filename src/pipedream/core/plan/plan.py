@@ -20,7 +20,6 @@ from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.ranks import Mesh, TensorLayout, meshes_of
-from pipedream.core.plan.residence import ALWAYS, NEVER, describe_offloads
 from pipedream.core.plan.stage import Stage, TiedWeights, sum_peaks
 from pipedream.core.tabular import Tabular, align
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
@@ -313,14 +312,8 @@ class Plan(Tabular, Artifact):
 
 def with_choices(plan: Plan, choices: Choices) -> Plan:
     """Returns a plan with other choices: if recomputation or moved activations are among them, of all its stages."""
-    stages, choices = plan.stages, choices.of_values(plan.choices.messages.value_bits)
-    if choices.recompute == ALWAYS:
-        stages = tuple(replace(stage, recompute=True, offload=False) for stage in stages)
-        choices = choices.choosing(activations="")
-    elif choices.activations != plan.choices.activations:
-        moves = bool(choices.activations)
-        stages = tuple(replace(stage, offload=moves and not stage.recompute) for stage in stages)
-    return replace(plan, stages=stages, choices=choices.choosing(recompute=NEVER))
+    choices = choices.of_values(plan.choices.messages.value_bits)
+    return replace(plan, stages=choices.change_stages(plan.stages, plan.choices), choices=choices.stored)
 
 
 def _check_order(plan: Plan) -> None:
@@ -385,18 +378,6 @@ def _describe_exchange(plan: Plan) -> list[str]:
         for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
     return lines + plan.choices.describe(plan)
-
-
-def check_activations(choices: Choices, device: str, plan: Plan | None = None) -> None:
-    """Raises a `PlanError` if workers on such a device cannot move activations, as an option or this plan says."""
-    if not choices.activations:
-        return
-    by_plan = plan and f"the plan {plan.config} ({describe_offloads(plan.stages)})"
-    request = by_plan or f"activations={choices.activations!r}"
-    if device == "cpu":
-        raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")
-    if plan is not None and plan.ranks > plan.workers:
-        raise PlanError(f"{request} was asked for, but it has meshes, whose ranks keep parts of tensors; give none")
 
 
 def _describe_proof(plan: Plan, gap: float) -> str:

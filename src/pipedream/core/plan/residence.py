@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.choice import WordChoice
+from pipedream.core.plan.choice import Shapes, WordChoice
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 ALWAYS, AUTOMATIC, NEVER = "always", "auto", "never"
-RECOMPUTING = {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}
-"""Whether a stage may recompute, the faster way first. Automatic: only where it does not fit otherwise."""
 DEVICE, HOST, NONE = "device", "host", "none"
 
 
@@ -40,8 +39,32 @@ activations | mesh
             )
         return cls("") if text in ("", NONE) else super().read(text)
 
+    @property
+    def moves_activations(self) -> bool:
+        return bool(self)
+
+    def check_device(self, device: str, plan: Any) -> None:
+        if not self:
+            return
+        by_plan = plan and f"the plan {plan.config} ({_describe_offloads(plan.stages)})"
+        request = by_plan or f"activations={self!r}"
+        if device == "cpu":
+            raise PlanError(f"{request} was asked for, but the workers are CPUs, whose memory is the host's; give none")
+        if plan is not None and plan.ranks > plan.workers:
+            raise PlanError(f"{request} was asked for, but it has meshes, whose ranks keep parts of tensors; give none")
+
+    def check(self, plan: Any, programs: Sequence[Any], options: Any, shapes: Shapes) -> None:
+        if self and options.compile:
+            raise PlanError(
+                f"compile={options.compile!r} was asked for with activations={self!r}, but compiled modules keep what "
+                "they save; leave one of them out"
+            )
+
+    def change_stage(self, stage: Stage, before: Any) -> Stage:
+        return stage if self == before else replace(stage, offload=bool(self) and not stage.recompute)
+
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
-        return HOST if on_gpus and not self and choices.recompute != ALWAYS else ""
+        return HOST if on_gpus and not self and not all(choices.recomputing) else ""
 
     def check_machine(
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
@@ -57,7 +80,7 @@ activations | mesh
 
     def describe(self, plan: Any) -> Iterator[str]:
         if self:
-            yield describe_offloads(plan.stages)
+            yield _describe_offloads(plan.stages)
 
 
 class OptimizerState(WordChoice):
@@ -66,8 +89,12 @@ class OptimizerState(WordChoice):
     option = "optimizer_state"
     texts = DEVICE, HOST
 
+    @property
+    def hosts_optimizers(self) -> bool:
+        return self == HOST
+
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
-        return terms._replace(memory=terms.memory._replace(optimizer_on_host=self == HOST))
+        return terms._replace(memory=terms.memory._replace(optimizer_on_host=self.hosts_optimizers))
 
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
         return HOST if on_gpus and self != HOST else ""
@@ -76,7 +103,7 @@ class OptimizerState(WordChoice):
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
     ) -> int:
         if versions is not None or self == HOST:
-            check_host_memory(stages, versions, free_bytes, gradient_sets)
+            _check_host_memory(stages, versions, free_bytes, gradient_sets)
         return free_bytes
 
     def describe(self, plan: Any) -> Iterator[str]:
@@ -91,23 +118,35 @@ class Recomputation(WordChoice):
 
     option = "recompute"
     is_searched = True
+    is_stored = False
     texts = NEVER, AUTOMATIC, ALWAYS
 
     @classmethod
     def read(cls, text: Any) -> Self:
         return super().read(ALWAYS if text is True else text)
 
+    @property
+    def recomputing(self) -> tuple[bool, ...]:
+        return {NEVER: (False,), AUTOMATIC: (False, True), ALWAYS: (True,)}[self]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return ("activations",) if self == ALWAYS else ()  # only inputs would be left to move
+
+    def change_stage(self, stage: Stage, before: Any) -> Stage:
+        return replace(stage, recompute=True, offload=False) if self == ALWAYS else stage
+
     def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
         return AUTOMATIC if self == NEVER else ""
 
 
-def describe_offloads(stages: Sequence[Stage]) -> str:
+def _describe_offloads(stages: Sequence[Stage]) -> str:
     """Says which stages' activations are offloaded."""
     sizes = [f"stage {s} {format_bytes(row.memory.moved_bytes)}" for s, row in enumerate(stages) if row.offload]
     return f"activations in the memory of the machine: {', '.join(sizes)}"
 
 
-def check_host_memory(
+def _check_host_memory(
     stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int, gradient_sets: int
 ) -> None:
     """Raises a PlanError if the weights of a machine's stages, or without versions their optimizers, need more memory

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from pipedream.core.door import Door, is_file
 from pipedream.core.errors import PlanError
+from pipedream.core.model.profile import Profile
 from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.choice import Choice
 from pipedream.core.plan.cost import SumCosts, Terms
 from pipedream.core.units import format_bytes
 
 FULL = "full"
-
-Shapes = Callable[[], list[tuple[int, ...]]]
-"""Returns the shapes of the trained weights of all stages with replicas."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,9 +32,6 @@ class SumMethod(Choice):
         text: what users write.
         number: what the first field is, a whole number from 1 on; '' if the text has no number.
         settings: what the text sets besides, in words.
-        is_exact: the result is that of one process, up to rounding.
-        averages_weights: each replica updates by its own gradients, and weights are averaged once per `period`.
-        needs_shapes: the costs depend on the shapes of weights.
     """
 
     approximates: ClassVar[bool] = True
@@ -45,13 +40,6 @@ class SumMethod(Choice):
     number: ClassVar[str] = ""
     settings: ClassVar[str] = "nothing"
     is_exact: ClassVar[bool] = False
-    averages_weights: ClassVar[bool] = False
-    needs_shapes: ClassVar[bool] = False
-
-    @property
-    def period(self) -> int:
-        """Updates from one exchange to the next."""
-        return 1
 
     def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
         """Returns the costs of sums for some weights; for averages, the mean per update.
@@ -62,12 +50,12 @@ class SumMethod(Choice):
         """
         return SumCosts()
 
-    def check(self, plan: Any, programs: Sequence[Any], policy: Any, shapes: Shapes) -> None:
-        """Raises a `PlanError` or a `ScheduleError` if a `Plan`, its `Program`s or the `Policy` do not allow it."""
-
-    def make_reducer(self, replica: Any) -> Any:
-        """Returns the `Reducer` of a `runtime.update.replica.Replica`; by default a sum of its gradients."""
-        return replica.reduce_gradients()
+    def check_profile(self, profile: Profile) -> None:
+        if self.needs_shapes and not profile.matrices:
+            raise PlanError(
+                f"sums={str(self)!r} was asked for, but the profile does not say which shapes weights have; profile "
+                "the model again"
+            )
 
     def check_replicas(self, replicas: Sequence[int]) -> None:
         """Raises a `PlanError` if the method is approximate and no stage has replicas."""

@@ -12,7 +12,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.residence import ALWAYS, NEVER
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
@@ -86,11 +85,11 @@ class _Alternatives:
     def _plan_unlimited(self, profile: Profile, finalist: SearchVariant, update_delay: int) -> Plan:
         key = id(profile), update_delay  # `_profiles` keeps it, so no other gets its id
         if key not in self._searches:
-            again = ALWAYS if self.choices.recompute == ALWAYS else NEVER  # memory is not limited
+            choices = self.choices if all(self.choices.recomputing) else self.choices.without_recomputation
             self._searches[key] = PlanSearch.of(
                 profile,
                 self.cluster.without_memory_limits(),
-                choices=self.choices.choosing(recompute=again),
+                choices=choices,  # memory is not limited
                 update_delay=update_delay,
                 all_workers=self.request.all_workers,
             )

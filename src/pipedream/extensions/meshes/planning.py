@@ -13,7 +13,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh, meshes_of
-from pipedream.core.plan.residence import ALWAYS
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.extensions.meshes.space import profile_of_rank
@@ -361,7 +360,7 @@ class _MixedSearch:
                 self.profile,
                 request.workers_and_links,
                 self.meshes,
-                choices=request.choices.choosing(recompute=ALWAYS) if recomputes else request.choices,
+                choices=request.choices.choosing(recompute="always") if recomputes else request.choices,
                 all_ranks=request.all_workers,
                 cuts=self._places,
                 occupancy=occupancy_of(request.schedule, parts),

@@ -347,7 +347,7 @@ class MeshProgram(MeshCosts):
     def _must_recompute(self, workers: MeshWorkers, cut: int, end: int) -> bool:
         most = workers.lies.site.memory_bytes
         must = most is not None and self._compute_need(workers, False)[cut, end] > most
-        return self.space.choices.recompute == "always" or (self.space.choices.recompute == "auto" and bool(must))
+        return self.space.choices.recomputing[-1 if must else 0]
 
 
 _FAR = 1 << 29  # more workers than any cluster has
@@ -431,7 +431,7 @@ class MeshPeriods(MeshProgram):
             ends = np.flatnonzero(may & (in_flight <= self._find_most(workers, period_s, cut)))
             if len(ends):
                 end = int(ends[0])
-                again = self.space.choices.recompute == "always" or bool(
+                again = all(self.space.choices.recomputing) or bool(
                     in_flight[end] > self._find_room(workers, False)[cut, end]
                 )
                 return self._make_choice(workers, cut, end, again), end

@@ -151,7 +151,7 @@ class OffloadedStage(StagePart):
 
     @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
-        if not (program.plan.choices.activations and program.plan.stages[facts.stage].offload):
+        if not program.plan.stages[facts.stage].offload:
             return None
         if cls not in facts.shared:
             facts.shared[cls] = Offload(facts.rank, facts.module.device, program)

@@ -49,7 +49,7 @@ def prune_places(
     is_kept = before + after <= workers
     # What is counted exactly has a plan: all counted stages are allowed, wherever they are, and memory is unlimited.
     every = {(w, count) for w in range(1, workers + 1) for count in sites if count <= w}
-    is_exact = space.cluster.is_flat and not space.cluster.is_limited and space.choices.recompute != "always"
+    is_exact = space.cluster.is_flat and not space.cluster.is_limited and False in space.choices.recomputing
     is_exact &= pipelines.starts is None and set(pipelines.states) == every
     while not is_enough(is_kept.sum()) and high - low > _CLOSE * high:
         middle = (low + high) / 2

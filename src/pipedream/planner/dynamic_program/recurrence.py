@@ -145,7 +145,7 @@ class DynamicProgram:
                 memory = self._sites[state].memory_bytes or 0
                 span = int(self._places[cut]), int(self._places[end])
                 first, last = (self.space.downsets[at].bit_count() for at in span)
-                moves = describe_copies(self.space, *span, recompute=self.space.choices.recompute != "never")
+                moves = describe_copies(self.space, *span, recompute=any(self.space.choices.recomputing))
                 savings = list_savings(self.space, partial(self._count_least, state, span))
                 return Shortage(int(most) + memory, memory, first, last, moves, savings)
             cut, choices = end, self._list_followers(state)

@@ -28,7 +28,6 @@ from pipedream.core.plan.memory import (
     peers_of,
 )
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.residence import AUTOMATIC, HOST
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
 from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
@@ -317,7 +316,7 @@ class SearchSpace(PrefixTables):
 
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with its peak bytes and the seconds of its weight copies; see `fit_by_offloading`."""
-        return fit_by_offloading(self, plan) if self.choices.activations else count_bytes(self, plan)
+        return fit_by_offloading(self, plan) if self.choices.moves_activations else count_bytes(self, plan)
 
     def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
         """Returns the space that knows each stage's costs: this one, unless stages have meshes."""
@@ -387,7 +386,8 @@ def fit_by_offloading(space: SearchSpace, plan: Plan) -> Plan:
     while True:
         rows = zip(places, plan.stages, offloads, strict=True)
         stages = tuple(offload_stage(at, stage, *span, offload=offload) for (at, span), stage, offload in rows)
-        choices = plan.choices.choosing(activations=HOST if any(offloads) else "")
+        moves = (space.choices if any(offloads) else DEFAULTS).activations
+        choices = plan.choices.choosing(activations=moves)
         plan = count_bytes(space, replace(plan, stages=stages, choices=choices))
         limits = [site.memory_bytes for site in plan.costs.sites]
         more = [
@@ -410,7 +410,7 @@ def offload_stage(space: SearchSpace, stage: Stage, first: int, last: int, *, of
 def may_offload(space: SearchSpace, first: Cut, last: Cut, recompute: bool = False) -> BoolArray:
     """Returns whether stages may offload their activations: their passes then take hardly longer."""
     cluster = space.cluster
-    may_at_all = bool(space.choices.activations) and not recompute
+    may_at_all = space.choices.moves_activations and not recompute
     if not may_at_all or cluster.host_bytes_per_s is None:
         return np.asarray(may_at_all)
     forward_s, backward_s = space.passes_s(first, last)
@@ -445,7 +445,7 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
         less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
 
         def count(other: SearchSpace) -> int:
-            repeats = other.choices.recompute != subspace.choices.recompute
+            repeats = other.choices.recomputing != subspace.choices.recomputing
             return _count_least(span, stage, list_uses(space, deep)[s], other, repeats=repeats)
 
         raise ShortageError(
@@ -460,14 +460,14 @@ def apply_depth(space: SearchSpace, plan: Plan, in_flight: str | tuple[int, ...]
     return deep
 
 
-def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recompute: str = AUTOMATIC) -> dict[str, int]:
+def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], **instead: str) -> dict[str, int]:
     """Returns the bytes that each further choice saves of those that `count` returns for a space, by its option.
 
-    Only GPUs have a machine's memory besides theirs.
+    Only GPUs have a machine's memory besides theirs. `instead` has other texts than the choices suggest.
     """
     choices, cluster = space.choices, space.cluster
     texts = choices.list_smaller(on_gpus=space._on_gpus)
-    texts |= {"recompute": recompute} if "recompute" in texts else {}
+    texts |= {name: text for name, text in instead.items() if name in texts}
     rated = replace(cluster, host_bytes_per_s=cluster.host_bytes_per_s or pcie_bytes_per_s(cluster.devices))
     before, savings = count(space), {}
     for name, text in texts.items():
@@ -476,8 +476,9 @@ def list_savings(space: SearchSpace, count: Callable[[SearchSpace], int], recomp
             saved_bytes = before - count(
                 replace(space, choices=other, cluster=rated, needs=Tables(), shared_tables={}, _stages={})
             )
-        moves = text == HOST and cluster.host_bytes is not None
-        if saved_bytes > 0 and not (moves and saved_bytes > (cluster.host_bytes or 0)):
+        chosen = other.named[name]
+        moves = chosen.moves_activations or chosen.hosts_optimizers
+        if saved_bytes > 0 and not (moves and cluster.host_bytes is not None and saved_bytes > cluster.host_bytes):
             savings[f"--{name.replace('_', '-')} {text}"] = saved_bytes
     return savings
 
@@ -498,7 +499,7 @@ def _count_least(span: tuple[int, int], stage: Stage, use: StageUse, other: Sear
 def describe_copies(space: SearchSpace, first: int, last: int, recompute: bool = False) -> str:
     """Returns words for a stage that does not fit, if it does not offload because its copies would take too long."""
     rate = space.cluster.host_bytes_per_s
-    if not space.choices.activations or rate is None or recompute or may_offload(space, first, last):
+    if not space.choices.moves_activations or rate is None or recompute or may_offload(space, first, last):
         return ""
     return f" (offloading would make its passes over {MAX_SLOWDOWN - 1:.0%} longer at {format_rate(rate)})"
 

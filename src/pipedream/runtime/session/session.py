@@ -14,7 +14,6 @@ from torch import nn
 from pipedream.core.errors import PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.plan.plan import check_activations
 from pipedream.core.user_code import with_place
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.assemble import gather_materials, gather_materials_on_copies
@@ -153,7 +152,7 @@ def _build(workers_here: LocalWorkers, graph: LayerGraph, connections: Connectio
         blueprint.programs, readers, links[0].data, settings.batch_dim, settings.planned_samples
     )
     for program in blueprint.programs:
-        check_activations(program.plan.choices, blueprint.device.type, program.plan)
+        program.plan.choices.check_device(blueprint.device.type, program.plan)
 
 
 def _divide_stages(

@@ -28,7 +28,7 @@ def _check_host_memory(workers_here: LocalWorkers) -> None:
     if blueprint.placement.shares_weights:
         rules = [program.weights for program in blueprint.programs]
         versions = [max(rule.versions(stage) for rule in rules) for stage in range(len(stages))]
-    elif plan.choices.activations or plan.choices.hosts_optimizers:
+    elif plan.choices.moves_activations or plan.choices.hosts_optimizers:
         rows = gather_json([read_machine(), list(workers_here.stages)], workers_here.group)
         stages = tuple(stages[s] for machine, stages_there in rows for s in stages_there if machine == read_machine())
     else:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.weight_shapes import Matrices
+from pipedream.core.plan.choice import Shapes
 from pipedream.core.plan.cost import SumCosts
-from pipedream.core.plan.sum_method import Shapes, SumMethod
+from pipedream.core.plan.sum_method import SumMethod
 
 # Seconds of one core for each byte of float32 weights: an average; one with an outer step. Medians over shapes from
 # 256 x 256 to 4096 x 1024, torch 2.13, an x86 server.
@@ -44,10 +45,10 @@ class Every(SumMethod):
         per_update = 1 / self.updates
         return SumCosts(per_update, per_update, False, self.work_s * per_update, self.copies)
 
-    def check(self, plan: Any, programs: Sequence[Any], policy: Any, shapes: Shapes) -> None:
-        if policy.clip_grad_norm is not None and policy.clip != "local" and len(plan.stages) > 1:
+    def check(self, plan: Any, programs: Sequence[Any], options: Any, shapes: Shapes) -> None:
+        if options.clip_grad_norm is not None and options.clip != "local" and len(plan.stages) > 1:
             raise ScheduleError(
-                f"clip_grad_norm with clip={policy.clip!r} was asked for with sums={self!r}: each replica of a stage "
+                f"clip_grad_norm with clip={options.clip!r} was asked for with sums={self!r}: each replica of a stage "
                 "has gradients of its own, so there is no norm over all stages. Use clip='local' (each replica of each "
                 "stage by its own norm)"
             )

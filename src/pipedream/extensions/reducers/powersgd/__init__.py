@@ -7,8 +7,9 @@ from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.model.weight_shapes import Matrices
+from pipedream.core.plan.choice import Shapes
 from pipedream.core.plan.cost import SumCosts
-from pipedream.core.plan.sum_method import Shapes, SumMethod
+from pipedream.core.plan.sum_method import SumMethod
 
 _FACTORS_S = 1.0e-9
 """Seconds of one core for each byte of float32 weights, of rank 4 (16: up to twice as many): medians over shapes from
@@ -42,7 +43,7 @@ class PowerSGD(SumMethod):
         share = (parameter_bytes - compressed_bytes + factor_bytes) / max(parameter_bytes, 1)
         return SumCosts(share, 3.0, False, _FACTORS_S * compressed_bytes / max(parameter_bytes, 1), 1)
 
-    def check(self, plan: Any, programs: Sequence[Any], policy: Any, shapes: Shapes) -> None:
+    def check(self, plan: Any, programs: Sequence[Any], options: Any, shapes: Shapes) -> None:
         if any(stage.mesh for stage in plan.stages if stage.replicas > 1):
             raise PlanError(
                 f"sums={self!r} was asked for, but ranks of a mesh have parts of a matrix, whose factors are not "
