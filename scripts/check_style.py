@@ -43,6 +43,7 @@ TORCH_PACKAGES = (
     "experts",
     "extensions.compensations.basis_rotation.rotation",
     "extensions.clipping",
+    "extensions.compiled",
     "extensions.delays",
     "extensions.host_weights",
     "extensions.meshes",

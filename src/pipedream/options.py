@@ -229,15 +229,6 @@ class PipelineOptions(MethodOptions, ModelOptions):
             raise PipelineError(f"the pipeline cannot be built: {'; '.join(wrong)}; see pipedream.Pipeline")
 
 
-def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of torch.compile, or None."""
-    if isinstance(compile, str):
-        return {"backend": compile}
-    if isinstance(compile, Mapping):
-        return dict(compile)
-    return {} if compile else None
-
-
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
     """Yields errors of an optimizer's factory."""
     if hasattr(optimizer, "param_groups"):

@@ -11,7 +11,7 @@ plain process all workers take turns in one thread.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -32,7 +32,7 @@ from pipedream.core.schedule.delay_compensation import compensations
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.schedule.update_policy import Policy
-from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
+from pipedream.options import PipelineOptions, keywords, plain
 from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.data.splitter import BatchAdapter
@@ -399,6 +399,11 @@ def _read_scaling(scaler: Any) -> Any:
     return None if scaler is None else find_offer("scaler", "grad_scaler= was given").LossScaleOptions.of(scaler)
 
 
+def _read_compiler(compile: bool | str | Mapping[str, Any]) -> Callable[[Any], Callable[..., Any]] | None:
+    """Returns what compiles layers; None if they are not compiled."""
+    return None if compile is False else find_offer("compiler", "compile= was given").make_compiler(compile)
+
+
 def _build_session(
     model: Any,
     captured: Captured,
@@ -425,7 +430,7 @@ def _build_session(
         policy=policy,
         ema=options.ema,
         autocast=dtype_of(options.autocast),
-        compile=compile_arguments(options.compile),
+        compile=_read_compiler(options.compile),
         make_loss_scale=LossFactor if scaling is None else scaling.make,
         batch_dim=options.batch_dim,
         planned_samples=plan.batch if options.check else 1,

@@ -113,7 +113,7 @@ def _double_laps(laps_s: Any) -> Any:
 
 STAGE, UPDATE, HOST = "runtime.stage", "runtime.update", "extensions.host_weights"
 FORWARD, BACKWARD = (f"{STAGE}.stage_module:StageModule.{name}" for name in ("forward", "backward"))
-COMPILE = f"{STAGE}.stage_module:_compile"
+COMPILE = "extensions.compiled.compiler:compile_layer"
 FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
     (speed.facts, "copy_bytes_per_s", "speed_checks:name_device", lambda name: lambda device: "H200"),
     (results.equality, "gpipe_differing_weights", f"{UPDATE}.optimizer:Optimizer.normalise", _divide_by_too_much),

@@ -8,6 +8,7 @@ What may be offered, under the names of their modules:
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `compensator` | the `DelayCompensator` of a stage with stale gradients | `runtime.update.compensator` |
 | `clipping` | the `Clipping` that decides about updates by the norms of gradients | `runtime.update.decision` |
+| `compiler` | to `make_compiler` of layers | `pipeline` |
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |

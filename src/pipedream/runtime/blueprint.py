@@ -28,7 +28,7 @@ class Settings:
         metrics: their names.
         ema: decay of the averaged weights; None keeps no average.
         autocast: dtype of the forwards; None computes in the dtype of the weights.
-        compile: arguments of torch.compile; None does not compile.
+        compile: returns what runs in place of a layer; None runs the layers as they are.
         make_loss_scale: returns the factor on the loss of a stage.
         batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
         planned_samples: of a minibatch in the plan, compared with the first minibatch's; 1 compares nothing.
@@ -44,7 +44,7 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     ema: float | None = None
     autocast: torch.dtype | None = None
-    compile: Mapping[str, Any] | None = None
+    compile: Callable[[nn.Module], Callable[..., Any]] | None = None
     make_loss_scale: Callable[[], LossFactor] = LossFactor
     batch_dim: BatchDim = 0
     planned_samples: int = 1

@@ -13,7 +13,6 @@ Life of a microbatch at a stage:
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,7 +148,7 @@ class StageModule:
     Args:
         handles: trained parameters by name; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
-        compile: arguments of torch.compile; None runs the layers as they are.
+        compile: returns what runs in place of a layer; None runs the layers as they are.
         division: by default the worker is a single rank.
         replicated: there are other replicas, which must not draw the same numbers from the layers' own generators,
             Python's and NumPy's.
@@ -162,7 +161,7 @@ class StageModule:
         device: torch.device,
         seed: int,
         autocast: torch.dtype | None = None,
-        compile: Mapping[str, Any] | None = None,
+        compile: Callable[[nn.Module], Callable[..., Any]] | None = None,
         division: Division | None = None,
         replicated: bool = False,
     ) -> None:
@@ -171,7 +170,7 @@ class StageModule:
         self.device = device
         self.generators = LayerGenerators(seed, device)
         self._autocast = autocast
-        choose_caller = self.division.choose_caller if compile is None else partial(_compile, arguments=compile)
+        choose_caller = compile or self.division.choose_caller
         # A slice seeds each of its calls, so that the cut does not matter.
         self._calls = [
             (name, layer, choose_caller(layer), hasattr(layer, "reseed"), never_draws(layer)) for name, layer in layers
@@ -373,25 +372,6 @@ def _check_storages(old_storages: Mapping[str, int], leaves: Mapping[str, torch.
 
 def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
-
-
-def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a layer compiled, or a slice whose modules are; the user's modules stay as they are.
-
-    Weight versions are inputs of what is compiled, so that a new version is not compiled again.
-    """
-    from torch._functorch import config  # here, because it takes seconds
-
-    config.donated_buffer = False  # a split backward goes through a compiled function twice
-    parameters = inspect.signature(torch.compile).parameters
-    # Blocks of one class share code; without isolation the limit of recompiles counts all of them together.
-    isolation = {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
-    compile_module: Any = partial(torch.compile, **isolation | dict(arguments))
-    compile_inside: Any = getattr(layer, "compile_inside", None)
-    if compile_inside is None:
-        return compile_module(layer)  # type: ignore[no-any-return]
-    compile_inside(compile_module)
-    return layer
 
 
 def select_with_gradients(
