@@ -34,21 +34,15 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module], *, children: bool = False) -> None:
         self.every = list({id(module): module for root in modules for module in root.modules()}.values())
-        self._saved = [(module, dict(module.__dict__)) for module in self.every]
         names = ("_parameters", "_buffers", "_modules") if children else ()
         items = [item for module in self.every for item in module.__dict__.items()]
         # Hugging Face's models install some hooks in their first forward.
-        slots = [slot for name, slot in items if "_hooks" in name or name in names]
-        self._slots = [(slot, dict(slot)) for slot in slots if isinstance(slot, dict)]
+        slots = [slot for name, slot in items if ("_hooks" in name or name in names) and isinstance(slot, dict)]
+        self._saved = [(content, dict(content)) for content in [*(module.__dict__ for module in self.every), *slots]]
 
     def restore(self) -> None:
-        for module, attributes in self._saved:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-        for slot, content in self._slots:
-            slot.clear()
-            slot.update(content)
+        for content, saved in self._saved:
+            _refill(content, saved, add="update")
 
 
 def read_attributes(module: nn.Module) -> dict[str, Any]:
