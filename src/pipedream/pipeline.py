@@ -434,7 +434,7 @@ def _build_session(
         make_loss_scale=LossFactor if scaling is None else scaling.make,
         batch_dim=options.batch_dim,
         planned_samples=plan.batch if options.check else 1,
-        layout=_check_layout(options, phases, model, captured.graph),
+        layout=_fit_layout(options, phases[0].program.plan, model, captured.graph),
         parallelize=options.parallelize,
     )
     blueprint = Blueprint(
@@ -501,34 +501,12 @@ def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
     )
 
 
-def _check_layout(
-    options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph
-) -> TensorLayout | None:
-    """Returns the layout of the model's tensors, if any are divided.
-
-    Raises:
-        PlanError: it does not fit the model or the meshes.
-    """
-    plan, layout = phases[0].program.plan, options.layout
-    meshes = plan.meshes
-    if layout is None and not any(mesh.dimensions for mesh in meshes):
+def _fit_layout(options: PipelineOptions, plan: Plan, model: Any, graph: LayerGraph) -> TensorLayout | None:
+    """Returns the layout of the model's tensors, if any are divided. Raises a `PlanError` if it does not fit."""
+    if options.layout is None and not any(mesh.dimensions for mesh in plan.meshes):
         return None
-    layout = (layout or choose_layout(None, None, None)).of_model(model)
-    if plan.ranks > plan.workers and options.compile:
-        raise PlanError(
-            f"compile={options.compile!r} was asked for with the plan {plan.config}, but layers on a mesh are not "
-            "compiled; leave it out, or plan without meshes"
-        )
-    names = [name for name, _ in model.named_parameters()]
-    unused = () if options.parallelize is not None else meshes  # it may use any dimension
-    layout.check(names, [layer.name for layer in graph.layers], unused)
-    for tied in plan.tied_weights:
-        if len(differing := dict.fromkeys(str(meshes[stage]) for stage in tied.stages)) > 1:
-            raise PlanError(
-                f"the tied weights {tied} would be on the meshes {' and '.join(differing)}, where their gradients "
-                "cannot be summed; give these stages the same mesh, or keep their layers in one stage"
-            )
-    return layout
+    layout, layers = options.layout or choose_layout(None, None, None), [layer.name for layer in graph.layers]
+    return layout.of_plan(plan, model, layers, compiles=options.compile, parallelizes=options.parallelize is not None)
 
 
 def _list_settings_to_agree(model: Any, options: PipelineOptions) -> dict[str, str]:

@@ -70,11 +70,19 @@ class TensorLayout(Protocol):
     def rules_on(self, mesh: Mesh) -> str:
         """Returns the rules that affect a mesh."""
 
-    def of_model(self, model: Any) -> TensorLayout:
-        """Returns the layout, completed with what the model's modules say."""
+    def of_plan(
+        self, plan: Any, model: Any, layers: Iterable[str], *, compiles: Any, parallelizes: bool
+    ) -> TensorLayout:
+        """Returns the layout for a plan, completed with what the model's modules say.
 
-    def check(self, parameters: Iterable[str], layers: Iterable[str], meshes: Iterable[Mesh]) -> None:
-        """Raises a `PlanError` if the layout does not fit a model with these names, or the meshes."""
+        Args:
+            layers: names of the model's layers.
+            compiles: the option to compile them.
+            parallelizes: the user's own function divides tensors, too, and may use any dimension of a mesh.
+
+        Raises:
+            PlanError: it does not fit the model or the plan.
+        """
 
 
 def pairs_of(text: str) -> list[tuple[str, str, str]]:

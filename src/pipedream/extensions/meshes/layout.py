@@ -22,6 +22,7 @@ import numpy as np
 from pipedream.core.box import Box, box_of, overlap
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import Numbers
+from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh, TensorLayout, pairs_of
 
 BATCH = "batch"
@@ -193,6 +194,23 @@ class Layout:
         return replace(
             self, names={**self.names, **{n: model_names[n] for n in model_names if self.names_of(n) is None}}
         )
+
+    def of_plan(self, plan: Plan, model: Any, layers: Iterable[str], *, compiles: Any, parallelizes: bool) -> Layout:
+        """See `TensorLayout`."""
+        layout = self.of_model(model)
+        if plan.ranks > plan.workers and compiles:
+            raise PlanError(
+                f"compile={compiles!r} was asked for with the plan {plan.config}, but layers on a mesh are not "
+                "compiled; leave it out, or plan without meshes"
+            )
+        layout.check([name for name, _ in model.named_parameters()], layers, () if parallelizes else plan.meshes)
+        for tied in plan.tied_weights:
+            if len(differing := dict.fromkeys(str(plan.meshes[stage]) for stage in tied.stages)) > 1:
+                raise PlanError(
+                    f"the tied weights {tied} would be on the meshes {' and '.join(differing)}, where their gradients "
+                    "cannot be summed; give these stages the same mesh, or keep their layers in one stage"
+                )
+        return layout
 
     def boundary(
         self, names: str | None, shape: Sequence[int], samples: int, mesh: Mesh, tensor: str = "a tensor"
