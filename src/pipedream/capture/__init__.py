@@ -16,8 +16,8 @@ from pipedream.capture.chain import find_chain
 from pipedream.capture.compare import split
 from pipedream.capture.errors import check_model
 from pipedream.capture.preserve_state import list_cuda_devices as list_cuda_devices, preserve_state as preserve_state
-from pipedream.capture.slice_forward import call_model as call_model
 from pipedream.capture.stand_ins import has_stand_ins, stand_ins as stand_ins
+from pipedream.core.user_code import call_model as call_model
 
 
 def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:

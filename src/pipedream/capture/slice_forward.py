@@ -73,12 +73,6 @@ class Unsent:
     value: Any
 
 
-def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
-    args, kwargs = split_arguments(inputs)
-    return model(*args, **kwargs)
-
-
 def _take_backward_hooks(
     modules: Sequence[tuple[str, nn.Module]], saved: list[SavedAttribute]
 ) -> dict[str, Callable[[], Any]]:

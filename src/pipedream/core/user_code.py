@@ -6,7 +6,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -49,6 +49,12 @@ def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if type(inputs) is tuple else (inputs,)), {}
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
+    args, kwargs = split_arguments(inputs)
+    return model(*args, **kwargs)
 
 
 def name_call() -> str:

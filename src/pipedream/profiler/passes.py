@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.user_code import notes_of
+from pipedream.core.user_code import call_model, notes_of
 from pipedream.profiler.sizes import Allocations, Sizes, measure_sizes
 from pipedream.profiler.stopwatch import Watch
 
@@ -54,7 +54,7 @@ class Passes:
         call: Callable[[Callable[..., Any], Sample], Any] | None = None,
         enter_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._call = call or call_with
+        self._call = call or call_model
         self._enter_backward = enter_backward
         self._layers = layers
         self._graph = graph
@@ -237,11 +237,6 @@ def _take_medians(run: Callable[[Sample], list[float]], sample: Sample, runs: in
 def list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of all tensors in a value."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def call_with(function: Callable[..., Any], arguments: Sample) -> Any:
-    """Calls a function with the arguments of a sample."""
-    return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
 
 def enter_autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -25,11 +25,12 @@ from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Collective, Profile, RankProfile
 from pipedream.core.plan.ranks import Mesh, TensorLayout
+from pipedream.core.user_code import call_model
 from pipedream.extensions.meshes.layout import Layout
 from pipedream.extensions.meshes.planning import NOT_MEASURED
 from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.plan_request import AUTO
-from pipedream.profiler.passes import Sample, call_with, has_numbers
+from pipedream.profiler.passes import Sample, has_numbers
 from pipedream.profiler.update import named_parameters
 from pipedream.workflows.profile import MAX_RANKS
 
@@ -187,7 +188,7 @@ class OneRank:
         """Calls a layer as `Passes` does: it gets and returns parts as plain tensors; other functions as they are."""
         self._last = function
         if function not in self._names:
-            return call_with(function, arguments)
+            return call_model(function, arguments)
         with self._count_first(function, "forward") as is_first:
             value = self._run(function, arguments)
             parts = self._take_parts(value, whole=function is self._layers[-1])
@@ -228,7 +229,7 @@ class OneRank:
                 if name in weights:
                     slots[slot] = weights[name]
             with self._sharding.enter_pass("forward"):
-                return call_with(self._callers[layer], arguments)
+                return call_model(self._callers[layer], arguments)
         finally:
             for slots, slot, parameter in replaced:
                 slots[slot] = parameter
