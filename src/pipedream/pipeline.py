@@ -38,11 +38,9 @@ from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results import Done
 from pipedream.runtime.session.session import Session
-from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.stepped import LossFactor
 from pipedream.runtime.weights.parameters import list_stage_names, select_trained
-from pipedream.runtime.weights.tied import find_tied_weights
 from pipedream.services.callbacks.callbacks import FollowedEvaluations, load_states, states_of
 from pipedream.services.checkpoint.checkpointer import Checkpointer
 from pipedream.services.checkpoint.stores import Folder, open_store
@@ -63,6 +61,8 @@ from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.services.results.measurements import Measurements
 from pipedream.services.results.recorder import SpanRecorder
 from pipedream.services.weights.fill import fill_values
+from pipedream.services.weights.state import collect_state_dict, load_state_dict, save_pretrained
+from pipedream.services.weights.tied import find_tied_weights
 from pipedream.workflows.prepare import (
     Prepared,
     add_compensation,

@@ -23,7 +23,7 @@ from zoo import HF
 import pipedream as pd
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.weights import parameters
-from pipedream.services.weights import files, initial_values as initial
+from pipedream.services.weights import files, initial_values as initial, transfer
 from pipedream.testing import Training, assert_equal
 
 CPU = torch.device("cpu")
@@ -276,7 +276,7 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
     shared, names = parameters.find_shared_names(model), list(parameters.named_state(model))
     state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
     for part in (names[1::2], names[::2]):
-        parameters.load(model, state, part, shared, CPU)
+        transfer.load(model, state, part, shared, CPU)
         initial.materialise(model, part, CPU, 0)
     check_equal(parameters.named_state(model), parameters.named_state(saved))
 

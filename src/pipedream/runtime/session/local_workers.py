@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,14 +18,13 @@ from pipedream.runtime.assemble import WorkerMaterials, build_worker, check_prog
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import run_together
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.process_group import gather_json, gather_texts, wait_for_all, world_group
+from pipedream.runtime.comm.process_group import gather_texts, wait_for_all, world_group
 from pipedream.runtime.data.source import DataSources
 from pipedream.runtime.division import Division
 from pipedream.runtime.residence import Residence
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.unguarded import CALL, Unguarded
 from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.parameters import collect_extra_states, named_state
 from pipedream.runtime.worker import Worker
 
 
@@ -162,27 +160,10 @@ class LocalWorkers:
         ]
 
     @property
-    def first_replicas(self) -> list[tuple[int, StageState]]:
-        """The stages whose replica 0 is local."""
-        return [(stage, stage_state) for stage, replica, stage_state in self.replicas if not replica]
-
-    @property
     def rate(self) -> tuple[float, int]:
         """The learning rate, before the stages' factors, and the input stage's rounds."""
         lead = self.lead
         return lead.rate, lead.stage_states[min(lead.stage_states)].optimizer.schedule.rounds
-
-    @property
-    def follows_evaluations(self) -> bool:
-        """Whether the learning-rate schedule steps at evaluations."""
-        return any(
-            stage_state.optimizer.schedule.follows_evaluations for stage_state in self.lead.stage_states.values()
-        )
-
-    def step_schedules(self, value: float) -> None:
-        """Steps schedules that follow evaluations; every rank calls it with the same value."""
-        for _, stage_state in self.stage_states:
-            stage_state.optimizer.schedule.step_after_evaluation(value)
 
     def note_call(self, name: str, minibatches: int) -> None:
         """Records a call that every rank must make, once its loop has received `minibatches`."""
@@ -217,43 +198,3 @@ class LocalWorkers:
     def any_rank(self, wish: bool) -> bool:
         """Returns whether `wish` is true at any rank; every rank calls it."""
         return "yes" in gather_texts("yes" if wish else "", self.group)
-
-    def gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
-        rows = reversed(gather_json(counts, self.group))
-        return {int(number): count for row in rows for number, count in row.items()}
-
-    def extra_states(self) -> dict[int, dict[str, Any]]:
-        """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
-        layers = [stage.names for stage in self.program.plan.stages]
-        return {
-            stage: collect_extra_states(self.model, stage, layers, self.names.by_stage)
-            for stage, _ in self.first_replicas
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers of this process's stages."""
-        return {name: tensor for name, tensor in named_state(self.model).items() if name in self.names.local}
-
-    def collect_tensors(self, local_tensors: Mapping[str, torch.Tensor], to: int = 0) -> dict[str, torch.Tensor]:
-        """Returns the whole tensors of all stages at the first rank of worker `to`; every rank calls it."""
-        leaders = None if self.connections is None else self.connections.leaders
-        is_first = not self.distributed or leaders is not None
-        if self.shardings:
-            local_tensors = self._gather(local_tensors, keep=is_first)
-        if not is_first:
-            return {}
-        state, placement = named_state(self.model), self.program.placement
-        return parameters.collect(local_tensors, state, self.names.by_stage, placement, self.worker_rank, leaders, to)
-
-    def _gather(self, parts: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-        """Returns tensors joined from the parts of this worker's ranks, on the CPU; an empty dict without `keep`.
-
-        Only one is whole on the device at a time, because a stage may fit only sharded.
-        """
-        gathered: dict[str, torch.Tensor] = {}
-        for name, tensor in parts.items():
-            for sharding in self.shardings.values():
-                tensor = sharding.gather(self.names.shared.get(name, (name,)), tensor)
-            if keep:
-                gathered[name] = tensor.cpu()
-        return gathered

@@ -3,7 +3,6 @@
 - `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
 - `streams` runs them: training, evaluations, predictions.
 - `service` is what accompanies them, such as the comparison of their first minibatch with the model, and checkpoints.
-- `state` collects and loads their weights.
 """
 
 from collections.abc import Callable, Mapping

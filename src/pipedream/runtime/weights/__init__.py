@@ -1,1 +1,1 @@
-"""The weights of a model: their names and slots, and those that stages share."""
+"""The weights of a model: their names and slots."""

@@ -110,7 +110,8 @@ class FollowedEvaluations:
 
     def __init__(self, pipeline: Any, callbacks: Sequence[Callback], local: Any, monitor: str) -> None:
         self._pipeline, self._callbacks, self._local, self._monitor = pipeline, callbacks, local, monitor
-        self.needed_by = ["the scheduler ReduceLROnPlateau"] if local.follows_evaluations else []
+        follows = any(stage_state.optimizer.schedule.follows_evaluations for _, stage_state in local.stage_states)
+        self.needed_by = ["the scheduler ReduceLROnPlateau"] if follows else []
         self.needed_by += ["early stopping"] if monitored(callbacks) else []
         self._waiting: Mapping[str, float] | None = None
         self._names: set[str] = set()
@@ -126,7 +127,8 @@ class FollowedEvaluations:
         """Reports the evaluation that waits, unless it still does."""
         if self._waiting is not None and not waits:
             means, self._waiting = self._waiting, None
-            self._local.step_schedules(means[self._monitor])
+            for _, stage_state in self._local.stage_states:
+                stage_state.optimizer.schedule.step_after_evaluation(means[self._monitor])
             for callback in self._callbacks:
                 callback.on_evaluation(self._pipeline, means)
 

@@ -24,11 +24,12 @@ from pipedream.runtime.data.generators import find_generators
 from pipedream.runtime.data.rng import read_state, restore_rng, save_rng, set_state
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.service import SessionService
-from pipedream.runtime.session.state import list_copies, share_with_replicas
-from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.parameters import named_state, set_extra_states
+from pipedream.runtime.weights.parameters import named_state
 from pipedream.services.checkpoint import folders, optimizer_state, pieces, replica_state, writer
 from pipedream.services.checkpoint.stores.store import CheckpointStore
+from pipedream.services.weights.extra_states import collect_extra_states, set_extra_states
+from pipedream.services.weights.state import list_copies, share_with_replicas
+from pipedream.services.weights.transfer import load
 
 Slice = tuple[Box, Sequence[int]]
 """A part of a tensor, and the shape of the whole."""
@@ -179,7 +180,7 @@ class Checkpointer(SessionService):
         tensors = {f"model/{name}": state[name].detach() for name in self._names.unused}
         slices: dict[str, Slice] = {}
         stages: list[tuple[int, int, Any]] = []
-        extra_states = self._workers_here.extra_states()
+        extra_states = collect_extra_states(self._workers_here)
         for stage, replica, stage_state in self._workers_here.replicas:
             stage_tensors = replica_state.collect_tensors(stage_state.optimizer, replica)
             if not replica:
@@ -258,7 +259,7 @@ class Checkpointer(SessionService):
 
     def _restore(self, checkpoint: CheckpointStore, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-        parameters.load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
+        load(self._model, values, self._names.loaded_from(values), {}, self._weights_device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
             for name in self._generators.keys() & saved_stage.generators.keys():

@@ -40,6 +40,7 @@ from pipedream.services.first_minibatch.first import FirstMinibatch, find_last_s
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
 from pipedream.services.probe.machine import available_bytes
+from pipedream.services.weights.transfer import collect_tensors, list_tensors
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 from pipedream.tensors.outside_func import HooksOutsideFunc
 
@@ -117,7 +118,7 @@ class Comparison(SessionService):
         store = dist.distributed_c10d._get_default_store()
         key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, workers_here.group)
         with workers_here.activity.at("collecting the weights"):
-            values: dict[str, torch.Tensor] = workers_here.collect_tensors(workers_here.tensors(), reader)
+            values: dict[str, torch.Tensor] = collect_tensors(workers_here, list_tensors(workers_here), reader)
         first_names = {name: workers_here.names.shared.get(name, (name,))[0] for name in values}
         values |= {name: values[first] for name, first in first_names.items() if first in values}
         return {"values": values, "publish": partial(store.set, key), "receive": lambda: store.get(key).decode()}

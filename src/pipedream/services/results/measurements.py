@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -179,17 +179,21 @@ class Measurements:
                 rows[other] = json.loads(store.get(f"{key}{other}"))
         return rows
 
+    def _gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
+        rows = reversed(gather_json(counts, self._workers_here.group))
+        return {int(number): count for row in rows for number, count in row.items()}
+
     def count_sent_bytes(self) -> dict[int, int]:
         """Returns worker -> payload bytes that its first rank has sent."""
         workers = self._workers_here.workers
-        return self._workers_here.gather_counts(
+        return self._gather_counts(
             {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in workers}
         )
 
     def count_skipped_updates(self) -> tuple[int, ...]:
         """Returns the number of skipped updates of each stage."""
         stage_states = self._workers_here.stage_states
-        skipped = self._workers_here.gather_counts({stage: state.optimizer.skipped for stage, state in stage_states})
+        skipped = self._gather_counts({stage: state.optimizer.skipped for stage, state in stage_states})
         return tuple(skipped[stage] for stage in sorted(skipped))
 
     def collect_collectives(self) -> tuple[StageCollectives | None, ...]:

@@ -1,1 +1,1 @@
-"""The values that a session begins with: those of the model, drawn, or of files; and the memory for them."""
+"""The values of weights: those that a session begins with, and the memory for them; the state dict of all stages."""

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from pipedream.core.errors import CaptureError, PipelineError
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts, peers_may_end
 from pipedream.runtime.session.local_workers import LocalWorkers
-from pipedream.runtime.weights.parameters import Slots, load, named_state
+from pipedream.runtime.weights.parameters import Slots, named_state
 from pipedream.services.weights.files import fit_names, open_weights
 from pipedream.services.weights.initial_values import materialise
 from pipedream.services.weights.memory import prepare_memory
+from pipedream.services.weights.transfer import load
 
 Weights = str | os.PathLike[str] | None
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
-from pipedream.runtime.weights import parameters
 from pipedream.services.checkpoint import folders, pieces
+from pipedream.services.weights.transfer import collect_tensors
 from tests.extensions.meshes.sharding.meshes import Case, D, Mlp, check_same, make_pipeline
 
 PIECE_BYTES = 512
@@ -162,7 +162,7 @@ class _WholeOnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool) -> None:
     on_gpu: list[weakref.ref[torch.Tensor]] = []
 
     def gather(names: tuple[str, ...], part: torch.Tensor) -> torch.Tensor:
@@ -174,16 +174,15 @@ def test_no_gpu_has_two_whole_weights_for_a_state_dict(is_first: bool, monkeypat
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     local: Any = LocalWorkers(
         model,
-        blueprint=SimpleNamespace(program=SimpleNamespace(placement=None)),  # type: ignore[arg-type]
+        blueprint=SimpleNamespace(program=SimpleNamespace(placement=SimpleNamespace(ranks=[[0]]))),  # type: ignore[arg-type]
         names=ModelNames([["0.weight", "0.bias", "1.weight", "1.bias"]], {}, []),
         rank=0,
         connections=SimpleNamespace(leaders="first ranks" if is_first else None),  # type: ignore[arg-type]
         group="everyone",  # type: ignore[arg-type]
         divisions={0: SimpleNamespace(gather=gather, is_divided=True)},  # type: ignore[dict-item]
     )
-    monkeypatch.setattr(parameters, "collect", lambda tensors, *_: tensors)
     parts = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    whole = local.collect_tensors(parts)
+    whole = collect_tensors(local, parts)
     assert len(on_gpu) == len(parts), "every rank takes part"
     assert {name: tensor.shape for name, tensor in whole.items()} == {
         name: torch.cat([part, part]).shape for name, part in parts.items() if is_first

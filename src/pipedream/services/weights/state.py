@@ -10,9 +10,10 @@ from pipedream.core.errors import CaptureError
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.weights import parameters
-from pipedream.runtime.weights.parameters import find_modules_by_key, key_extra_states, named_state
+from pipedream.runtime.weights.parameters import named_state
 from pipedream.runtime.worker import Worker
+from pipedream.services.weights.extra_states import collect_extra_states, find_modules_by_key, key_extra_states
+from pipedream.services.weights.transfer import collect_tensors, list_tensors, load
 
 
 def collect_state_dict(
@@ -20,7 +21,7 @@ def collect_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the whole model's state dict, under the user's names, at rank 0; elsewhere an empty one."""
     with workers_here.activity.at("collecting the weights"):
-        state, local_tensors = named_state(workers_here.model), workers_here.tensors()
+        state, local_tensors = named_state(workers_here.model), list_tensors(workers_here)
         if ema or not predicted:
             optimizers = [stage_state.optimizer for _, stage_state in workers_here.stage_states]
             replacements = {
@@ -31,9 +32,9 @@ def collect_state_dict(
             # A shared weight is trained under one name; all its names get the replacement.
             by_id = {id(tensor): replacements[name] for name, tensor in state.items() if name in replacements}
             local_tensors = {name: by_id.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
-        state_dict: dict[str, Any] = workers_here.collect_tensors(local_tensors)
+        state_dict: dict[str, Any] = collect_tensors(workers_here, local_tensors)
         state_dict |= {name: state[name].detach().cpu().clone() for name in workers_here.names.unused}
-        for row in gather_json(workers_here.extra_states(), workers_here.group):
+        for row in gather_json(collect_extra_states(workers_here), workers_here.group):
             for states in row.values() if workers_here.rank == 0 else ():
                 state_dict |= key_extra_states(states)
         if workers_here.rank:
@@ -71,7 +72,7 @@ def load_state_dict(workers_here: LocalWorkers, state: Mapping[str, torch.Tensor
         tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
         sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
         state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
-    parameters.load(workers_here.model, state, loaded, names, workers_here.blueprint.weights_device)
+    load(workers_here.model, state, loaded, names, workers_here.blueprint.weights_device)
     for key, module in find_modules_by_key(workers_here.model).items():
         if key in state:
             module.set_extra_state(state[key])
