@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.schedule.occupancy import OccupancyRule, occupancy, stash
+from pipedream.core.schedule.occupancy import occupancy
 from pipedream.workflows.methods import occupancy_of
 
 METHODS = sorted(
@@ -65,7 +65,7 @@ def test_the_planned_peak_is_no_less_than_the_simulated_one(name: str) -> None:
 @pytest.mark.parametrize("replicas", list(product((1, 2, 3), repeat=3)), ids=str)
 def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[int, ...]) -> None:
     for name in METHODS:
-        rule = OccupancyRule(stash, occupancy_of(name), 1)
+        rule = occupancy_of(name)
         plan = pd.Plan.uniform(3, replicas=replicas)
         alone = [rule.of_stage(count).versions for count in plan.in_flight]
         assert all(map(int.__le__, alone, (stage.versions for stage in rule.of_plan(plan)))), (name, alone)

@@ -10,11 +10,17 @@ import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.schedule.occupancy import STASHING, fill_depth
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison, PlanSearch
 from pipedream.workflows.plan import plan_and_compare
 
 Shape = str | tuple[int, ...]
+RULES = {
+    "stash": STASHING,
+    "double_buffer": fill_depth(lambda in_flight, update_delay: 2),
+    "flush": fill_depth(lambda in_flight, update_delay: 1),
+}
 
 
 def search_plan(

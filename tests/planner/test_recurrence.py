@@ -14,18 +14,19 @@ from programs import program_of
 
 import pipedream as pd
 from pipedream.core.plan.choices import Choices
-from pipedream.core.schedule.occupancy import VersionsRule, stash
 from pipedream.extensions.meshes.search import MeshSearch
 from pipedream.planner import PlanSearch, SearchSpace, cycles
 from pipedream.planner.dynamic_program import pruning, recurrence
 from pipedream.planner.workers import WorkerLine, list_orders
-from tests.planner.planned import chains, random_chain, random_profile, random_tree, replicated_states, search_plan
-
-RULES: dict[str, VersionsRule] = {
-    "stash": stash,
-    "double_buffer": lambda in_flight, update_delay: 2,
-    "flush": lambda in_flight, update_delay: 1,
-}
+from tests.planner.planned import (
+    RULES,
+    chains,
+    random_chain,
+    random_profile,
+    random_tree,
+    replicated_states,
+    search_plan,
+)
 
 
 def of_stages(space: SearchSpace, stages: int) -> recurrence.DynamicProgram:
@@ -69,7 +70,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     planned = refused = 0
     for _ in range(60):
         profile, cluster = random_profile(draw, draw.randint(1, 6)), random_cluster(draw, workers=draw.randint(1, 5))
-        how = {"versions": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
+        how = {"occupancy": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
         space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]), **how)
         states, starts, whole, among = _kind(draw, cluster.workers)
         pipelines = recurrence.DynamicProgram(space, states, starts, whole)
@@ -103,10 +104,10 @@ def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
 @given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
 def test_memory_limit_is_obeyed_to_the_byte(profile: pd.Profile, stages: int, share: float, rule: str) -> None:
     assume(stages <= len(profile.layers))
-    free = SearchSpace.of(profile, pd.Cluster.flat(5), versions=RULES[rule])
+    free = SearchSpace.of(profile, pd.Cluster.flat(5), occupancy=RULES[rule])
     least = least_bytes(of_stages(free, stages))
     limit = max(1, int(least * share))
-    straight = partial(search_plan, profile, shape=(1,) * stages, versions=RULES[rule])
+    straight = partial(search_plan, profile, shape=(1,) * stages, occupancy=RULES[rule])
     if limit < least:
         with pytest.raises(pd.errors.PlanError, match=rf"\({least} bytes\)"):
             straight(pd.Cluster.flat(5, memory_bytes=limit))

@@ -18,7 +18,7 @@ from pipedream.core.hardware.cluster import Workers
 from pipedream.core.plan.choices import Choices
 from pipedream.planner import PlanSearch, SearchSpace, spare_memory
 from pipedream.planner.workers import list_orders
-from tests.planner.planned import plan_or_words, random_profile, random_tree, search_plan
+from tests.planner.planned import RULES, plan_or_words, random_profile, random_tree, search_plan
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = pd.Profile.of_chain((LAYER,) * 8)
@@ -166,8 +166,7 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     for _ in range(chains):
         profile = random_profile(draw, draw.randint(1, 4), draw.choice([1, 1, 3]))
         cluster = random_tree(draw)
-        kept: Any = draw.choice([None, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
-        options: dict[str, Any] = {} if kept is None else {"versions": kept}
+        options: dict[str, Any] = {"occupancy": draw.choice(list(RULES.values()))}
         options |= {"microbatches": draw.choice([1, 2]), "update_delay": draw.choice([0, 1])}
         recompute = draw.choice(["never", "auto", "always"])
         options["choices"] = Choices(recompute=recompute)

@@ -15,7 +15,7 @@ from pipedream.core.model.weight_shapes import Matrices
 from pipedream.core.plan.memory import StageMemory
 from pipedream.planner import manual_plan
 from pipedream.workflows import prepare
-from tests.planner.planned import chains
+from tests.planner.planned import RULES, chains
 
 ROWS = (1.0, 2.0, 10, 100, 7), (2.0, 4.0, 20, 0, 8), (3.0, 6.0, 30, 300, 9)
 """Seconds forward and backward, bytes of the output, the parameters and the activations of three layers."""
@@ -152,7 +152,7 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
 
     assert copies() == [(1.0 + 2.0, 2.0), (3.0, 0.0)]
     assert copies(update_delay=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
-    assert copies(versions=lambda in_flight, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
+    assert copies(occupancy=RULES["flush"]) == [(1.0, 0.0), (3.0, 0.0)]
     assert copies(in_flight=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
     assert [stage.copy_s for stage in manual_plan(copied, cluster, (), (3,)).stages] == [0.0]
 

@@ -19,6 +19,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.choices import Choices
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import fill_depth
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
@@ -320,8 +321,8 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     count = layout.stages(p, chunks)
     line = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
     choices = request.choices.without_recomputation
-    one_version: Any = {"versions": lambda in_flight, update_delay: 1}
-    straight = planner.PlanSearch.of(profile, line, choices=choices, **one_version).best("straight")
+    one_version = fill_depth(lambda in_flight, update_delay: 1)
+    straight = planner.PlanSearch.of(profile, line, choices=choices, occupancy=one_version).best("straight")
     recompute = all(request.choices.recomputing)
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in straight.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"

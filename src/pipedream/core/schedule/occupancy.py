@@ -154,15 +154,6 @@ def count_most_in_flight(program: Program, total: int | None = None) -> tuple[in
     return tuple(counts)
 
 
-VersionsRule = Callable[[int, int], int]
-"""(minibatches in flight at a stage, its update delay) -> versions of its weights that exist at once."""
-
-
-def stash(in_flight: int, update_delay: int) -> int:
-    """Returns the versions under weight stashing: one per minibatch in flight, and one for an update delay."""
-    return in_flight + update_delay
-
-
 @dataclass(frozen=True, eq=False)
 class MethodOccupancy:
     """A method's occupancy of stages, for one number of microbatches.
@@ -176,42 +167,42 @@ class MethodOccupancy:
     versions_grow_with_stages: bool = False
     _of_stages: dict[tuple[int, int, int], StageOccupancy] = field(default_factory=dict, init=False)
 
-    def of_stage(self, in_flight: int, update_delay: int, replicas: int) -> StageOccupancy:
-        """Returns what the input stage of two holds, the least that any stage with this depth can hold."""
+    def of_stage(
+        self, in_flight: int, update_delay: int = 0, replicas: int = 1, microbatches: int = 1
+    ) -> StageOccupancy:
+        """Returns the least that a stage can hold, whatever its neighbours: what the input stage of two holds.
+
+        If versions depend on the whole plan, it has two, the least of any stage but the last.
+        """
+        # Replicas matter only through their share of a minibatch, so the fewest with that share stand for all of
+        # them; a plan with an update delay needs two.
+        share = -(-microbatches // replicas)
+        replicas = max(-(-microbatches // share), 1 + update_delay)
         key = in_flight, update_delay, replicas
         if key not in self._of_stages:
             small = replace(
                 Plan.uniform(2, replicas=(replicas, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
             )
             occupancy = self.of_plan(small)[0]
-            if self.versions_grow_with_stages:  # the least of any stage but the last, with any number of them
+            if self.versions_grow_with_stages:
                 occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
             self._of_stages[key] = occupancy
         return self._of_stages[key]
 
 
-@dataclass(frozen=True, eq=False)
-class OccupancyRule:
-    """The occupancy of stages: by `method`, else all in flight, with `versions`."""
+def fill_depth(versions: Callable[[int, int], int]) -> MethodOccupancy:
+    """Returns the occupancy of stages that hold all microbatches that their depth admits.
 
-    versions: VersionsRule
-    method: MethodOccupancy | None
-    microbatches: int
+    Args:
+        versions: (minibatches in flight at a stage, its update delay) -> versions of its weights that exist at once.
+    """
 
-    def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage can hold, whatever its neighbours: what the input stage of two holds.
+    def find_usages(plan: Plan) -> tuple[StageOccupancy, ...]:
+        rows = [(count, versions(count, delay)) for count, delay in zip(plan.in_flight, plan.update_delay, strict=True)]
+        return tuple(StageOccupancy(*row, flushes=row[1] == 1) for row in rows)  # one is enough only if updates wait
 
-        If versions depend on the whole plan, it has two, the least of any stage but the last.
-        """
-        if self.method is None:
-            versions = self.versions(in_flight, update_delay)
-            return StageOccupancy(in_flight, versions, flushes=versions == 1)  # one is enough only if updates wait
-        # Replicas matter only through their share of a minibatch, so the fewest with that share stand for all of
-        # them; a plan with an update delay needs two.
-        share = -(-self.microbatches // replicas)
-        return self.method.of_stage(in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay))
+    return MethodOccupancy(find_usages)
 
-    def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
-        if self.method is not None:
-            return self.method.of_plan(plan)
-        return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))
+
+STASHING = fill_depth(lambda in_flight, update_delay: in_flight + update_delay)
+"""Weight stashing: one version for each minibatch in flight, and one for an update delay."""

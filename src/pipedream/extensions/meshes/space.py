@@ -155,7 +155,6 @@ class MeshSpace(SearchSpace):
                 profile_of_rank(self.profile, mesh, self.cluster, reach),
                 self.cluster,
                 choices=self.choices,
-                versions=self.versions,
                 update_delay=self.update_delay,
                 microbatches=self.microbatches,
                 occupancy=self.occupancy,

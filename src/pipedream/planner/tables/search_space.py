@@ -30,7 +30,7 @@ from pipedream.core.plan.memory import (
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.lowering import explain_unproved
-from pipedream.core.schedule.occupancy import MethodOccupancy, OccupancyRule, StageOccupancy, VersionsRule, stash
+from pipedream.core.schedule.occupancy import STASHING, MethodOccupancy, StageOccupancy
 from pipedream.core.schedule.stage_memory import StageBytes
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.planner.arrays import BoolArray, Bytes, Cut, IntArray, Seconds, Span, Tables
@@ -49,24 +49,22 @@ class SearchSpace(PrefixTables):
 
     Attributes:
         choices: what its plans trade, of which they move no activations yet.
-        versions: the weight versions alive at once, given the in-flight count and the update delay.
         update_delay: the update delay of a pipeline's replicated stages.
         positions: the places where a stage may begin or end, those after fewer layers first.
         is_complete: no plan on any other places is faster than the best on these.
-        occupancy: None: as many microbatches in flight as the depth allows, and `versions` of the weights.
+        occupancy: the microbatches and the versions of weights that stages hold.
         spare_bytes: memory that a search keeps free for messages.
         needs: what stages [from, to] between these positions need, whatever the links and the memory.
         shared_tables: what searches on these positions and links have in common, whatever the memory.
     """
 
     cluster: Cluster
-    versions: VersionsRule
     update_delay: int
     microbatches: int
     positions: tuple[int, ...]
     choices: Choices
     is_complete: bool = True
-    occupancy: MethodOccupancy | None = None
+    occupancy: MethodOccupancy = STASHING
     spare_bytes: int = 0
     needs: Tables = field(default_factory=Tables)
     shared_tables: dict[str, Tables] = field(default_factory=dict)
@@ -79,10 +77,9 @@ class SearchSpace(PrefixTables):
         cluster: Cluster,
         *,
         choices: Choices = DEFAULTS,
-        versions: VersionsRule = stash,
         update_delay: int = 0,
         microbatches: int = 1,
-        occupancy: MethodOccupancy | None = None,
+        occupancy: MethodOccupancy = STASHING,
         downsets: Iterable[int] | None = None,
     ) -> SearchSpace:
         """Returns the space of a profile on a cluster.
@@ -111,7 +108,6 @@ class SearchSpace(PrefixTables):
         return cls(
             **vars(sums),
             cluster=cluster,
-            versions=versions,
             update_delay=update_delay,
             microbatches=microbatches,
             positions=tuple(cuts[downset] for downset in ordered),
@@ -252,11 +248,7 @@ class SearchSpace(PrefixTables):
         return StageBytes.of(sizes, occupancy, peers, self.terms, matrix_bytes=matrix_bytes, **moves)
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        return self.occupancy_rule.of_stage(in_flight, update_delay, replicas)
-
-    @cached_property
-    def occupancy_rule(self) -> OccupancyRule:
-        return OccupancyRule(self.versions, self.occupancy, self.microbatches)
+        return self.occupancy.of_stage(in_flight, update_delay, replicas, self.microbatches)
 
     def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
         key = first, last
@@ -358,7 +350,7 @@ class StageUse(NamedTuple):
 
 def list_uses(space: SearchSpace, plan: Plan) -> list[StageUse]:
     """Returns those of a plan's stages."""
-    occupancies = space.occupancy_rule.of_plan(plan)
+    occupancies = space.occupancy.of_plan(plan)
     peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
     return list(map(StageUse, occupancies, peers, plan.update_delay))
 
