@@ -27,6 +27,7 @@ WITHOUT_TORCH += (
     "extensions.auto_method",
     "extensions.codecs",
     "extensions.methods",
+    "extensions.host_weights.copied_passes",
     "extensions.host_weights.methods",
     "extensions.meshes.planning",
     "extensions.torch_csv",

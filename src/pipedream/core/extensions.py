@@ -10,6 +10,7 @@ What may be offered, under the names of their modules:
 | `clipping` | the `Clipping` that decides about updates by the norms of gradients | `runtime.update.decision` |
 | `compiler` | to `make_compiler` of layers | `pipeline` |
 | `command_NAME` | the command `pipedream NAME` | `apps.cli` |
+| `copied_passes` | the memory of passes on copies of shared weights | `simulator`, `verifier`, `workflows.methods` |
 | `division` | to `divide_stage` over several ranks | `runtime.session.session` |
 | `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |

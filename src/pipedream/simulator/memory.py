@@ -4,11 +4,12 @@ Both depend only on the order of the rank's ops, so they are traced after the ru
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from pipedream.core.extensions import find_offer
 from pipedream.core.plan.memory import peers_of
 from pipedream.core.schedule.occupancy import occupancy_in
 from pipedream.core.schedule.op import Kind
@@ -18,85 +19,38 @@ from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
 
 
-def _count_stage(program: Program, stage: int, in_flight: tuple[int, ...]) -> StageBytes:
+def count_stage(program: Program, stage: int, in_flight: tuple[int, ...]) -> StageBytes:
+    """Returns the bytes of a stage, given the most microbatches in flight at each."""
     usage = occupancy_in(program, stage, in_flight[stage])
     return StageBytes.of_rules(program, stage, usage, peers_of(program.plan.replicas, in_flight)[stage])
 
 
-def _count_during(stage_bytes: StageBytes) -> dict[tuple[str, bool], int]:
+def count_during(stage_bytes: StageBytes) -> dict[tuple[str, bool], int]:
     """Returns the bytes that ops add, by their letters and whether there are sums of gradients."""
     return {
         (kind.value, sums): int(stage_bytes.during(kind, sums).total_bytes) for kind in Kind for sums in (False, True)
     }
 
 
-class _CopiedPasses:
-    """Passes of a stage with weights that are copied from the machine's memory.
+class CopiedPasses:
+    """Passes of a rank on copies of weights, which an extension may offer. This base class has none.
 
-    The rank holds a copy of the weights, from the first of an update's forwards, or backwards, to the last. Inputs of
-    forwards wait until they have been sent: until the first forward of the next update here.
+    Attributes:
+        passes: the kinds and stages of such passes.
+        peak_versions: the most copies at once.
     """
 
-    def __init__(self, program: Program, stage: int, total: int, stage_bytes: StageBytes) -> None:
-        self._trains = program.trains
-        self._per_update = program.updates.per_update[stage]
-        self._total = total
-        self._runs_backward_elsewhere = program.placement.runs_backward_elsewhere(stage)
-        self._weights_bytes = int(stage_bytes.copied_bytes or stage_bytes.sizes.parameter_bytes)
-        self._sums_bytes = int(stage_bytes.sizes.trained_bytes)
-        self._input_bytes = int(stage_bytes.waiting.total_bytes)
-        weights_bytes = 0 if stage_bytes.copied_bytes else self._weights_bytes
-        self._during = {op: weights_bytes + size for op, size in _count_during(stage_bytes).items()}
-        self._kept_inputs = 0
-        self._has_sums = False
-        self.has_weights = not self._trains
+    passes: Collection[tuple[str, int]] = ()
+    peak_versions = 0
 
     @property
     def held_bytes(self) -> int:
-        weights_bytes = self.has_weights * self._weights_bytes + self._has_sums * self._sums_bytes
-        return weights_bytes + self._kept_inputs * self._input_bytes
-
-    def run(self, kind: str, index: int) -> int:
-        """Returns the most bytes during a pass; after the last one of an update the weights are dropped."""
-        if not self._trains:
-            return self.held_bytes
-        ends = (index + 1) % self._per_update == 0 or index + 1 == self._total
-        inputs = int(self._runs_backward_elsewhere)  # of a backward, whose input has come from another rank
-        if kind == "F":
-            inputs = self._kept_inputs = (
-                self._kept_inputs + 1 if self._runs_backward_elsewhere and index % self._per_update else 1
-            )
-        else:
-            inputs += self._kept_inputs
-        most_bytes = inputs * self._input_bytes + self._during[kind, self._has_sums]
-        if kind == "B":
-            self._has_sums = not ends
-            self._kept_inputs *= self._runs_backward_elsewhere
-        self.has_weights = not ends or (kind == "F" and not self._runs_backward_elsewhere)
-        return most_bytes
-
-
-class CopiedPassesTrace:
-    """All passes of a rank with copied weights."""
-
-    def __init__(self, program: Program, rank: int, total: int, in_flight: tuple[int, ...]) -> None:
-        passes = [program.placement.passes_on_copies(rank, forward=forward) for forward in (True, False)]
-        self.passes = {(kind, stage) for kind, row in zip("FB", passes, strict=True) for stage, _ in row}
-        stages = {stage for _, stage in self.passes}
-        self._stages = {
-            s: _CopiedPasses(program, s, total, _count_stage(program, s, in_flight)) for s in sorted(stages)
-        }
-        self.peak_versions = 0
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(stage.held_bytes for stage in self._stages.values())
+        """Between ops."""
+        return 0
 
     def run(self, kind: str, stage: int, index: int) -> int:
         """Returns the most bytes of all these stages during a pass."""
-        others = [other for other_stage, other in self._stages.items() if other_stage != stage]
-        self.peak_versions = max(self.peak_versions, 1 + sum(other.has_weights for other in others))
-        return self._stages[stage].run(kind, index) + sum(other.held_bytes for other in others)
+        raise NotImplementedError
 
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
@@ -148,13 +102,13 @@ class _StageTrace:
         self.order = list(range(total)) if fetches_gradients else []
         self.in_flight = self.deferred = 0
         self.has_sums = False
-        stage_bytes = _count_stage(program, stage, in_flight)
+        stage_bytes = count_stage(program, stage, in_flight)
         pieces = stage_bytes.fixed, stage_bytes.version, stage_bytes.waiting, stage_bytes.deferred, stage_bytes.sums
         fixed, self.version_bytes, self.waiting_bytes, self.deferred_bytes, self.sums_bytes = (
             int(piece.total_bytes) for piece in pieces
         )
         self.start_bytes = fixed + program.weights.buffers(stage) * self.version_bytes
-        self.during = _count_during(stage_bytes)
+        self.during = count_during(stage_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -256,7 +210,10 @@ def trace_memory(
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)
     }
-    copied = CopiedPassesTrace(program, rank, total, in_flight)
+    copied = CopiedPasses()
+    if program.placement.shares_weights:
+        offer = find_offer("copied_passes", f"{program.name!r} shares weights between ranks")
+        copied = offer.CopiedPassesTrace(program, rank, total, in_flight)
     memory = [sum(trace.start_bytes for trace in stages.values()) + copied.held_bytes]
     has_several_stages = len(stages) > 1
     for _, kind, stage, index, _, _ in spans:

@@ -10,10 +10,11 @@ from math import ceil, lcm
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.extensions import find_offer
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
 from pipedream.core.tabular import Tabular
-from pipedream.verifier.unrolled import Unrolled, check_assumptions, iterate_copied_spans, unroll
+from pipedream.verifier.unrolled import Unrolled, check_assumptions, unroll
 from pipedream.verifier.waits import check_waits
 
 _MAX_INSTRUCTIONS = 60_000  # of all runs that are checked, which limits the seconds of a proof
@@ -230,9 +231,11 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         peaks.append((_find_peak(pass_spans)[0], versions))
         all_version_spans += version_spans
         all_pass_spans += pass_spans
-    for input_spans, weight_span in iterate_copied_spans(run, rank):
-        all_pass_spans += input_spans
-        all_version_spans.append(weight_span)
+    if program.placement.shares_weights:
+        copied_passes = find_offer("copied_passes", f"{program.name!r} shares weights between ranks")
+        for input_spans, weight_span in copied_passes.iterate_spans(run, rank):
+            all_pass_spans += input_spans
+            all_version_spans.append(weight_span)
     return [(_find_peak(all_pass_spans)[0], _find_peak(all_version_spans)[0]), *peaks]
 
 

@@ -12,7 +12,7 @@ replicas join each sum; and the runtime's further assumptions about each stage r
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -419,27 +419,3 @@ def _check_versions(run: Unrolled, stage: int) -> None:
                 f"weight rule {rule.name!r} reads version {version} here and version {backward_version} in the "
                 "backward, which must use the weights of its forward",
             )
-
-
-def iterate_copied_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
-    """Yields, for the passes of each update of a stage with weights copied from the machine's memory, the spans of
-    their inputs and that of the copy. Inputs of forwards last until the next update's forwards here.
-    """
-    placement = run.program.placement
-    for kind in (Kind.FORWARD, Kind.BACKWARD)[: len(run.program.kinds)]:
-        for stage, replica in placement.passes_on_copies(rank, forward=kind is Kind.FORWARD):
-            runs_backward_elsewhere = placement.runs_backward_elsewhere(stage)
-            if kind is Kind.FORWARD and not runs_backward_elsewhere and len(run.program.kinds) > 1:
-                continue  # its backwards follow, with the same copy
-            spans_by_update: dict[int, list[tuple[int, int]]] = {}
-            for k in placement.microbatches(rank, stage, run.total, forward=kind is Kind.FORWARD):
-                end = run.ops[Op(kind, stage, k, replica)][1]
-                begin = end if runs_backward_elsewhere else run.ops[Op(Kind.FORWARD, stage, k, replica)][1]
-                spans_by_update.setdefault(run.program.updates.update_of(stage, k), []).append((begin, end))
-            next_begins = [*[spans[0][0] for spans in spans_by_update.values()][1:], len(run.streams[rank])]
-            for next_begin, spans in zip(next_begins, spans_by_update.values(), strict=False):
-                inputs = [
-                    (begin, next_begin if kind is Kind.FORWARD else end + runs_backward_elsewhere)
-                    for begin, end in spans
-                ]
-                yield inputs, (spans[0][0], spans[-1][1] + 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipedream import planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.extensions import find_offer
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -17,7 +18,6 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.units import format_bytes
 
 MAX_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
@@ -193,27 +193,9 @@ def check_machines(plan: Plan, built: Schedule | None = None) -> None:
 def add_passes_on_copies(built: Schedule) -> Plan:
     """Returns a schedule's plan, whose stages must have their bytes, with those of passes that copy weights.
 
-    Such passes run beside the stages of their worker, so only a simulation shows what they add to its peak.
     Raises PlanError if a worker lacks the memory for them.
     """
-    plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not built.placement.shares_weights:
-        return plan
-    # Each rank has had its turns, while inputs and gradients of the minibatch before were there.
-    total = max(m, built.placement.cycle) * (2 + max(map(built.weights.staleness, range(len(plan.stages)))))
-    peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), total).peak_bytes
-    stages = list(plan.stages)
-    for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
-        limit = memories[worker]
-        if limit is not None and peak > limit:
-            passes = (built.placement.passes(rank, forward=forward) for forward in (True, False))
-            numbers = sorted({stage for row in passes for stage, _ in row})
-            raise PlanError(
-                f"worker {worker} needs up to {format_bytes(peak)} for the passes of the stages "
-                f"{', '.join(map(str, numbers))}, and has {format_bytes(limit)}; use smaller microbatches, more "
-                "workers or another method"
-            )
-        more_bytes, s = max(peak - plan.worker_bytes[worker], 0), plan.costs.stages_by_worker[worker][0]
-        memory = replace(stages[s].memory, activation_bytes=stages[s].memory.activation_bytes + more_bytes)
-        stages[s] = replace(stages[s], memory=memory, peak_bytes=memory.total_bytes)
-    return replace(plan, stages=tuple(stages))
+        return built.plan
+    plan: Plan = find_offer("copied_passes", f"{built.name!r} shares weights between workers").add_passes(built)
+    return plan
