@@ -143,7 +143,7 @@ class PlanRequest(Chooser):
         object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
         self.check_choices()
         if self.strategy not in _STRATEGIES:
-            names = [*_STRATEGIES, *(offer.NAME for offer in list_offers("strategy"))]
+            names = [*_STRATEGIES, *(name for offer in list_offers("strategy") for name in offer.NAMES)]
             if self.strategy not in names:
                 listed = f"{', '.join(names[:-1])} or {names[-1]}"
                 raise PlanError(

@@ -15,7 +15,6 @@ What may be offered, under the names of their modules:
 | `gradient_sums` | the `TiedGradientSum` of weights that several stages hold | `runtime.updates` |
 | `gpu_link` | to `open_senders` and `open_receivers` of channels between two GPUs | `runtime.comm.transport` |
 | `layout` | to `make_layout`s of tensors on meshes | `core.plan.ranks` |
-| `method_choice` | to `choose_method` for the schedule 'auto' | `workflows.plan` |
 | `mesh_groups` | to `connect_meshes` of the ranks of workers | `runtime.comm.connections` |
 | `methods` | `METHODS` that need the extension | `schedules.registry`, by `import_methods` |
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
@@ -28,7 +27,7 @@ What may be offered, under the names of their modules:
 | `scaler` | the `LossScaleOptions` of a `grad_scaler` | `pipeline` |
 | `sharded_reader` | whether a loader `can_be_sharded`, and a `ShardedLoader` to `open` shares | `runtime.data.reader` |
 | `split` | to run `backward_inputs` and `backward_weights`, the halves of a backward | `runtime.backward` |
-| `strategy` | `NAME`, a planner for `--strategy NAME`, and `plan` | `workflows.plan` |
+| `strategy` | `NAMES` for `--strategy`, and to `compare` plans for the requests that it `takes` | `workflows.plan` |
 """
 
 from collections.abc import Iterator

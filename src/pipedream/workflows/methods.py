@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from pipedream import planner, schedules, simulator
-from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.errors import PlanError, ScheduleError, ShortageError
 from pipedream.core.extensions import find_offer
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
@@ -18,6 +18,8 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.units import format_bytes
+from pipedream.planner.tables.search_space import list_savings
 
 MAX_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
@@ -199,3 +201,27 @@ def add_passes_on_copies(built: Schedule) -> Plan:
         return built.plan
     plan: Plan = find_offer("copied_passes", f"{built.name!r} shares weights between workers").add_passes(built)
     return plan
+
+
+def check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -> None:
+    """Raises PlanError if all stages of a worker together do not fit its memory."""
+    if (s := plan.first_stage_over_memory) is None:
+        return
+    worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
+    stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
+    smaller = "more stages on each worker (--chunks), " if plan.stages[s].slot_bytes else ""
+
+    def count(other: planner.SearchSpace) -> int:
+        repeats = all(other.choices.recomputing)
+        rows = tuple(replace(stage, recompute=stage.recompute or repeats) for stage in plan.stages)
+        return other.with_bytes(replace(plan, stages=rows)).worker_bytes[worker]
+
+    need_bytes, memory_bytes = plan.worker_bytes[worker], plan.cluster.memories[worker] or 0
+    raise ShortageError(
+        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(need_bytes)} together, "
+        f"it has {format_bytes(memory_bytes)}; use {smaller}recomputation, smaller microbatches, "
+        "more workers or another method",
+        need_bytes,
+        need_bytes - memory_bytes,
+        {} if space is None else list_savings(space, count, recompute="always"),
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError, ShortageError
-from pipedream.core.extensions import find_offer, list_offers
+from pipedream.core.extensions import list_offers
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import pcie_bytes_per_s
 from pipedream.core.model.profile import Profile
@@ -23,7 +23,6 @@ from pipedream.core.schedule.occupancy import fill_depth
 from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
-from pipedream.planner.tables.search_space import list_savings
 from pipedream.workflows import methods
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
@@ -249,18 +248,13 @@ def _compare_by_planner(
             "at most as many, or profile larger minibatches"
         )
     for offer in list_offers("strategy"):
-        if request.strategy == offer.NAME:
-            return compare_alone(offer.plan(profile, request), request)
-    if request.schedule == AUTO:
-        chooser: Any = find_offer("method_choice", "the schedule 'auto' was asked for")
-        best: planner.Comparison = chooser.choose_method(profile, request, names)
-        return best
+        if offer.takes(request):
+            comparison: planner.Comparison = offer.compare(profile, request, names)
+            return comparison
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.stage_order_of(request.schedule) is not None:
         return compare_alone(_lay_out_stages(profile, request), request)
-    if schedules.is_schedule_file(request.schedule):
-        return compare_alone(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan, rival_s)
 
 
@@ -346,72 +340,6 @@ def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
     space = methods.space_of(profile, cluster, choices, schedule, m)
     plan = space.with_bytes(plan)
-    _check_worker_memory(plan, space)
+    methods.check_worker_memory(plan, space)
     methods.check_machines(plan, built)
     return methods.add_passes_on_copies(replace(built, plan=plan))
-
-
-def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
-    """Returns a plan with the stages of a file in PyTorch's notation, on the workers that the file gives them.
-
-    The slowest stage is as fast as it can be. Where a worker runs several stages, that need not be the fastest
-    worker, and the sum of what its stages need, an upper bound, must fit its memory. Receives are posted ahead by the
-    request's depth; the order is the file's.
-
-    Raises:
-        ScheduleError: the file cannot be used, or has another number of microbatches.
-        PlanError: the cluster has another number of workers, or nothing fits.
-    """
-    name, cluster = request.schedule, request.workers_and_links
-    if request.shape not in planner.SHAPES:
-        planner.parse_counts(request.shape)  # raises if these are no counts
-    parsed = schedules.load_schedule(name)
-    parsed = schedules.build(name, parsed.plan, request.microbatches)
-    stages, workers = len(parsed.plan.stages), parsed.plan.workers
-    if cluster.workers != workers:
-        raise PlanError(
-            f"schedule {name!r} has {workers} ranks, and a plan for {cluster.workers} workers was asked for; ask for "
-            f"{workers}"
-        )
-    parts = parsed.microbatches
-    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if parsed.plan.worker_order else cluster
-    space: dict[str, Any] = {"occupancy": methods.occupancy_of(name), "microbatches": parts}
-    space |= {"choices": request.choices}
-    if request.cuts is None:
-        plan = planner.PlanSearch.of(profile, line, **space).best("straight", request.in_flight)
-    else:
-        plan = planner.manual_plan(profile, line, request.cuts, in_flight=request.in_flight, **space)
-    if len(plan.stages) != stages:
-        raise PlanError(
-            f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
-        )
-    if parsed.plan.worker_order:
-        plan = replace(
-            plan, cluster=cluster, worker_order=parsed.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
-        )
-        _check_worker_memory(plan)
-    return methods.adapt_plan_to_method(profile, request.choices, name, plan, parts)
-
-
-def _check_worker_memory(plan: Plan, space: planner.SearchSpace | None = None) -> None:
-    """Raises PlanError if all stages of a worker together do not fit its memory."""
-    if (s := plan.first_stage_over_memory) is None:
-        return
-    worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
-    stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
-    smaller = "more stages on each worker (--chunks), " if plan.stages[s].slot_bytes else ""
-
-    def count(other: planner.SearchSpace) -> int:
-        repeats = all(other.choices.recomputing)
-        rows = tuple(replace(stage, recompute=stage.recompute or repeats) for stage in plan.stages)
-        return other.with_bytes(replace(plan, stages=rows)).worker_bytes[worker]
-
-    need_bytes, memory_bytes = plan.worker_bytes[worker], plan.cluster.memories[worker] or 0
-    raise ShortageError(
-        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(need_bytes)} together, "
-        f"it has {format_bytes(memory_bytes)}; use {smaller}recomputation, smaller microbatches, "
-        "more workers or another method",
-        need_bytes,
-        need_bytes - memory_bytes,
-        {} if space is None else list_savings(space, count, recompute="always"),
-    )

@@ -14,6 +14,7 @@ by stage and with gradients and optimizer state (`core.schedule.stage_memory`). 
 evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipedream.core.errors import PlanError
@@ -22,11 +23,13 @@ from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.plan_request import PlanRequest
+from pipedream.planner import Comparison
 from pipedream.planner.search import PlanSearch
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.workflows.methods import space_of
+from pipedream.workflows.stage_search import compare_alone
 
-NAME = "2bw"
+NAMES = ("2bw",)
 _METHOD = "pipedream_2bw"
 
 
@@ -55,7 +58,17 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
     return float(max(slots_s)) * per_replica
 
 
-def plan(profile: Profile, request: PlanRequest) -> Plan:
+def takes(request: PlanRequest) -> bool:
+    """Returns whether a request names this planner."""
+    return request.strategy in NAMES
+
+
+def compare(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> Comparison:
+    """Returns the plan of `plan_by_paper`; its method is one."""
+    return compare_alone(plan_by_paper(profile, request), request)
+
+
+def plan_by_paper(profile: Profile, request: PlanRequest) -> Plan:
     """Finds the replicas w, the stages d and the microbatches with the greatest throughput by the paper's model.
 
     Ties go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches. Microbatches are

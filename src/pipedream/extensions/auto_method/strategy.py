@@ -15,11 +15,12 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
-from pipedream.plan_request import PlanRequest
+from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import Candidate, PlanSearch, SearchVariant
 from pipedream.planner.tables.search_space import apply_depth
 from pipedream.workflows.methods import score, select_methods, space_of
 
+NAMES = ()
 MAX_MICROBATCHES = 64  # each power of two is another plan and simulation for every method and shape
 
 
@@ -98,7 +99,12 @@ class _Alternatives:
         return self._plans[*key, finalist]
 
 
-def choose_method(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
+def takes(request: PlanRequest) -> bool:
+    """Returns whether a request leaves the method to the planner."""
+    return request.schedule == AUTO
+
+
+def compare(profile: Profile, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
     Ties go to fewer bytes on the fullest worker, then to the order of the methods, the finalists, the microbatches, the
