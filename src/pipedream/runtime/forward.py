@@ -211,7 +211,7 @@ class ForwardRunner:
             else:
                 with passes.module.autocasting():
                     targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
-                    self._scorer.score_evaluation(message, output, targets)
+                    self._scorer.score(0, message, output, targets)
         return message
 
     def _unpack_targets(self, message: Message) -> Targets:

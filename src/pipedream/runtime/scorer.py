@@ -45,13 +45,10 @@ class Scorer(ABC):
         An update's sum is divided by its weights only at the update. Until then gradients must be no larger than those
         of the mean, or low precision could not represent them. So the unit is a power of two near the minibatch's
         weight, by which division is exact. In a round, whose minibatches count equally, and where an update has one
-        microbatch, the weight is 1, or 0 if nothing counts, so that gradients are rounded as in a plain loop. A
-        recomputation (`recomputes`) records nothing.
-        """
+        microbatch, the weight is 1, or 0 if nothing counts, so that gradients are rounded as in a plain loop.
 
-    @abstractmethod
-    def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
-        """Records a batch of an evaluation."""
+        The loss and the metrics are recorded, except in a recomputation (`recomputes`).
+        """
 
     @abstractmethod
     def skip(self, minibatch: int, message: Message) -> None:

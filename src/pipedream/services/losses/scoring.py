@@ -51,7 +51,7 @@ class LossScorer(Scorer):
     def score(
         self, minibatch: int, message: Message, output: Any, targets: Targets, recomputes: bool = False
     ) -> tuple[torch.Tensor, float, float]:
-        number = message.minibatch if self._needs_weights else None
+        number = message.minibatch if self._needs_weights and self._trains else None
         value, weight, is_sum = self._loss(
             output, targets.value, message.samples, message.share, number, received=targets.received
         )
@@ -60,19 +60,14 @@ class LossScorer(Scorer):
             # Nothing counts here (e.g. all tokens are padding): the loss is 0/0.
             value = _make_zero(output, value)
         if not recomputes:
-            scored = (output, targets.value) if self._metrics else (None, None)
-            result, labels = map_tensors(scored, lambda tensor: tensor.detach().clone())  # metrics may write into them
-            self._record(minibatch, message, result, labels, loss, weight, is_sum)
-        if self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
+            scored = output, targets.value
+            if self._metrics and self._trains:  # they may write into what the backward needs
+                scored = map_tensors(scored, lambda tensor: tensor.detach().clone())
+            self._record(minibatch, message, *scored, loss, weight, is_sum)
+        if not self._trains or self._mean_of_rounds or not self._needs_weights:  # the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
         unit = choose_unit(self._loss, message, output, targets.received) if self._has_units else 1.0
         return value, weight / unit, (1.0 if is_sum else weight) / unit
-
-    def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
-        value, weight, is_sum = self._loss(
-            output, targets.value, message.samples, message.share, received=targets.received
-        )
-        self._record(0, message, output, targets.value, value, weight, is_sum)
 
     def _record(
         self, key: int, message: Message, output: Any, targets: Any, loss: torch.Tensor, weight: float, is_sum: bool
