@@ -21,7 +21,7 @@ from typing import Any, Self, cast
 from pipedream.capture import Captured, list_cuda_devices, preserve_state
 from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
-from pipedream.core.errors import PipelineError, PlanError, ScheduleError
+from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.extensions import find_offer
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import StageCollectives
