@@ -8,7 +8,6 @@ level 1 all workers of a machine share one.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -262,19 +261,6 @@ class Cluster(Artifact):
             for level in self.levels
         )
         return replace(self, levels=levels)
-
-    def without(self, worker: int) -> Cluster:
-        """Returns the cluster without one worker, and without its machine if the worker was alone there."""
-        rows = [[row[w] for w in range(self.workers) if w != worker] for row in self._components]
-        levels = []
-        for level, components, outer_row in zip(self.levels, rows, [*rows[1:], [0] * len(rows[0])], strict=True):
-            groups = dict(zip(components, outer_row, strict=True)).values()  # of each remaining component
-            levels.append(level.with_sizes(tuple(Counter(groups).values())))
-        kinds: list[Workers] = []
-        for kind, first in zip(self.kinds, accumulate((kind.count for kind in self.kinds), initial=0), strict=False):
-            count = kind.count - (first <= worker < first + kind.count)
-            kinds += [replace(kind, count=count)] if count else []
-        return replace(self, levels=tuple(levels), kinds=tuple(kinds))
 
     @property
     def is_flat(self) -> bool:

@@ -6,14 +6,16 @@ The restarts and the minibatches that they repeat; the code and the plan; and th
 import os
 import struct
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import RecipeError
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster, Workers
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
 from pipedream.services.failure.processes import find_launch_folder, read_lost
@@ -138,7 +140,7 @@ class Survivors:
             return None
         cluster = self.last_plan.cluster
         for rank in self.lost:
-            cluster = cluster.without(rank)
+            cluster = remove_worker(cluster, rank)
         return cluster
 
 
@@ -176,13 +178,28 @@ def drop_worker(plan: Plan, rank: int) -> Plan | None:
         stages=tuple(replace(stage, replicas=count) for stage, count in zip(plan.stages, counts, strict=True)),
         in_flight=depth.raise_to_legal(plan.in_flight, counts, delays),
         update_delay=delays,
-        cluster=plan.cluster.without(worker),
+        cluster=remove_worker(plan.cluster, worker),
         worker_order=tuple(w - (w > worker) for w in order if w != worker) if plan.worker_order else (),
         bound_s=0.0,
         note="",
         choices=plan.choices.on_replicas(counts),
     )
     return reduced.with_depth(plan.depth_mode) if plan.depth_mode in ("noam", "full") else reduced
+
+
+def remove_worker(cluster: Cluster, worker: int) -> Cluster:
+    """Returns the cluster without one worker, and without its machine if the worker was alone there."""
+    remaining = [w for w in range(cluster.workers) if w != worker]
+    rows = [[cluster.component(number, w) for w in remaining] for number in range(len(cluster.levels))]
+    levels = []
+    for level, components, outer_row in zip(cluster.levels, rows, [*rows[1:], [0] * len(remaining)], strict=True):
+        groups = dict(zip(components, outer_row, strict=True)).values()  # of each remaining component
+        levels.append(level.with_sizes(tuple(Counter(groups).values())))
+    kinds: list[Workers] = []
+    for kind, first in zip(cluster.kinds, accumulate((kind.count for kind in cluster.kinds), initial=0), strict=False):
+        count = kind.count - (first <= worker < first + kind.count)
+        kinds += [replace(kind, count=count)] if count else []
+    return replace(cluster, levels=tuple(levels), kinds=tuple(kinds))
 
 
 def _list_attempts() -> list[tuple[Path, list[int]]]:
