@@ -30,7 +30,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import TensorLayout
 from pipedream.core.units import describe_slowness
 from pipedream.plan_request import NO_MESH
-from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import tensors_in, to_device
 from pipedream.runtime.data.splitter import DENSE, BatchDim, is_sparse, known_samples, split_batch
 from pipedream.runtime.weights.parameters import named_state
@@ -152,7 +151,7 @@ def _profile_on_rank_0(
         if rank and run_layers is not None:
             with suppress(Exception):  # rank 0 fails as well, and says why
                 run_layers()
-        text = process_group.make_on_rank_0(lambda: make().to_json(), rank)
+        text = joining.make_on_rank_0(lambda: make().to_json(), rank)
     return Profile.from_json(text, "rank 0's profile")
 
 

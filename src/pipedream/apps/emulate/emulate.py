@@ -69,7 +69,7 @@ def emulate(
     rank, processes = _join_group(plan)
     default_folder = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     with guard_job(rank, processes), ExitStack() as stack:
-        folder = Path(process_group.make_on_rank_0(lambda: str(out or default_folder), rank))
+        folder = Path(joining.make_on_rank_0(lambda: str(out or default_folder), rank))
         name, parts = resolve_method(scaled, schedule, microbatches)
         stack.enter_context(run_folder.locked(folder, rank))
         run_folder.check_unused(folder)

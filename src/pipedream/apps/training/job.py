@@ -25,7 +25,6 @@ from pipedream.core.plan.plan import Plan, with_choices
 from pipedream.core.plan.ranks import choose_layout, meshes_of, ranks_of
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import parse_counts
-from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.schedules import canonical, refuse_code
@@ -165,7 +164,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         resumed_folder = resumed.folder if resumed is not None else None
         return str(options.out or resumed_folder or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    run_folder = open_store(process_group.make_on_rank_0(choose_folder, process.rank))
+    run_folder = open_store(joining.make_on_rank_0(choose_folder, process.rank))
     folder = run_folder.choose_local_folder()
     make_loggers(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(

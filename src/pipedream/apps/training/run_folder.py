@@ -44,6 +44,7 @@ from pipedream.services.checkpoint.stores import Folder, open_store
 from pipedream.services.checkpoint.stores.local_folder import LocalFolder
 from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock
 from pipedream.services.failure.restarts import count_restarts
+from pipedream.services.joining import joining
 from pipedream.services.probe.core_times import CoreTimes
 from pipedream.services.weights.files import save_weights
 
@@ -364,7 +365,7 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
         locks.append(LocalFolder(folder).lock())
         return ""
 
-    process_group.make_on_rank_0(lock, rank)
+    joining.make_on_rank_0(lock, rank)
     try:
         yield
     finally:

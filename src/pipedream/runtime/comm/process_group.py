@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipedream.core.errors import PeerError, PlanError, is_broken_connection
+from pipedream.core.errors import PeerError, is_broken_connection
 
 _TEXT_GROUP = "texts of pipedream"
 """Name of the group that carries texts where the user's own is NCCL's."""
@@ -79,23 +79,6 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
     if group is not None:
         dist.broadcast_object_list(texts, group=group, group_src=0)
     return texts[0]
-
-
-def make_on_rank_0(make: Callable[[], str], rank: int) -> str:
-    """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError."""
-    text, failure = "", None
-    if rank == 0:
-        try:
-            text = "+" + make()
-        except Exception as error:
-            failure = error
-            text = f"-{type(error).__name__}: {error}"
-    text = broadcast_text(text, world_group())
-    if failure is not None:
-        raise failure
-    if text.startswith("-"):
-        raise PlanError(f"rank 0 failed: {text[1:]}")
-    return text[1:]
 
 
 @peers_may_end()

@@ -17,9 +17,9 @@ from pipedream._version import __version__, hash_sources
 from pipedream.core.errors import PeerError, PlanError
 from pipedream.core.user_code import name_call
 from pipedream.runtime.comm.process_group import (
+    broadcast_text,
     gather_texts,
     machine_address,
-    make_on_rank_0,
     set_timeout,
     world_group,
 )
@@ -128,6 +128,23 @@ def run_on_rank_0(make: Callable[[], str], device: str) -> str:
         return make()
     rank, _ = join_group(device)
     return make_on_rank_0(make, rank)
+
+
+def make_on_rank_0(make: Callable[[], str], rank: int) -> str:
+    """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError."""
+    text, failure = "", None
+    if rank == 0:
+        try:
+            text = "+" + make()
+        except Exception as error:
+            failure = error
+            text = f"-{type(error).__name__}: {error}"
+    text = broadcast_text(text, world_group())
+    if failure is not None:
+        raise failure
+    if text.startswith("-"):
+        raise PlanError(f"rank 0 failed: {text[1:]}")
+    return text[1:]
 
 
 def name_code() -> str:

@@ -113,7 +113,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     if torch_device.type == "cpu":
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # Rank 0's, because all must make the same plan.
-    text = process_group.make_on_rank_0(
+    text = joining.make_on_rank_0(
         lambda: machine.probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
