@@ -25,7 +25,6 @@ NOT_FINITE_ADVICE = (
     "regardless with on_nan='continue'"
 )
 
-
 ReadSums = Callable[[], Message]
 """Returns sums over microbatches of a minibatch; may wait for a GPU. The message's numbers are weighted loss, weight,
 then weighted value and weight of each metric."""
@@ -70,7 +69,7 @@ class Results:
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
         reads_late: losses are read once the rank has computed its next minibatch's, or at the end of an evaluation.
-        process: this rank among all ranks of the job, for errors; by default `rank`.
+        process: this rank among all ranks of the job, for errors.
 
     Attributes:
         where: describes the present op.
@@ -85,11 +84,11 @@ class Results:
         receivers: dict[int, Receiver],
         metrics: Sequence[str],
         *,
-        reads_late: bool = False,
-        process: int | None = None,
+        reads_late: bool,
+        process: int,
     ) -> None:
         self._rank = rank
-        self._process = rank if process is None else process
+        self._process = process
         self._placement = placement
         self._last_stage_ranks = placement.scorers
         self._first_stages = [min(placement.stage_replicas(r))[0] for r in range(placement.workers)]
