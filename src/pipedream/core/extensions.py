@@ -5,6 +5,7 @@ What may be offered, under the names of their modules:
 | module | offers | read by |
 | --- | --- | --- |
 | `actions` | `ACTIONS`, what a worker does at moves of its program | `runtime.worker` |
+| `advice` | to `advise` where memory is short | `workflows.plan` |
 | `channel_ends` | to `join_senders` and `join_receivers` of a channel between meshes | `runtime.comm.transport` |
 | `compensator` | the `DelayCompensator` of a stage with stale gradients | `runtime.update.compensator` |
 | `clipping` | the `Clipping` that decides about updates by the norms of gradients | `runtime.update.decision` |
@@ -20,7 +21,7 @@ What may be offered, under the names of their modules:
 | `notation` | `SUFFIX` of files of schedules, to `load` and `write` | `schedules.files` |
 | `pair_memory` | a `Listener`, for channels between ranks of one machine | `runtime.comm.pairs` |
 | `parts` | `PARTS`, what a stage has besides layers, weights and optimizer | `runtime.stage_parts` |
-| `planning` | to `compare` plans for the requests that it `takes`, and to `advise` | `workflows.plan` |
+| `planning` | to `compare` plans for the requests that it `takes` | `workflows.plan` |
 | `profiling` | to `measure_ranks` of meshes | `workflows.profile` |
 | `run_page` of `apps/` | to `write` pages into a run folder | `apps.training.run_folder` |
 | `residence` | to `make_residence` of weights and optimizers in the memory of the machine | `runtime.residence` |

@@ -118,9 +118,8 @@ def suggest_on_shortage(profile: Profile, request: PlanRequest) -> Iterator[None
     try:
         yield
     except ShortageError as error:
-        savings, bases = _describe_savings(request, error), _describe_bases(profile, request)
-        advice = [text for offer in list_offers("planning") for text in offer.advise(profile, request)]
-        raise error.reworded("; ".join([str(error), *savings, *bases, *advice])) from None
+        advice = [text for offer in list_offers("advice") for text in offer.advise(profile, request)]
+        raise error.reworded("; ".join([str(error), *_describe_savings(request, error), *advice])) from None
 
 
 def _describe_savings(request: PlanRequest, error: ShortageError) -> Iterator[str]:
@@ -144,27 +143,6 @@ def _accepts(request: PlanRequest, option: str) -> bool:
     except PipelineError:
         return False
     return True
-
-
-def _describe_bases(profile: Profile, request: PlanRequest) -> Iterator[str]:
-    """Yields the bytes that the bases of a `BasisRotation` take, and those of smaller forms."""
-    name = request.schedule
-    if name == AUTO or not (kept_bytes := _count_bases(profile, name)):
-        return
-    text = f"the bases of {name} take {format_bytes(kept_bytes)}"
-    for options in ({"geometry": "one_sided"}, {"geometry": "one_sided", "estimate": "first_moment"}):
-        smaller = schedules.canonical(name.partition("[")[0], **options)
-        if (need_bytes := _count_bases(profile, smaller)) < kept_bytes:
-            text += f", those of {smaller} {format_bytes(need_bytes)}"
-    yield text
-
-
-def _count_bases(profile: Profile, name: str) -> int:
-    """Returns the bytes of the bases that a method keeps for all weights."""
-    if schedules.canonical(name).partition("[")[0] != "basis_rotation":
-        return 0
-    updates = schedules.build(name, Plan.uniform(2)).updates
-    return updates.matrix_bytes([matrix for layer in profile.layers for matrix in layer.matrices])[0]
 
 
 def _strip_search_costs(plan: Plan, profile: Profile, request: PlanRequest) -> Plan:

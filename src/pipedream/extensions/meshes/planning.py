@@ -1,6 +1,6 @@
 """Plans with meshes: the given ones, or those that the planner chooses."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -57,14 +57,6 @@ def compare(
         rank, rank_request = take_one_rank(profile, request, plan_once)
         comparison = plan_once(rank, rank_request, names)
     return replace(comparison, plan=add_mesh(comparison.plan, request.mesh)), rank, rank_request
-
-
-def advise(profile: Profile, request: PlanRequest) -> Iterator[str]:
-    """Yields the advice to use a mesh where memory is short, if the request names none."""
-    if request.mesh or request.workers_and_links.workers < 2:
-        return
-    source = "" if profile.ranks else ", from a profile with a layout and meshes='auto' (--mesh auto)"
-    yield f"a stage may also be sharded over several ranks: plan with mesh='auto' (--mesh auto){source}"
 
 
 def take_one_rank(profile: Profile, request: PlanRequest, compare: Compare) -> tuple[Profile, PlanRequest]:
