@@ -25,8 +25,8 @@ METHODS = ("pipedream+error_feedback",)  # after 1f1b
 @cache
 def _measure() -> pd.Profile:
     profile = pd.profile(test_comparing.recipe().model, torch.randn(6, 8), runs=1)
-    layers = (replace(layer, forward_s=1e-3, backward_s=2e-3) for layer in profile.layers)  # plans by clocks differ
-    return replace(profile, layers=tuple(layers))
+    clock: dict[str, Any] = {"forward_s": 1e-3, "backward_s": 2e-3, "forward_fixed_s": 0.0, "backward_fixed_s": 0.0}
+    return replace(profile, layers=tuple(replace(layer, **clock) for layer in profile.layers))  # plans by clocks differ
 
 
 @pytest.fixture(autouse=True)
