@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -26,6 +25,8 @@ from pipedream.extensions.meshes.layouts.description.text import (
 
 _Place = tuple[str | int, str | int]
 """A tensor and a dimension, or the number of an operator and an index."""
+_Class = dict[str | int, str | int]
+"""Connected places, at most one of each tensor and operator; the places of a class share it."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +106,30 @@ class Operators(Artifact):
         dimension, and its number: `x0_0`.
         """
         first = {tensor: group[0] for group in self.groups for tensor in group}
-        classes = _Connected()
+        classes: dict[_Place, _Class] = {}
         for number, operator in enumerate(self.steps):
             for access in operator.accesses:
                 for at, (index, size) in enumerate(zip(access.indices, self.tensors[access.tensor], strict=True)):
                     if (name := operator.outermost(index, size)) is not None:
-                        classes.join((first[access.tensor], at), (number, name))
-        names: dict[_Place, str] = {}  # of each class
+                        _connect(classes, (first[access.tensor], at), (number, name))
+        names: dict[int, str] = {}  # of each class
         for tensor in self.tensors:
             for at in range(len(self.tensors[tensor])):
-                names.setdefault(classes.find((first[tensor], at)), f"{tensor}_{at}")
+                place = first[tensor], at
+                names.setdefault(id(classes.setdefault(place, dict([place]))), f"{tensor}_{at}")
         used = set(names.values())
         lines = []
         for number, operator in enumerate(self.steps):
             shared = {}
             for letter in operator.sizes:
-                place = classes.find((number, letter))
-                if place not in names:  # it runs over no whole dimension
+                connected = classes.setdefault((number, letter), {})
+                if id(connected) not in names:  # it runs over no whole dimension
                     name = f"{operator.result}_{letter}"
                     while name in used:
                         name += "_"
                     used.add(name)
-                    names[place] = name
-                shared[letter] = names[place]
+                    names[id(connected)] = name
+                shared[letter] = names[id(connected)]
             lines.append(rename_indices(operator, shared))
         return replace(self, text="\n".join(lines))
 
@@ -260,25 +262,9 @@ def find_box(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]
     return tuple(box)
 
 
-class _Connected:
-    """Classes of places, each with at most one place of an operator or tensor."""
-
-    def __init__(self) -> None:
-        self._of: dict[_Place, _Place] = {}
-        self._places: dict[_Place, list[_Place]] = {}
-        self._owners: dict[_Place, set[str | int]] = defaultdict(set)
-
-    def find(self, place: _Place) -> _Place:
-        """Returns the place that stands for its class."""
-        if place not in self._of:
-            self._of[place], self._places[place], self._owners[place] = place, [place], {place[0]}
-        return self._of[place]
-
-    def join(self, place: _Place, other: _Place) -> None:
-        """Makes one class of two, unless it would have two places of an operator or tensor."""
-        target, moved = sorted((self.find(place), self.find(other)), key=lambda place: -len(self._places[place]))
-        if target == moved or self._owners[target] & self._owners[moved]:
-            return
-        self._owners[target] |= self._owners.pop(moved)
-        self._of |= dict.fromkeys(self._places[moved], target)
-        self._places[target] += self._places.pop(moved)
+def _connect(classes: dict[_Place, _Class], place: _Place, other: _Place) -> None:
+    """Makes one class of two, unless it would have two places of an operator or tensor."""
+    large, small = sorted((classes.setdefault(at, dict([at])) for at in (place, other)), key=len, reverse=True)
+    if large is not small and not large.keys() & small.keys():
+        large |= small
+        classes |= dict.fromkeys(small.items(), large)
