@@ -17,7 +17,6 @@ import numpy as np
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Collective, LayerProfile, Profile
-from pipedream.core.plan import depth as depths
 from pipedream.core.plan.cost import EXCHANGE, Numbers, Site, SumLink
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import Mesh
@@ -210,30 +209,18 @@ class MeshSpace(SearchSpace):
     def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
         """Returns the plan of these stages on the last ranks, at the paper's depth and without its peak memory."""
         counts, meshes = tuple(choice.replicas for choice in choices), [choice.mesh for choice in choices]
-        delays = tuple(self.update_delay if count > 1 and len(choices) > 1 else 0 for count in counts)
         idle_ranks = self.cluster.workers - sum(choice.ranks for choice in choices)
         sizes = [mesh.size for mesh, count in zip(meshes, counts, strict=True) for _ in range(count)]
-        spaces = self._select_spaces(counts, meshes)
-        stages = []
-        for s, (choice, space, delay) in enumerate(zip(choices, spaces, delays, strict=True)):
+        plan = self.build_plan(tuple(choice.last for choice in choices[:-1]), counts, note)
+        spaces, stages = self._select_spaces(counts, meshes), []
+        for s, (choice, space, delay) in enumerate(zip(choices, spaces, plan.update_delay, strict=True)):
             stage = space.stage(choice.first, choice.last, choice.replicas, choice.recompute, delay)
             next_mesh = meshes[s + 1] if s + 1 < len(meshes) else choice.mesh
             sent = int(self.boundary(choice.mesh, next_mesh)[choice.last])
             stages.append(replace(stage, mesh=choice.mesh.text, output_bytes=sent))
-        workers = range(idle_ranks, idle_ranks + len(sizes))
-        return Plan(
-            tuple(stages),
-            depths.noam(counts, delays),
-            of_workers(self.cluster, [*[1] * idle_ranks, *sizes]),
-            delays,
-            self.profile.model,
-            self.profile.batch,
-            note=note,
-            worker_order=() if self.cluster.is_flat or not idle_ranks else tuple(workers),
-            graph=self.profile.graph if self.profile.graph.calls else None,
-            runtime=self.profile.runtime,
-            choices=self.choices.of_plan(counts),
-        )
+        cluster = of_workers(self.cluster, [*[1] * idle_ranks, *sizes])
+        order = () if self.cluster.is_flat or not idle_ranks else tuple(range(idle_ranks, idle_ranks + len(sizes)))
+        return replace(plan, stages=tuple(stages), cluster=cluster, worker_order=order, tied_weights=())
 
     def choices_of(self, plan: Plan) -> tuple[StageChoice, ...]:
         """Returns the choices from which `plan_of` builds this plan."""
