@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,55 +145,34 @@ def whole_weights(
     and time as without a mesh.
     """
     names = {handle: name for name, handle in handles.items()}
-    handle_of: dict[torch.Tensor, nn.Parameter] = {}
-
-    def gather() -> None:
-        stepped = [handle for group in optimizer.param_groups for handle in group["params"]]
-        saved = [dict(optimizer.state.pop(handle, {})) for handle in stepped]
-        states = [(at, key) for at, state in enumerate(saved) for key, value in state.items() if torch.is_tensor(value)]
-        tensors = (
-            [handle.detach() for handle in stepped],
-            [handle.grad for handle in stepped],
-            [saved[a][k] for a, k in states],
-        )
-        owners = [names[handle] for handle in stepped]
-        gathered = sharding.gather_all(
-            [*owners, *owners, *(owners[at] for at, _ in states)], [tensor for row in tensors for tensor in row]
-        )
-        for (at, key), whole in zip(states, gathered[2 * len(stepped) :], strict=True):
-            saved[at][key] = whole
-        for handle, whole, gradient, state in zip(stepped, gathered, gathered[len(stepped) :], saved, strict=False):
-            assert whole is not None
-            weight = nn.Parameter(whole, requires_grad=handle.requires_grad)
-            weight.grad = gradient
-            handle_of[weight] = handle
+    weight_of: dict[nn.Parameter, nn.Parameter] = {}
+    with sharding.count_collectives("whole weights"):
+        for handle in [handle for group in optimizer.param_groups for handle in group["params"]]:
+            gather, state = partial(sharding.gather, [names[handle]]), optimizer.state.pop(handle, {})
+            weight = weight_of[handle] = nn.Parameter(gather(handle.detach()), requires_grad=handle.requires_grad)
+            weight.grad = None if handle.grad is None else gather(handle.grad)
             if state:
-                optimizer.state[weight] = state
-        wholes = iter(list(handle_of))
-        for group in optimizer.param_groups:
-            group["params"] = [next(wholes) for _ in group["params"]]
+                whole_state = {key: gather(value) if torch.is_tensor(value) else value for key, value in state.items()}
+                optimizer.state[weight] = whole_state
+    for group in optimizer.param_groups:
+        group["params"] = [weight_of[handle] for handle in group["params"]]
+    yield
+    handle_of = {weight: handle for handle, weight in weight_of.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [handle_of[weight] for weight in group["params"]]
 
-    def keep_parts() -> None:
-        for weight, handle in handle_of.items():
-            owner = [names[handle]]
-            handle.data.copy_(sharding.take_part(owner, weight.detach()))
-            if state := optimizer.state.pop(weight, {}):
-                optimizer.state[handle] = {key: cut(owner, key, value, weight, handle) for key, value in state.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [handle_of[weight] for weight in group["params"]]
-        handle_of.clear()
-
-    def cut(owner: list[str], key: str, value: Any, weight: torch.Tensor, handle: nn.Parameter) -> Any:
+    def cut(handle: nn.Parameter, weight: nn.Parameter, key: str, value: Any) -> Any:
         if not torch.is_tensor(value) or value.dim() == 0:
             return value
         if value.shape == handle.shape != weight.shape:
             raise PlanError(
                 f"the optimizer {type(optimizer).__name__} was asked for on a mesh, but its state {key!r} for "
-                f"{owner[0]!r} of {tuple(weight.shape)} looks like one of a rank's parts, {tuple(value.shape)}; use "
-                "another layout, or an optimizer that steps each element by itself"
+                f"{names[handle]!r} of {tuple(weight.shape)} looks like one of a rank's parts, {tuple(value.shape)}; "
+                "use another layout, or an optimizer that steps each element by itself"
             )
-        return sharding.take_part(owner, value)
+        return sharding.take_part([names[handle]], value)
 
-    gather()
-    yield
-    keep_parts()
+    for handle, weight in weight_of.items():
+        handle.data.copy_(sharding.take_part([names[handle]], weight.detach()))
+        if state := optimizer.state.pop(weight, {}):
+            optimizer.state[handle] = {key: cut(handle, weight, key, value) for key, value in state.items()}

@@ -7,7 +7,7 @@ collectives that do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from pipedream.core.plan.ranks import Mesh, TensorLayout
 from pipedream.core.user_code import call_model
 from pipedream.extensions.meshes.layout import Layout
 from pipedream.extensions.meshes.planning import NOT_MEASURED
+from pipedream.extensions.meshes.sharding.count import FirstPasses
 from pipedream.extensions.meshes.sharding.stage import StageSharding
 from pipedream.plan_request import AUTO
 from pipedream.profiler.passes import Sample, has_numbers
@@ -151,7 +152,7 @@ class OneRank:
         self._names = {
             layer: [name_of[parameter] for parameter in layer.parameters() if parameter in name_of] for layer in layers
         }
-        self._counted: dict[tuple[Any, str], tuple[Collective, ...]] = {}
+        self._first = {layer: FirstPasses(sharding.make_counter) for layer in layers}
         self._last: Any = None  # called last
         self.sent_bytes: list[int] = []
 
@@ -167,29 +168,20 @@ class OneRank:
     def collectives(self) -> tuple[list[tuple[Collective, ...]], list[tuple[Collective, ...]], tuple[Collective, ...]]:
         """Those of each layer's first forward and backward, and those of an update."""
         forwards, backwards = (
-            [self._counted.get((layer, what), ()) for layer in self._layers] for what in ("forward", "backward")
+            [self._first[layer].counted.get(what, ()) for layer in self._layers] for what in ("forward", "backward")
         )
         with self._sharding.make_counter() as update:
             sums = [parameter.detach() for parameter in self._parameters.values()]
             self._sharding.sum_gradients(list(self._parameters), sums)
         return forwards, backwards, update.collectives
 
-    @contextmanager
-    def _count_first(self, layer: Any, what: str) -> Iterator[bool]:
-        """Context of a pass, of which the first is counted; yields whether this is it."""
-        if (layer, what) in self._counted or layer not in self._names:
-            yield False
-            return
-        with self._sharding.make_counter() as count:
-            yield True
-        self._counted[layer, what] = count.collectives
-
     def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
         """Calls a layer as `Passes` does: it gets and returns parts as plain tensors; other functions as they are."""
         self._last = function
         if function not in self._names:
             return call_model(function, arguments)
-        with self._count_first(function, "forward") as is_first:
+        is_first = "forward" not in self._first[function].counted
+        with self._first[function].counting("forward"):
             value = self._run(function, arguments)
             parts = self._take_parts(value, whole=function is self._layers[-1])
         if is_first:
@@ -204,7 +196,8 @@ class OneRank:
     @contextmanager
     def enter_backward(self) -> Iterator[None]:
         """Context of a backward, in which plain tensors count as whole."""
-        with self._count_first(self._last, "backward"), self._sharding.enter_pass("backward"):
+        counting = self._first[self._last].counting("backward") if self._last in self._first else nullcontext()
+        with counting, self._sharding.enter_pass("backward"):
             yield
 
     def _run(self, layer: Any, arguments: Sample) -> Any:

@@ -99,7 +99,10 @@ class SampleMessage(StagePart):
             sums = [None if g is None else torch.empty_like(g, dtype=handle.dtype) for g, handle in pairs]
             division.sum_gradients(list(handles), sums)
             if division.steps_whole_weights:
-                division.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
+                with division.count_collectives("whole weights"):
+                    for name, part in (*weights.leaves.items(), *zip(handles, sums, strict=True)):
+                        if part is not None:
+                            division.gather([name], part)
             if needs_norms:
                 division.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
         return division.collectives

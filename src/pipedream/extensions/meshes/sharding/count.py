@@ -73,27 +73,31 @@ _PASS_OF = {
 
 
 class FirstPasses:
-    """Counts the collectives of a stage's first forward, backward and update."""
+    """Counts the collectives of a first forward, backward and update, of a stage or a layer.
+
+    Attributes:
+        counted: part of a pass -> one of each kind and dimension.
+    """
 
     def __init__(self, make_counter: Callable[[], CountCollectives]) -> None:
         self._make_counter = make_counter
-        self._counted: dict[str, tuple[Collective, ...]] = {}
+        self.counted: dict[str, tuple[Collective, ...]] = {}
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
         """Context of a part of a pass, "forward", "backward" or a key of `_PASS_OF`, the first of which is counted."""
-        if what in self._counted:
+        if what in self.counted:
             yield
             return
         with self._make_counter() as count:
             yield
-        self._counted[what] = count.collectives
+        self.counted[what] = count.collectives
 
     @property
     def collectives(self) -> dict[str, tuple[Collective, ...]]:
         """Forward, backward and update -> one of each kind and dimension; empty until all have run."""
         passes = ("forward", "backward", "update")
-        parts = [(_PASS_OF.get(what, what), counted) for what, counted in self._counted.items()]
+        parts = [(_PASS_OF.get(what, what), counted) for what, counted in self.counted.items()]
         if {name for name, _ in parts} != set(passes):
             return {}
         return {name: Collective.sums(row for of, rows in parts if of == name for row in rows) for name in passes}

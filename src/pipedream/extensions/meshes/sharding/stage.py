@@ -302,13 +302,6 @@ class StageSharding(Division):
         part = part.detach() if weight.rows is None else weight.rows.gather(part.detach())
         return local_part(weight.wrap(part).redistribute(placements=self._nowhere))
 
-    def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns `gather` of several, each with one name."""
-        with self.count_collectives("whole weights"):
-            return [
-                None if part is None else self.gather([name], part) for name, part in zip(names, parts, strict=True)
-            ]
-
     def take_part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
         box = self.find_box(names, whole.shape)
         return whole if tuple(map(len, box)) == whole.shape else whole[slice_of(box)].clone()
