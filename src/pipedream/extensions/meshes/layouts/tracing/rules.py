@@ -319,25 +319,14 @@ def _spell_along_dims(call: OperatorCall) -> str:
     return spell_function(out, operands)
 
 
-def _spell_without_dims(call: OperatorCall) -> str:
-    """The dimensions that go are whole."""
-    gone = _list_dims(call, call.values["self"].dim())
-    source = name_dimensions(call.values["self"].shape, gone)
-    return spell_function(_drop(source, gone, call), {"self": source})
-
-
-def _spell_reduced(call: OperatorCall, sign: str) -> str:
-    source = name_dimensions(call.values["self"].shape)
-    reduced = _list_dims(call, len(source))
+def _spell_reduced(call: OperatorCall, sign: str = "=") -> str:
+    """The dimensions that go are whole, unless a sign reduces over them."""
+    x, keeps = call.values["self"], call.values.get("keepdim", False)
+    gone = _list_dims(call, x.dim())
+    source = name_dimensions(x.shape, gone if sign == "=" else ())
+    out = ["0" if at in gone else index for at, index in enumerate(source) if keeps or at not in gone]
     # There is nothing to reduce over in a dimension of size 1.
-    sign = sign if any(source[dim] != "0" for dim in reduced) else "="
-    return spell_function(_drop(source, reduced, call), {"self": source}, sign)
-
-
-def _drop(source: Sequence[str], dims: Sequence[int], call: OperatorCall) -> list[str]:
-    """Returns the indices that are left of a result; a dimension that it keeps has size 1."""
-    keeps = call.values.get("keepdim", False)
-    return ["0" if at in dims else index for at, index in enumerate(source) if keeps or at not in dims]
+    return spell_function(out, {"self": source}, sign if any(source[dim] != "0" for dim in gone) else "=")
 
 
 def _spell_pooled(call: OperatorCall) -> str:
@@ -356,49 +345,34 @@ def _spell_padded(call: OperatorCall) -> str:
 # -- look-ups ---------------------------------------------------------------------------------------------
 
 
-def _name_words(indices: torch.Tensor) -> list[str]:
-    return [LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
-
-
 def _spell_embedding(call: OperatorCall) -> str:
-    weight, words = name_dimensions(call.values["weight"].shape, [0]), _name_words(call.values["indices"])
-    return spell_function([*words, weight[1]], {"weight": weight, "indices": words})
+    indices, is_backward = call.values["indices"], "grad_output" in call.values
+    words = [LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
+    weight = name_dimensions((call.out if is_backward else call.values["weight"]).shape, [0])
+    looked_up = [*words, weight[1]]
+    if is_backward:
+        return spell_function(weight, {"grad_output": looked_up, "indices": words}, "+=")
+    return spell_function(looked_up, {"weight": weight, "indices": words})
 
 
-def _spell_embedding_back(call: OperatorCall) -> str:
-    weight, words = name_dimensions(call.out.shape, [0]), _name_words(call.values["indices"])
-    return spell_function(weight, {"grad_output": [*words, weight[1]], "indices": words}, "+=")
+def _spell_indexed(call: OperatorCall) -> str:
+    """The elements that an index by tensors takes, as in ``x[:, rows, columns]``; indexed dimensions are whole.
 
-
-class _Picked:
-    """The elements that an index by tensors takes, as in ``x[:, rows, columns]``; indexed dimensions are whole."""
-
-    def __init__(self, call: OperatorCall) -> None:
-        x, indices = call.values["self"], call.values["indices"]
-        dims = [at for at, positions in enumerate(indices) if positions is not None]
-        shape: torch.Size = torch.broadcast_shapes(*(indices[at].shape for at in dims))  # type: ignore[no-untyped-call]
-        self.source = name_dimensions(x.shape, dims)
-        # Where the dimensions are not next to each other, torch puts what is picked first.
-        first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
-        rest = [index for at, index in enumerate(self.source) if at not in dims]
-        self.picked = [LETTERS[x.dim() + at] if size > 1 else "0" for at, size in enumerate(shape)]
-        self.out = [*rest[:first], *self.picked, *rest[first:]]
-        self.shapes = {f"indices{at}": indices[at].shape for at in dims}
-
-
-def _spell_index(call: OperatorCall) -> str:
-    picked = _Picked(call)
-    indices = {name: broadcast(picked.picked, shape) for name, shape in picked.shapes.items()}
-    return spell_function(picked.out, {"self": picked.source, **indices})
-
-
-def _spell_index_put(call: OperatorCall) -> str:
-    """Values and positions are whole, as several may be put in one place."""
-    picked = _Picked(call)
-    out = [":" if index in picked.picked and index != "0" else index for index in picked.out]
-    indices = {name: [":" if size > 1 else "0" for size in shape] for name, shape in picked.shapes.items()}
-    values = broadcast(out, call.values["values"].shape)
-    return spell_function(picked.source, {"self": picked.source, **indices, "values": values})
+    Where values are put there, they and their positions are whole too, as several may be put in one place.
+    """
+    x, indices, is_put = call.values["self"], call.values["indices"], "values" in call.values
+    dims = [at for at, positions in enumerate(indices) if positions is not None]
+    shape: torch.Size = torch.broadcast_shapes(*(indices[at].shape for at in dims))  # type: ignore[no-untyped-call]
+    source = name_dimensions(x.shape, dims)
+    # Where the dimensions are not next to each other, torch puts what is picked first.
+    first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+    rest = [index for at, index in enumerate(source) if at not in dims]
+    picked = ["0" if size == 1 else ":" if is_put else LETTERS[x.dim() + at] for at, size in enumerate(shape)]
+    out = [*rest[:first], *picked, *rest[first:]]
+    operands = {"self": source} | {f"indices{at}": broadcast(picked, indices[at].shape) for at in dims}
+    if is_put:
+        return spell_function(source, operands | {"values": broadcast(out, call.values["values"].shape)})
+    return spell_function(out, operands)
 
 
 DESCRIPTIONS = (
@@ -437,15 +411,13 @@ DESCRIPTIONS = (
         _spell_along_dims,
     ),
     Description((A.sort, A.topk), _spell_along_dims, items=(0, 1)),
-    Description((A.argmax, A.argmin, A.any, A.all, A.prod), _spell_without_dims),
-    Description((A.max, A.min), _spell_without_dims, items=(0, 1)),
+    Description((A.argmax, A.argmin, A.any, A.all, A.prod), _spell_reduced),
+    Description((A.max, A.min), _spell_reduced, items=(0, 1)),
     Description((A.sum,), partial(_spell_reduced, sign="+=")),
     Description((A.amax,), partial(_spell_reduced, sign="max=")),
     Description((A.amin,), partial(_spell_reduced, sign="min=")),
-    Description((A.embedding,), _spell_embedding),
-    Description((A.embedding_dense_backward,), _spell_embedding_back),
-    Description((A.index, A._unsafe_index), _spell_index),
-    Description((A.index_put, A._unsafe_index_put), _spell_index_put),
+    Description((A.embedding, A.embedding_dense_backward), _spell_embedding),
+    Description((A.index, A._unsafe_index, A.index_put, A._unsafe_index_put), _spell_indexed),
     Description(
         (A.max_pool2d_with_indices, A.max_pool3d_with_indices, A.adaptive_max_pool2d), _spell_pooled, items=(0, 1)
     ),
