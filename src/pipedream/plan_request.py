@@ -79,13 +79,7 @@ class PlanRequest(Chooser):
         "count (2bw).",
         metavar="simulate|search|2bw",
     )
-    sums: str = option_of_choice(
-        "sums",
-        "full",
-        "How the replicas of a stage agree: full gradients, gradients in 16 bits, low-rank gradients (powersgd), or "
-        "weights averaged every H updates, as they are (every) or with an outer momentum (diloco).",
-        panel=Panel.METHOD,
-    )
+    sums: str = option_of_choice("sums", "full", panel=Panel.METHOD)
     shape: str | tuple[int, ...] = "any"
     cuts: tuple[int | str, ...] | None = Panel.SHAPE.option(
         None,
@@ -99,37 +93,10 @@ class PlanRequest(Chooser):
         0, "1 lets replicated stages run their next forward before they update.", metavar="0|1", least=0, most=1
     )
     all_workers: bool = False
-    recompute: str = option_of_choice(
-        "recompute",
-        "never",
-        "Which stages keep only their input and repeat the forward: none (never), those that would not fit the memory "
-        "otherwise (auto), or all (always).",
-        panel=Panel.SHAPE,
-    )
-    messages: str | None = option_of_choice(
-        "messages",
-        None,
-        "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
-        "activations and for their gradients.",
-        unset="full",
-        panel=Panel.METHOD,
-    )
-    activations: str = option_of_choice(
-        "activations",
-        "",
-        "Where activations wait between forward and backward: host, the memory of a GPU's machine, for each stage that "
-        "does not fit otherwise; none keeps them.",
-        unset="in the worker's own memory",
-        panel=Panel.SHAPE,
-    )
-    optimizer_state: str | None = option_of_choice(
-        "optimizer_state",
-        None,
-        "Where optimizers and their state are: with the weights, or in the memory of the machine (host), which updates "
-        "there.",
-        unset="device",
-        panel=Panel.METHOD,
-    )
+    recompute: str = option_of_choice("recompute", "never", panel=Panel.SHAPE)
+    messages: str | None = option_of_choice("messages", None, unset="full", panel=Panel.METHOD)
+    activations: str = option_of_choice("activations", "", unset="in the worker's own memory", panel=Panel.SHAPE)
+    optimizer_state: str | None = option_of_choice("optimizer_state", None, unset="device", panel=Panel.METHOD)
     mesh: str = Panel.SHAPE.option(
         "",
         "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "

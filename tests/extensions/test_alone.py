@@ -45,6 +45,7 @@ def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, extension: s
 MISSING = {
     "pd.plan(profile, pd.Cluster.flat(2), strategy='2bw')": "strategy '2bw' is not known, and no extension here",
     "pd.plan(profile, pd.Cluster.flat(2), mesh='model:2')": "no extension here plans meshes; leave it out",
+    "pd.plan(profile, pd.Cluster.flat(2), messages='int8')": "but no extension here offers this choice; leave it out",
     "pd.schedules.load_schedule('mine.csv')": "no extension here reads such files",
     "cli.load('layout')": "the command 'layout' was given, and no extension here",
     "pd.schedules.build('roundpipe', pd.Plan.uniform(2))": "schedule 'roundpipe' is not known",

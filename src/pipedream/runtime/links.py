@@ -14,7 +14,6 @@ from pipedream.runtime.activity import Activity
 from pipedream.runtime.blueprint import Blueprint
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
-from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.source import DataChannels
 from pipedream.runtime.division import Division
@@ -115,8 +114,8 @@ def join_in_process(blueprint: Blueprint, parameters: Mapping[int, dict[str, nn.
             member = replica_groups[stage].member(replica)
             sources.append(StageSource(stage, replica, layers, trained, handles, member, parts=parts))
         ends = WorkerChannels(
-            {n: with_encoding(queues[n], messages, c.carries) for n, c in channels if c.sender == rank},
-            {n: with_decoding(queues[n], messages, c.carries) for n, c in channels if c.receiver == rank},
+            {n: messages.wrap_sender(queues[n], c.carries) for n, c in channels if c.sender == rank},
+            {n: messages.wrap_receiver(queues[n], c.carries) for n, c in channels if c.receiver == rank},
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )

@@ -27,7 +27,6 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.codec import CODECS
-from pipedream.core.plan.message_encoding import FULL
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.delay_compensation import COMPENSATIONS
 from pipedream.plan_request import AUTO, PlanRequest
@@ -210,7 +209,7 @@ def _list_ways(options: ComparisonOptions, cluster: Cluster) -> Iterator[_Way]:
     for text in (options.schedules or COMPARED) if options.worker_count > 1 else ():
         name, _, exchange = text.partition("+")
         first = exchange.split(",")[0]
-        option = "messages" if first == FULL or CODECS.has(first) else "sums"
+        option = "messages" if first == "full" or CODECS.has(first) else "sums"
         exchanged: dict[str, Any] = {option: exchange} if exchange else {}
         if text == "torch":
             for title, sums, accumulated in _DDP:

@@ -242,7 +242,7 @@ class Training:
                 self.seed,
                 self.options.get("inputs", inputs_of),
                 self.autocast,
-                (messages.activations, messages.gradients),
+                (str(messages).split(",")[0], str(messages).split(",")[-1]),
                 rounding or (lambda tensor, encoding: tensor),
                 lambda s: ranks[s][0] != ranks[s + 1][0],
             ),

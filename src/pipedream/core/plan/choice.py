@@ -7,12 +7,14 @@ refuses nothing. `Choices` has one of each; the files of `extensions/choices/` h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import Terms
+from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.stage import Stage
 
 Shapes = Callable[[], list[tuple[int, ...]]]
@@ -23,7 +25,7 @@ class Choice:
     """A value of one choice.
 
     Attributes:
-        option: its name; `help` is that of its flag. Both are of further choices and of words.
+        option: its name; `help` is that of its flag.
         approximates: it may change results.
         is_searched: it says what a search may do, so that a plan of one begins with the default.
         is_stored: files of plans have it; otherwise their stages say what was chosen.
@@ -31,27 +33,27 @@ class Choice:
         is_exact: sums over replicas are those of one process, up to rounding.
         averages_weights: replicas update by their own gradients, and weights are averaged once per `period`.
         needs_shapes: its costs depend on the shapes of weights.
+        value_bits: of a value of the model; 0 if nothing depends on them.
     """
 
-    option: ClassVar[str]
-    help: ClassVar[str] = ""
+    option: str
+    help: str = "No extension here offers it."
     approximates: ClassVar[bool] = False
     is_searched: ClassVar[bool] = False
-    is_stored: ClassVar[bool] = True
+    is_stored: bool = True
     exclusions: ClassVar[str] = ""
     is_exact: ClassVar[bool] = True
     averages_weights: ClassVar[bool] = False
     needs_shapes: ClassVar[bool] = False
+    value_bits: int = 0
 
-    @classmethod
-    def list_texts(cls) -> str:
+    def list_texts(self) -> str:
         """Returns what users may write, for the help of its flag."""
-        raise NotImplementedError(f"{cls.__name__} has a text")
+        raise NotImplementedError(f"{type(self).__name__} has a text")
 
-    @classmethod
-    def read(cls, text: Any) -> Any:
+    def read(self, text: Any) -> Any:
         """Reads a user's text or value. Raises a `PlanError` if there is none such."""
-        raise NotImplementedError(f"{cls.__name__} reads its text")
+        raise NotImplementedError(f"{type(self).__name__} reads its text")
 
     @property
     def recomputing(self) -> tuple[bool, ...]:
@@ -103,6 +105,10 @@ class Choice:
         """Returns the bytes that it leaves free on a machine; see `Choices.check_machine`."""
         return free_bytes
 
+    def of_values(self, bits: int) -> Self:
+        """Returns the value for a model whose values have this many bits."""
+        return self
+
     def on_replicas(self, replicas: Sequence[int]) -> Self:
         """Returns the value that has a meaning for stages with these replicas."""
         return self
@@ -128,6 +134,18 @@ class Choice:
         """Returns a worker's costs with its own."""
         return runtime
 
+    def wrap_sender(self, sender: Any, carries: Carries) -> Any:
+        """Returns a channel's sending end, which may change its messages; by default that `Sender` itself."""
+        return sender
+
+    def wrap_receiver(self, receiver: Any, carries: Carries) -> Any:
+        """Returns the receiving end of such a channel, which changes them back; by default that `Receiver` itself."""
+        return receiver
+
+    def imitate_message(self, tensor: Any) -> Any:
+        """Returns a tensor as another worker would receive it; its gradient is as this worker would receive it."""
+        return tensor
+
     def make_reducer(self, replica: Any) -> Any:
         """Returns the `Reducer` of a `runtime.update.replica.Replica`; by default a sum of its gradients."""
         return replica.reduce_gradients()
@@ -135,6 +153,34 @@ class Choice:
     def describe(self, plan: Any) -> Iterator[str]:
         """Yields a line of the description of a `Plan`, if it differs from the default."""
         yield from ()
+
+
+@dataclass(frozen=True)
+class PlainChoice(Choice):
+    """The default, by its text, of a choice that no extension here offers."""
+
+    option: str
+    text: str
+    is_stored: bool = True
+
+    def list_texts(self) -> str:
+        return self.text or "none"
+
+    def read(self, text: Any) -> Self:
+        if text not in ("", self.text):
+            raise PlanError(
+                f"{self.option}={text!r} was asked for, but no extension here offers this choice; leave it out"
+            )
+        return self
+
+    def encoded(self) -> str:
+        return self.text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class WordChoice(str, Choice):

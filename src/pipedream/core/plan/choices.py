@@ -1,81 +1,86 @@
 """Choices: what a plan trades, exactness for bytes on the wire, seconds for memory.
 
-The only place that decides whose text counts. Each file of `extensions/choices/` declares further choices, by their
-defaults: ``CHOICES = (Packing("none"),)``. They are fields of `Choices` and of the user's options, too.
+The only place that decides whose text counts. Each file of `extensions/choices/` declares choices, by their defaults:
+``CHOICES = (Packing("none"),)``. They are fields of `Choices` and of the user's options, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.extensions import import_folder
 from pipedream.core.flags import Panel, option
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.plan.choice import Choice
+from pipedream.core.plan.choice import Choice, PlainChoice
 from pipedream.core.plan.cost import Terms
-from pipedream.core.plan.message_encoding import MessageEncoding
-from pipedream.core.plan.residence import DEVICE, NEVER, Activations, OptimizerState, Recomputation
 from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.sum_method import FullSum, SumMethod
+from pipedream.core.plan.sum_method import FullSum
 
 _Options = TypeVar("_Options")
 
+_IN_FILES = (
+    FullSum(),
+    PlainChoice("messages", "full"),
+    PlainChoice("recompute", "never", is_stored=False),
+    PlainChoice("activations", ""),
+    PlainChoice("optimizer_state", "device"),
+)
+"""The choices of every plan's file, in its order, where no extension offers them."""
 
-def _choice(default: Choice, **metadata: Any) -> Any:
-    return field(default=default, metadata=metadata)
+
+def _list_choices() -> dict[str, Choice]:
+    """Returns the default of each choice by its name."""
+    offered = [choice for module in import_folder("pipedream.extensions.choices") for choice in module.CHOICES]
+    return {choice.option: choice for choice in (*_IN_FILES, *offered)}
 
 
-def with_further_choices(make: Callable[[Choice], Any]) -> Callable[[type[_Options]], type[_Options]]:
-    """Returns a decorator that gives a frozen dataclass a field for each choice of `extensions/choices/`.
+_DEFAULTS = _list_choices()
 
-    `make` makes it of the default. Type checkers do not know these fields.
-    """
+
+def _with_fields(columns: Iterable[tuple[str, Any, Any]]) -> Callable[[type[_Options]], type[_Options]]:
+    """Returns a decorator that gives a frozen dataclass further fields, each by its name, type and default."""
 
     def extend(options: type[_Options]) -> type[_Options]:
-        offered = [choice for module in import_folder("pipedream.extensions.choices") for choice in module.CHOICES]
-        columns = [(choice.option, Any, make(choice)) for choice in offered]
         extended = make_dataclass(options.__name__, columns, bases=(options,), frozen=True, kw_only=True)
         extended.__module__ = options.__module__
-        return extended if columns else options
+        return extended
 
     return extend
 
 
-@with_further_choices(_choice)
+def _store_choices() -> Iterator[tuple[str, Any, Any]]:
+    for name, choice in _DEFAULTS.items():
+        kind = Any if isinstance(choice, PlainChoice) else type(choice)
+        yield name, kind, field(default=choice, metadata={} if choice.is_stored else NOT_STORED)
+
+
+@_with_fields(_store_choices())
 @dataclass(frozen=True)
 class Choices:
-    """What a plan trades; each may be given as its text.
-
-    Attributes:
-        sums: how the replicas of a stage agree.
-        messages: how messages between workers are encoded.
-        recompute: which stages a search lets repeat their forward. In a plan its stages say it, and this is 'never'.
-        activations: 'host' if those of the stages with `Stage.offload` wait in the memory of the machine.
-        optimizer_state: 'host' if optimizers and their state are in the memory of the machine.
+    """What a plan trades, a field for each choice; each may be given as its text.
 
     Raises:
         PlanError: no such text.
     """
 
-    sums: SumMethod = _choice(FullSum())
-    messages: MessageEncoding = _choice(MessageEncoding())
-    recompute: Recomputation = _choice(Recomputation(NEVER), **NOT_STORED)
-    activations: Activations = _choice(Activations(""))
-    optimizer_state: OptimizerState = _choice(OptimizerState(DEVICE))
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
-        for name, kind in KINDS.items():
-            if not isinstance(value := getattr(self, name), kind):
-                object.__setattr__(self, name, kind.read(value))
+        for name, default in _DEFAULTS.items():
+            if not isinstance(value := getattr(self, name), type(default)):
+                object.__setattr__(self, name, default.read(value))
 
     @property
     def named(self) -> dict[str, Choice]:
         """Each choice by its name."""
-        return {name: getattr(self, name) for name in KINDS}
+        return {name: getattr(self, name) for name in _DEFAULTS}
 
     @classmethod
     def resolve(cls, *, command: Any = None, checkpoint: Any = None, plan: Any = None, recipe: Any = None) -> Choices:
@@ -102,7 +107,7 @@ class Choices:
 
     @property
     def without_recomputation(self) -> Choices:
-        return self.choosing(recompute=DEFAULTS.recompute)
+        return self.choosing(recompute=_DEFAULTS["recompute"])
 
     @property
     def moves_activations(self) -> bool:
@@ -115,8 +120,8 @@ class Choices:
     @property
     def stored(self) -> Choices:
         """Those that a plan keeps beside its stages."""
-        names = {name for name, kind in KINDS.items() if not kind.is_stored}.union(self.overridden)
-        return self.choosing(**{name: DEFAULTS.named[name] for name in names})
+        names = {name for name, choice in _DEFAULTS.items() if not choice.is_stored}.union(self.overridden)
+        return self.choosing(**{name: _DEFAULTS[name] for name in names})
 
     @property
     def overridden(self) -> list[str]:
@@ -131,16 +136,16 @@ class Choices:
     @property
     def approximations(self) -> str:
         """The approximate ones, as a user writes them; '' if the result is that of one process."""
-        return ", ".join(f"{name}={text}" for name, text in self.words.items() if KINDS[name].approximates)
+        return ", ".join(f"{name}={text}" for name, text in self.words.items() if _DEFAULTS[name].approximates)
 
     @property
     def exact(self) -> Choices:
         """The choices without the approximate ones."""
-        return self.choosing(**{name: DEFAULTS.named[name] for name, kind in KINDS.items() if kind.approximates})
+        return self.choosing(**{name: choice for name, choice in _DEFAULTS.items() if choice.approximates})
 
     def terms(self, weights: Stage | Profile) -> Terms:
         """Returns what the choices cost; for a model, in the mean over its stages."""
-        terms, value_bytes = Terms(), self.messages.value_bits / 8
+        terms, value_bytes = Terms(), self.value_bits / 8
         for choice in self.named.values():
             terms = choice.add_terms(terms, weights, value_bytes)
         return terms
@@ -162,7 +167,12 @@ class Choices:
 
     def of_values(self, bits: int) -> Choices:
         """Returns the choices for a model whose values have this many bits."""
-        return replace(self, messages=replace(self.messages, value_bits=bits))
+        return self.choosing(**{name: choice.of_values(bits) for name, choice in self.named.items()})
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of a value of the model, 32 if nothing depends on them."""
+        return max(choice.value_bits for choice in self.named.values()) or 32
 
     def check(self, replicas: Sequence[int]) -> None:
         """Raises a `PlanError` for stages with these replicas."""
@@ -206,7 +216,7 @@ class Choices:
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""
-        defaults = {name: DEFAULTS.named[name] for name, kind in KINDS.items() if kind.is_searched}
+        defaults = {name: choice for name, choice in _DEFAULTS.items() if choice.is_searched}
         return self.on_replicas(replicas).choosing(**defaults)
 
     def on_replicas(self, replicas: Sequence[int]) -> Choices:
@@ -218,30 +228,30 @@ class Choices:
         return replace(self, **texts)
 
 
-KINDS: dict[str, type[Choice]] = {choice.name: type(cast(Choice, choice.default)) for choice in fields(Choices)}
-"""Name -> kind of the choice."""
-
-
-def _list_texts(source: Any) -> dict[str, Any]:
-    values = {
-        choice.name: source.get(choice.name) if isinstance(source, Mapping) else getattr(source, choice.name, None)
-        for choice in fields(Choices)
-    }
-    if isinstance(source, Choices):
-        values = {c.name: values[c.name] for c in fields(source) if str(values[c.name]) != str(c.default)}
-    return {name: value for name, value in values.items() if value}
-
-
 DEFAULTS = Choices()
 
 
-def option_of_choice(name: str, default: Any, help: str, **settings: Any) -> Any:
+def _list_texts(source: Any) -> dict[str, Any]:
+    get = source.get if isinstance(source, Mapping) else partial(getattr, source)
+    values = {name: get(name, None) for name in _DEFAULTS}
+    if isinstance(source, Choices):
+        values = {name: value for name, value in values.items() if str(value) != str(_DEFAULTS[name])}
+    return {name: value for name, value in values.items() if value}
+
+
+def option_of_choice(name: str, default: Any, **settings: Any) -> Any:
     """Declares the option of a choice, see `core.flags.option`."""
-    return option(default, help, metavar=KINDS[name].list_texts(), **settings)
+    choice = _DEFAULTS[name]
+    return option(default, choice.help, metavar=choice.list_texts(), **settings)
 
 
-@with_further_choices(
-    lambda choice: option_of_choice(choice.option, None, choice.help, unset=str(choice), kind=str, panel=Panel.METHOD)
+_FURTHER = _DEFAULTS.keys() - {choice.option for choice in _IN_FILES}
+
+
+@_with_fields(
+    (name, Any, option_of_choice(name, None, unset=str(choice), kind=str, panel=Panel.METHOD))
+    for name, choice in _DEFAULTS.items()
+    if name in _FURTHER
 )
 @dataclass(frozen=True, kw_only=True)
 class Chooser:

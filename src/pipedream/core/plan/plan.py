@@ -312,7 +312,7 @@ class Plan(Tabular, Artifact):
 
 def with_choices(plan: Plan, choices: Choices) -> Plan:
     """Returns a plan with other choices: if recomputation or moved activations are among them, of all its stages."""
-    choices = choices.of_values(plan.choices.messages.value_bits)
+    choices = choices.of_values(plan.choices.value_bits)
     return replace(plan, stages=choices.change_stages(plan.stages, plan.choices), choices=choices.stored)
 
 

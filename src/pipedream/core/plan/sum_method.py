@@ -35,6 +35,11 @@ class SumMethod(Choice):
     """
 
     approximates: ClassVar[bool] = True
+    option = "sums"
+    help = (
+        "How the replicas of a stage agree: full gradients, gradients in 16 bits, low-rank gradients (powersgd), or "
+        "weights averaged every H updates, as they are (every) or with an outer momentum (diloco)."
+    )
     name: ClassVar[str]
     text: ClassVar[str]
     number: ClassVar[str] = ""

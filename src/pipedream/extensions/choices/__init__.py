@@ -1,1 +1,1 @@
-"""Further choices of plans, one file each (`core.plan.choice`)."""
+"""Choices of plans, one file or folder each (`core.plan.choice`)."""

@@ -9,8 +9,8 @@
 | of results or data | `gloo` |
 
 Within one process `assemble.make_local_workers` opens a `channel.LocalChannel`; between stages of one rank the
-`Mailbox` keeps a copy. A transport does not know what a message carries; `encoding` wraps the ends of channels whose
-messages are encoded.
+`Mailbox` keeps a copy. A transport does not know what a message carries; the plan's choice wraps the ends of channels
+whose messages are encoded.
 
 docs/architecture.md follows a message from stage to stage, such as a gradient.
 """
@@ -31,7 +31,6 @@ from pipedream.core.schedule.occupancy import count_most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.encoded import with_decoding, with_encoding
 from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 
 _DEPTH = 2
@@ -76,10 +75,10 @@ class Transport:
         for number, by_peer in ends.items():
             channel = self._channels[number]
             if worker == channel.sender:
-                encode = partial(with_encoding, messages=self._messages, carries=channel.carries)
+                encode = partial(self._messages.wrap_sender, carries=channel.carries)
                 senders[number] = self._join(channel.receiver, {p: encode(end) for p, end in by_peer.items()}, True)
             else:
-                decode = partial(with_decoding, messages=self._messages, carries=channel.carries)
+                decode = partial(self._messages.wrap_receiver, carries=channel.carries)
                 receivers[number] = self._join(channel.sender, {p: decode(end) for p, end in by_peer.items()}, False)
         return senders, receivers
 

@@ -16,7 +16,6 @@ from pipedream.capture.compare import fingerprint
 from pipedream.capture.preserve_state import preserve_state, read_python_generators
 from pipedream.core.errors import PipelineError
 from pipedream.core.fingerprint import Fingerprint
-from pipedream.runtime.comm.encoded import apply_messages
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in, to_device
 from pipedream.runtime.data.generators import find_values
@@ -218,7 +217,7 @@ class ModelRunner:
                 f"messages={messages} was asked for, but stage {stage} sends no floating-point numbers, only "
                 f"{kinds}; choose other cuts, or leave messages out"
             )
-        return map_tensors(value, partial(apply_messages, messages=messages))
+        return map_tensors(value, messages.imitate_message)
 
     def _note_gradients(self, run: Run, divisor: float) -> None:
         named = [(n, p.grad) for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad]

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from pipedream.core.cold import WARM_UP, busy_wait_cold_cache
 from pipedream.core.malloc import keep_freed_memory
 from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.plan.choices import DEFAULTS
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.blueprint import Blueprint, Settings
-from pipedream.runtime.comm.encoded import decode, encode
 from pipedream.runtime.comm.process_group import gather_json, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.session.session import Session
@@ -136,10 +136,10 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
 
 def measure_encodings() -> dict[str, float]:
     """Returns for each encoding the seconds of encoding or decoding, per byte in memory; the same on every rank."""
-    tensor = torch.randn(_ENCODED_NUMBERS, generator=torch.Generator().manual_seed(0))
+    tensor = torch.randn(_ENCODED_NUMBERS, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def run(encoding: str) -> None:
-        decode(*encode(tensor, encoding))
+        DEFAULTS.choosing(messages=encoding).messages.imitate_message(tensor)
 
     seconds = {encoding: _measure_s(partial(run, encoding), _MINIBATCHES[1]) for encoding in list_encodings()}
     group = world_group() if is_distributed() else None

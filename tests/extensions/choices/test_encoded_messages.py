@@ -10,7 +10,7 @@ from marks import thinned
 from training import plan_of, train
 
 import pipedream as pd
-from pipedream.runtime.comm import encoded
+from pipedream.extensions.choices.messages import encoded
 
 CASES = [
     Case("wide", "1f1b", 3, microbatches=2, messages="int8", clip_grad_norm=0.1, ema=0.9),

@@ -9,8 +9,8 @@ from hypothesis import example, given, strategies as st
 
 import pipedream as pd
 from pipedream.core.plan import codec as codecs, placement
-from pipedream.core.plan.message_encoding import MessageEncoding
-from pipedream.runtime.comm import blocks, channel, encoded as codec, message as wire
+from pipedream.extensions.choices.messages import MessageEncoding, encoded as codec
+from pipedream.runtime.comm import blocks, channel, message as wire
 
 CODED = codecs.list_encodings()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

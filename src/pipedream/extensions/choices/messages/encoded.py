@@ -8,8 +8,8 @@ import torch
 
 from pipedream.core.box import dense_strides
 from pipedream.core.plan.codec import CODECS
-from pipedream.core.plan.message_encoding import FULL, MIN_ENCODED_BYTES, MessageEncoding
 from pipedream.core.plan.placement import Carries
+from pipedream.extensions.choices.messages import FULL, MIN_ENCODED_BYTES, MessageEncoding
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dimension_order
 

@@ -34,6 +34,11 @@ class MessageEncoding(Choice):
     """
 
     approximates: ClassVar[bool] = True
+    option = "messages"
+    help = (
+        "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
+        "activations and for their gradients."
+    )
     activations: str = FULL
     gradients: str = FULL
     value_bits: int = 32
@@ -87,16 +92,36 @@ class MessageEncoding(Choice):
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((self.activations, self.gradients)))
 
+    def of_values(self, bits: int) -> MessageEncoding:
+        return replace(self, value_bits=bits)
+
     def encoding(self, carries: Carries) -> str:
         return {Carries.ACTIVATION: self.activations, Carries.GRADIENT: self.gradients}.get(carries, FULL)
 
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
-        return terms._replace(message_shares=self.shares)
+        activation_share, gradient_share = self.shares
+        before = terms.message_shares
+        return terms._replace(message_shares=(before[0] * activation_share, before[1] * gradient_share))
 
     def describe(self, plan: Any) -> Iterator[str]:
         if self:
             sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
             yield f"messages: {self}, {', '.join(sizes)} each way in the mean (approximate)"
+
+    def wrap_sender(self, sender: Any, carries: Carries) -> Any:
+        from pipedream.extensions.choices.messages import encoded
+
+        return encoded.with_encoding(sender, self, carries)
+
+    def wrap_receiver(self, receiver: Any, carries: Carries) -> Any:
+        from pipedream.extensions.choices.messages import encoded
+
+        return encoded.with_decoding(receiver, self, carries)
+
+    def imitate_message(self, tensor: Any) -> Any:
+        from pipedream.extensions.choices.messages import encoded
+
+        return encoded.apply_messages(tensor, self)
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -116,3 +141,6 @@ class MessageEncoding(Choice):
 
     def _share(self, encoding: str) -> float:
         return 1.0 if encoding == FULL else min(1.0, CODECS.find(encoding).bits / self.value_bits)
+
+
+CHOICES = (MessageEncoding(),)
