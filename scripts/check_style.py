@@ -41,6 +41,7 @@ TORCH_PACKAGES = (
     "apps.emulate",
     "capture",
     "experts",
+    "extensions.choices.messages.encoded",
     "extensions.compensations.basis_rotation.rotation",
     "extensions.clipping",
     "extensions.compiled",

@@ -159,9 +159,8 @@ import pipedream as pd
 from pipedream.apps import cli
 profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 10, 1000, 100_000),) * 4)
 plan, packed = (pd.plan(profile, cluster=pd.Cluster.flat(2), cuts=(2,), packing=how) for how in ("none", "half"))
-assert packed.choices.words == {"packing": "half"}
-assert pd.Plan.from_json(packed.to_json()) == packed
-assert pd.simulate(packed).peak_bytes < pd.simulate(plan).peak_bytes
+assert (read := pd.Plan.from_json(packed.to_json())) == packed and read.choices.words == {"packing": "half"}
+assert [made.stages[0].backward_s for made in (plan, packed, plan.choosing(packing="half"))] == [4.0, 5.0, 5.0]
 try:
     pd.plan(profile, cluster=pd.Cluster.flat(2, memory_bytes=packed.stages[0].peak_bytes), cuts=(2,))
     raise SystemExit("it should not fit")

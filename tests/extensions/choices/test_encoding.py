@@ -91,9 +91,9 @@ def test_what_is_left_alone(tensor: torch.Tensor, encoding: str, expected: bool)
 
 def _send(tensors: Any, wants: Any, carries: placement.Carries, messages: str) -> tuple[wire.Message, int]:
     link, encodings = channel.LocalChannel(), MessageEncoding.parse(messages)
-    sender = codec.with_encoding(link, encodings, carries)
+    sender = encodings.wrap_sender(link, carries)
     sender.send(wire.Message(4).with_tensors("[0,1,2]", tensors, wants, 7))
-    pending = codec.with_decoding(link, encodings, carries).receive()
+    pending = encodings.wrap_receiver(link, carries).receive()
     assert pending.ready()
     return pending.result(), sender.sent_bytes
 

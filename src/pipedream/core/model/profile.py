@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.model.graph import Layer, LayerGraph
@@ -16,6 +16,8 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
 from pipedream.core.tabular import Tabular, align, fold
 from pipedream.core.units import format_bytes, format_number, format_seconds
+
+_Costs = TypeVar("_Costs", bound=Any)
 
 
 def _check_not_negative(costs: LayerProfile | RankProfile | Profile) -> None:
@@ -287,6 +289,12 @@ class Profile(Tabular, Artifact):
         shared = {field.name for field in fields(rank)} & {field.name for field in fields(self)}
         return replace(self, ranks=(), **{name: getattr(rank, name) for name in shared})
 
+    def with_longer_backwards(self, factor: float) -> Profile:
+        """Returns the profile of layers whose backwards take this many times as long."""
+        if factor == 1:
+            return self
+        return replace(self, layers=tuple(with_longer_backward(layer, factor) for layer in self.layers))
+
     def in_parts(self, microbatches: int) -> Profile:
         """Returns the profile for minibatches that are split into this many microbatches.
 
@@ -424,3 +432,8 @@ class Profile(Tabular, Artifact):
         rows += map(str, self.ranks)
         rows += [f"note: {note}" for note in self.notes]
         return head + "\n".join(rows)
+
+
+def with_longer_backward(costs: _Costs, factor: float) -> _Costs:
+    """Returns a layer, or a stage, whose backward takes this many times as long."""
+    return replace(costs, backward_s=factor * costs.backward_s, backward_fixed_s=factor * costs.backward_fixed_s)

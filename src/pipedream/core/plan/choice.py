@@ -71,6 +71,11 @@ class Choice:
         return False
 
     @property
+    def backward_share(self) -> float:
+        """Seconds of a backward for each second of the profile's."""
+        return 1.0
+
+    @property
     def period(self) -> int:
         """Updates from one exchange of the replicas to the next."""
         return 1

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.extensions import import_folder
 from pipedream.core.flags import Panel, option
-from pipedream.core.model.profile import Profile
+from pipedream.core.model.profile import Profile, with_longer_backward
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choice import Choice, PlainChoice
 from pipedream.core.plan.cost import Terms
@@ -108,6 +109,11 @@ class Choices:
     @property
     def without_recomputation(self) -> Choices:
         return self.choosing(recompute=_DEFAULTS["recompute"])
+
+    @property
+    def backward_share(self) -> float:
+        """Seconds of a backward for each second of the profile's."""
+        return prod(choice.backward_share for choice in self.named.values())
 
     @property
     def moves_activations(self) -> bool:
@@ -212,7 +218,8 @@ class Choices:
         """Returns the stages of a finished plan, in which these are chosen in place of those `before`."""
         for name, choice in self.named.items():
             stages = [choice.change_stage(stage, before.named[name]) for stage in stages]
-        return tuple(stages)
+        factor = self.backward_share / before.backward_share
+        return tuple(stages if factor == 1 else (with_longer_backward(stage, factor) for stage in stages))
 
     def of_plan(self, replicas: Sequence[int]) -> Choices:
         """Returns the choices of a new plan with these replicas, which moves no activations yet."""

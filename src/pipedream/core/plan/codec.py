@@ -6,6 +6,9 @@ from typing import Any
 from pipedream.core.door import Door
 from pipedream.core.errors import PipelineError
 
+FULL = "full"
+"""In place of a codec's name: values travel as they are."""
+
 
 class Codec(ABC):
     """What plans count of an encoding, and its two functions, which alone need torch.

@@ -96,7 +96,7 @@ class SearchSpace(PrefixTables):
             )
         if microbatches < 1:
             raise PlanError(f"a minibatch was asked to be split into {microbatches} microbatches; give 1 or more")
-        profile = profile.in_parts(microbatches)
+        profile = profile.in_parts(microbatches).with_longer_backwards(choices.backward_share)
         lattice = Lattice.of(profile.graph)
         is_complete = False
         if downsets is None:

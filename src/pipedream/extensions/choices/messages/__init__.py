@@ -1,7 +1,7 @@
 """The MessageEncoding: the encoding of tensors between workers, and its costs.
 
 Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
-and tensors below `MIN_ENCODED_BYTES` are sent unchanged.
+and tensors below `encoded.MIN_ENCODED_BYTES` are sent unchanged; plans count these as encoded, too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from pipedream.core.door import is_file
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choice import Choice
-from pipedream.core.plan.codec import CODECS, list_encodings
+from pipedream.core.plan.codec import CODECS, FULL, list_encodings
 from pipedream.core.plan.cost import Terms
 from pipedream.core.plan.placement import Carries
 from pipedream.core.units import format_bytes
-
-FULL = "full"
-
-MIN_ENCODED_BYTES = 1024
-"""Size from which on tensors are encoded. Plans count smaller ones as encoded, too."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +106,17 @@ class MessageEncoding(Choice):
     def wrap_sender(self, sender: Any, carries: Carries) -> Any:
         from pipedream.extensions.choices.messages import encoded
 
-        return encoded.with_encoding(sender, self, carries)
+        return encoded.with_encoding(sender, self.encoding(carries), carries)
 
     def wrap_receiver(self, receiver: Any, carries: Carries) -> Any:
         from pipedream.extensions.choices.messages import encoded
 
-        return encoded.with_decoding(receiver, self, carries)
+        return encoded.with_decoding(receiver, self.encoding(carries))
 
     def imitate_message(self, tensor: Any) -> Any:
         from pipedream.extensions.choices.messages import encoded
 
-        return encoded.apply_messages(tensor, self)
+        return encoded.apply_messages(tensor, self.activations, self.gradients)
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.box import dense_strides
-from pipedream.core.plan.codec import CODECS
+from pipedream.core.plan.codec import CODECS, FULL
 from pipedream.core.plan.placement import Carries
-from pipedream.extensions.choices.messages import FULL, MIN_ENCODED_BYTES, MessageEncoding
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dimension_order
 
+MIN_ENCODED_BYTES = 1024
+"""Size from which on tensors are encoded."""
 _MARK = "~"  # begins neither a structure of `values` nor one with crossings
 
 
@@ -141,17 +142,16 @@ class _Decoded(Pending[Message]):
         return decode_message(self._pending.result())
 
 
-def with_encoding(sender: Sender, messages: MessageEncoding, carries: Carries) -> Sender:
+def with_encoding(sender: Sender, encoding: str, carries: Carries) -> Sender:
     """Returns a channel's sending end, which encodes if the user wants it."""
-    encoding = messages.encoding(carries)
     if encoding == FULL:
         return sender
     return EncodingSender(sender, encoding, only_wanted=carries == Carries.ACTIVATION)
 
 
-def with_decoding(receiver: Receiver, messages: MessageEncoding, carries: Carries) -> Receiver:
+def with_decoding(receiver: Receiver, encoding: str) -> Receiver:
     """Returns the receiving end of such a channel."""
-    return receiver if messages.encoding(carries) == FULL else DecodingReceiver(receiver)
+    return receiver if encoding == FULL else DecodingReceiver(receiver)
 
 
 # -- in one process ---------------------------------------------------------------------------------
@@ -161,18 +161,21 @@ class _EncodedCopy(torch.autograd.Function):
     """Copies a value as the next stage would receive it, and the gradient as this stage would."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, messages: MessageEncoding) -> torch.Tensor:
-        ctx.encoding = messages.gradients
-        return _apply_encoding(tensor, messages.activations)
+    def forward(ctx: Any, tensor: torch.Tensor, activations: str, gradients: str) -> torch.Tensor:
+        ctx.encoding = gradients
+        return _apply_encoding(tensor, activations)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _apply_encoding(gradients[0], ctx.encoding), None
+        return _apply_encoding(gradients[0], ctx.encoding), None, None
 
 
-def apply_messages(tensor: torch.Tensor, messages: MessageEncoding) -> torch.Tensor:
+def apply_messages(tensor: torch.Tensor, activations: str, gradients: str) -> torch.Tensor:
     """Returns a tensor as another worker would receive it; its gradient is as this worker would receive it."""
-    return _EncodedCopy.apply(tensor, messages) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    if not tensor.requires_grad:
+        return tensor
+    copy: torch.Tensor = _EncodedCopy.apply(tensor, activations, gradients)  # type: ignore[no-untyped-call]
+    return copy
 
 
 def _apply_encoding(tensor: torch.Tensor, encoding: str) -> torch.Tensor:
