@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,15 @@ def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps progress off standard error, where tests count lines, on however slow a machine."""
     if progress := sys.modules.get("pipedream.core.progress"):
         monkeypatch.setattr(progress, "QUIET_S", 3600.0)
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    """Makes tensors in double precision where none is named."""
+    torch = pytest.importorskip("torch")
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What a forward does beside its calls: writes into its input, hooks on tensors, derivatives, moved buffers, parameters
 that are looked at or not used. Each trains as a plain loop does, or is refused with words that help."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,15 +17,9 @@ from training import SGD, loop
 
 import pipedream as pd
 
+pytestmark = pytest.mark.usefixtures("in_double")
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 Forward = Callable[["Net", Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Net(nn.Module):

@@ -15,6 +15,7 @@ needs_hf = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="transformers is not installed; pip install torch-pipedream[hf]",
 )
+needs_bfloat16_lstm = pytest.mark.skipif("not torch.ops.mkldnn._is_mkldnn_bf16_supported()", reason="needs AVX-512")
 
 
 def thinned(cases: Iterable[Any]) -> list[Any]:
@@ -61,11 +62,3 @@ def published(model: str) -> Path:
     if folder is not None and (folder / f"{model}.txt").exists():
         return folder / f"{model}.txt"
     pytest.skip(f"no published profile {model}.txt: PIPEDREAM_PROFILES may name the folder that has it")
-
-
-def require_bfloat16_lstm() -> None:
-    """Skips where torch has no LSTM in bfloat16: on a CPU without AVX-512."""
-    import torch  # here: most tests need not
-
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU has no LSTM in bfloat16: it lacks AVX-512")

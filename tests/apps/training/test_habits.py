@@ -19,14 +19,8 @@ from training import SGD, loop
 import pipedream as pd
 from pipedream.services.epochs.watching import watching_epochs
 
+pytestmark = pytest.mark.usefixtures("in_double")
 EPOCHS = 3
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def net() -> nn.Sequential:
