@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.model.graph import Layer, LayerGraph
@@ -16,8 +16,6 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
 from pipedream.core.tabular import Tabular, align, fold
 from pipedream.core.units import format_bytes, format_number, format_seconds
-
-_Costs = TypeVar("_Costs", bound=Any)
 
 
 def _check_not_negative(costs: LayerProfile | RankProfile | Profile) -> None:
@@ -434,6 +432,6 @@ class Profile(Tabular, Artifact):
         return head + "\n".join(rows)
 
 
-def with_longer_backward(costs: _Costs, factor: float) -> _Costs:
+def with_longer_backward(costs: Any, factor: float) -> Any:
     """Returns a layer, or a stage, whose backward takes this many times as long."""
     return replace(costs, backward_s=factor * costs.backward_s, backward_fixed_s=factor * costs.backward_fixed_s)

@@ -47,9 +47,8 @@ def _with_fields(columns: Iterable[tuple[str, Any, Any]]) -> Callable[[type[_Opt
     """Returns a decorator that gives a frozen dataclass further fields, each by its name, type and default."""
 
     def extend(options: type[_Options]) -> type[_Options]:
-        extended = make_dataclass(options.__name__, columns, bases=(options,), frozen=True, kw_only=True)
-        extended.__module__ = options.__module__
-        return extended
+        names = {"__module__": options.__module__, "__doc__": options.__doc__}
+        return make_dataclass(options.__name__, columns, bases=(options,), namespace=names, frozen=True, kw_only=True)
 
     return extend
 
