@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from marks import slow
+from marks import slow, spread
 
 import pipedream
 
@@ -19,7 +19,6 @@ import sys
 import pipedream as pd
 from pipedream.core.extensions import list_offers
 from pipedream.apps.testing.checks import small_trainings
-
 assert pd.__file__.startswith(sys.argv[1]), pd.__file__
 profile = pd.Profile.of_chain((pd.LayerProfile(1.0, 2.0, 80, 60, 800),) * 4, batch=8)
 for name in ("1f1b", "gpipe", "pipedream", "pipedream_2bw", "chimera"):
@@ -29,7 +28,7 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("extension", [slow(name, id=name or "none") for name in ("", *EXTENSIONS)])
+@pytest.mark.parametrize("extension", spread((slow(name, id=name or "none") for name in ("", *EXTENSIONS)), every=5))
 def test_the_core_trains_with_one_extension_or_none(tmp_path: Path, extension: str) -> None:
     def leave_out(folder: str, names: list[str]) -> list[str]:
         others = {*EXTENSIONS} - {extension} if Path(folder).name == "extensions" else set()
