@@ -469,13 +469,15 @@ def _find_lists(
     value: Any, place: Place, is_wanted: Callable[[Place, Sequence[Any]], bool]
 ) -> Iterator[tuple[Place, Sequence[Any]]]:
     """Yields wanted lists and tuples, with their places, that are not in wanted ones themselves."""
+    if isinstance(value, _LEAVES):
+        return
     if type(value) in (list, tuple) and value and is_wanted(place, value):
         yield place, value
         return
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
-    elif isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+    elif isinstance(value, (list, tuple)):
         parts = enumerate(value)
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
