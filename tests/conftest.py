@@ -138,7 +138,6 @@ def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_double() -> Iterator[None]:
-    """Makes tensors in double precision where none is named."""
     torch = pytest.importorskip("torch")
     torch.set_default_dtype(torch.float64)
     yield

@@ -23,8 +23,6 @@ from pipedream.services.checkpoint.stores.store import CheckpointStore
 from tests.services.checkpoint import saving
 
 ROOT = Path(__file__).parents[2]
-
-
 SCHEDULE = "A new schedule"
 
 
@@ -45,11 +43,10 @@ def commands(block: str) -> list[list[str]]:
 
 def move_to_a_copy(file: Path, place: str, section: str = SCHEDULE) -> Path:
     """Moves the file to the folder of this pattern that the steps name, in a copy of the sources; returns the copy."""
-    folder = re.search(f"`({place})`", steps(section))
-    assert folder is not None
+    (folder,) = re.findall(f"`({place})`", steps(section))
     copy = file.parent / "copy" / "src"
     shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    file.rename(copy.parent / folder[1] / file.name)
+    file.rename(copy.parent / folder / file.name)
     return copy
 
 
@@ -102,19 +99,16 @@ def test_step_2_runs_the_file_where_it_is(file: Path, capsys: pytest.CaptureFixt
     shown, simulated, trained = commands(blocks("sh")[0])
     assert cli.main(shown) == 0
     printed = capsys.readouterr().out
-    grid = re.search(r"^ *rank 0 .*\n *rank 1 .*$", file.read_text(encoding="utf-8"), re.M)
-    assert grid is not None
+    (grid,) = re.findall(r"^ *rank 0 .*\n *rank 1 .*$", file.read_text(encoding="utf-8"), re.M)
     drawn = [line.rstrip() for line in printed.splitlines()[1:3]]
-    assert drawn == textwrap.dedent(grid[0]).splitlines(), "the docstring draws what is run"
+    assert drawn == textwrap.dedent(grid).splitlines(), "the docstring draws what is run"
     assert "no deadlock" in printed
     assert cli.main(simulated) == 0
     assert "bubble 27.3%" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
-    assert trained[0] == "train"
-    assert trained[-2:] == ["--schedule", file.name]
+    assert [trained[0], *trained[-2:]] == ["train", "--schedule", file.name]
 
 
 def test_step_2_trains_as_one_process_does(file: Path) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
     trained = piped(model, loss, batches(5, 12), cuts=(2,), schedule=str(file), microbatches=3)
@@ -147,6 +141,15 @@ for path, text in make_docs.make_pages().items():
     assert "last_first.svg <svg" in done.stdout
     assert "| bubble, over one minibatch | 0.2727 | 0.2727 |" in done.stdout
     assert "It shows what a method's file contains." in done.stdout
+
+
+@pytest.mark.slow
+def test_a_part_is_one_file_in_a_folder(tmp_path: Path) -> None:
+    text, check = blocks("python", "A new part of a stage")
+    (folder := tmp_path / "clamped").mkdir()
+    for name, content in (("__init__.py", ""), ("parts.py", text)):
+        (folder / name).write_text(content, encoding="utf-8")
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=tmp_path)
 
 
 @pytest.mark.slow

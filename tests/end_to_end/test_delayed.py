@@ -18,6 +18,7 @@ import pipedream as pd
 from pipedream.runtime.stage.versions import Versions
 
 BOUND = 1e-9
+LSTM = pytest.param("timeprest", "lstm", marks=needs_bfloat16_lstm)
 NF1B = ("timeprest", "v_timeprest", "timeprest_interpolated")
 PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2}
 PARTS |= dict.fromkeys(NF1B, 3)
@@ -167,10 +168,7 @@ def test_activations_that_are_not_kept_are_refused() -> None:
         replace(exact, plan=plan)
 
 
-_CAST = [("pipelined_backprop", "transformer"), pytest.param("timeprest", "lstm", marks=needs_bfloat16_lstm)]
-
-
-@pytest.mark.parametrize(("name", "animal"), _CAST)
+@pytest.mark.parametrize(("name", "animal"), [("pipelined_backprop", "transformer"), LSTM])
 def test_old_graphs_cast_newer_weights_under_autocast(name: str, animal: str) -> None:
     specimen, plan = zoo.make(animal, torch.float32), (1,) * (4 if animal == "lstm" else 2)
     with make_pipeline(specimen, plan, schedule=name, autocast=torch.bfloat16) as pipeline:
