@@ -269,7 +269,8 @@ def split_batch(value: Any, count: int, parts: int | Sequence[int], batch_dim: B
     return _Split(count, parts).list_parts(value, _find_known_leaves(value, batch_dim, count=count)[0])
 
 
-def _list_sizes(count: int, parts: int) -> list[int]:
+def list_sizes(count: int, parts: int) -> list[int]:
+    """Returns the samples of each microbatch of a minibatch."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
@@ -277,7 +278,7 @@ class _Split:
     """Splits values of one minibatch; a tensor that occurs twice is split once."""
 
     def __init__(self, count: int, parts: int | Sequence[int]) -> None:
-        self.sizes = _list_sizes(count, parts) if isinstance(parts, int) else list(parts)
+        self.sizes = list_sizes(count, parts) if isinstance(parts, int) else list(parts)
         self._count = count
         self._pieces: dict[int, Sequence[Any]] = {}
 

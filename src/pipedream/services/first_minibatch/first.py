@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 from torch.utils.data import BatchSampler
 
-from pipedream.runtime.data.splitter import BatchDim, Parts, count_samples
+from pipedream.runtime.data.splitter import BatchDim, Parts, count_samples, list_sizes
 
 
 class FirstMinibatch(NamedTuple):
@@ -35,7 +35,7 @@ class FirstMinibatch(NamedTuple):
         filled = [part for part in parts if part[0].samples]
         sizes = [message.samples for message, _ in filled]
         # A minibatch of one sample that is not split would fail without a pipeline, too.
-        ends_single = len(parts) > 1 and 0 < round(sum(sizes) * last_share) < 2 * len(parts)
+        ends_single = len(parts) > 1 and 1 in list_sizes(round(sum(sizes) * last_share), len(parts))
         return cls(filled, take_first(sum(sizes)), take_first(sum(sizes[:2])), take_first(1) if ends_single else [])
 
 
