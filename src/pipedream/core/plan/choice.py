@@ -62,7 +62,7 @@ class Choice:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether those of the stages with `Stage.offload` wait in the memory of the machine."""
+        """Whether activations of stages with `Stage.offload` wait in the memory of the machine."""
         return False
 
     @property

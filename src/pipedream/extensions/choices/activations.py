@@ -1,4 +1,4 @@
-"""activations: where what waits for a backward is."""
+"""activations: where activations wait for their backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST, NONE = "host", "none"
 
 
 class Activations(WordChoice):
-    """'host' if those of the stages with `Stage.offload` wait in the memory of the machine, else ''."""
+    """'host' if activations of stages with `Stage.offload` wait in the memory of the machine, else ''."""
 
     option = "activations"
     help = (

@@ -23,7 +23,7 @@ class CarriedState:
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules.values()]
 
     def list_changed(self) -> list[str]:
-        """Returns the paths of attributes and buffers that have changed; what was written in place may lack."""
+        """Returns the paths of attributes and buffers that have changed; what was written in place may be missing."""
         new = self._read()
         return [name for name in new if name not in self._old or self._old[name] != new[name]]
 
