@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from built import Built
 from cases import make_pipeline
 from torch import Tensor, nn
 
@@ -41,11 +42,9 @@ class Fails(nn.Module):
 
 
 def train(kind: str, stages: int, schedule: str = "pipedream", **rest: Any) -> list[float]:
-    animal = zoo.make("mlp")
+    animal, plan, losses = zoo.make("mlp"), zoo.plan_of(zoo.make("mlp"), stages), []
     if kind != "loop":
         animal.model[3] = Fails(kind)
-    losses = []
-    plan = zoo.plan_of(zoo.make("mlp"), stages)
     with make_pipeline(animal, plan, schedule=schedule, **rest) as pipeline:
         for done in pipeline.train(animal.batches, epochs=4):
             losses.append(done.loss)
@@ -69,24 +68,41 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "seed": {"seed": 3},
     "ema": {"ema": 0.9},
     "clip_grad_norm": {"clip_grad_norm": 1.0, "clip": "local"},
-    "epochs": {},
-    "the model": {},
+    **{"epochs": {}, "the model": {}},
 }
 """Options of the last rank alone, by what the error names."""
 
 
-def train_unlike() -> dict[str, str]:
-    """Builds and trains pipelines whose last rank has another setting; returns the errors."""
+def _gather(output: Tensor, *_: Any) -> Tensor:
+    dist.all_gather([torch.empty_like(output) for _ in range(dist.get_world_size())], output.detach().contiguous())
+    return output.sum()
+
+
+class Gathers(torch.optim.SGD):
+    """Steps with what all ranks have, as Muon does for data parallelism."""
+
+    def step(self, closure: Any = None) -> None:
+        _gather(self.param_groups[0]["params"][0])
+
+
+TOGETHER: Any = {"the loss": {"loss": _gather}, "the step": {"optimizer": partial(Gathers, lr=0.1)}, "forward": {}}
+"""Options of all ranks, by what calls a collective."""
+
+
+def train_refused(folder: str) -> dict[str, str]:
+    """Builds and trains pipelines whose last rank has another setting or folder, or that gather; returns the errors."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     errors = {}
-    for name, other in UNLIKE.items():
-        animal = zoo.make("mlp")
-        plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
+    for name, other in (UNLIKE | {"folder": {}} | TOGETHER).items():
+        animal, plan = zoo.make("mlp"), zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
         if is_last and name == "the model":
             next(animal.model.parameters()).requires_grad_(False)
         try:
-            with make_pipeline(animal, plan, **other if is_last else {}) as pipeline:
+            if name == "forward":
+                pd.profile(nn.Sequential(animal.model, Built(lambda self, x: x + _gather(x))), animal.batches[0][0])
+            with make_pipeline(animal, plan, **other if is_last or name in TOGETHER else {}) as pipeline:
                 list(pipeline.train(animal.batches, epochs=2 if is_last and name == "epochs" else 1))
+                pipeline.save(f"{folder}/{is_last if name == 'folder' else name}")
         except pd.PipelineError as error:
             errors[name] = str(error)
     return errors

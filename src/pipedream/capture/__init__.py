@@ -18,6 +18,7 @@ from pipedream.capture.errors import check_model
 from pipedream.capture.preserve_state import list_cuda_devices as list_cuda_devices, preserve_state as preserve_state
 from pipedream.capture.stand_ins import has_stand_ins, stand_ins as stand_ins
 from pipedream.core.user_code import call_model as call_model
+from pipedream.tensors.collectives import refusing_collectives
 
 
 def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
@@ -43,11 +44,13 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
             return capture(model, empty, finest=finest)
-    if type(sample) is tuple and not finest:
-        chain = find_chain(model, sample)
-        if chain is not None and (len(chain.layers) > 1 or not list(chain.layers[0].children())):
-            return chain
-    graph, refused = split(model, sample, list_cuda_devices(model, sample), compares=not has_stand_ins(model, sample))
+    with refusing_collectives("the forward"):
+        if type(sample) is tuple and not finest:
+            chain = find_chain(model, sample)
+            if chain is not None and (len(chain.layers) > 1 or not list(chain.layers[0].children())):
+                return chain
+        compares = not has_stand_ins(model, sample)
+        graph, refused = split(model, sample, list_cuda_devices(model, sample), compares=compares)
     return build_captured(model, graph, refused)
 
 

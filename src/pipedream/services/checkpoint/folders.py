@@ -123,8 +123,8 @@ def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGr
     """Returns for each rank whether it sees the existing folder of rank 0; every rank calls it.
 
     Raises:
-        ArtifactError: the same on every rank: rank 0 cannot write into it, or a rank does not see a store that is not
-            on disk.
+        ArtifactError: the same on every rank: rank 0 cannot write into it, a rank does not see a store that is not on
+            disk, or has another folder, as with a time in its name.
     """
     marker, token, failure = ".shared", uuid4().hex, ""
     if rank == 0:
@@ -141,7 +141,7 @@ def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGr
         is_seen = store.read_text(marker) == token
     except OSError as error:
         error_text = str(error)
-    problems = gather_texts("" if is_seen else error_text, group)
+    problems, addresses = gather_texts("" if is_seen else error_text, group), gather_texts(str(store), group)
     if rank == 0:
         with suppress(FileNotFoundError):
             store.delete(marker)
@@ -150,6 +150,11 @@ def find_ranks_that_see(store: CheckpointStore, rank: int, group: dist.ProcessGr
             raise ArtifactError(
                 f"rank {other} does not see what rank 0 has written into {store} ({problem}); give a store that all "
                 "machines reach, with the same credentials"
+            )
+        if problem and addresses[other] != addresses[0]:
+            raise ArtifactError(
+                f"rank 0 was given the folder {addresses[0]}, but rank {other} {addresses[other]}; give every rank the "
+                "same one"
             )
     return [not problem for problem in problems]
 

@@ -30,6 +30,7 @@ from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.losses.losses import Loss
 from pipedream.services.losses.scoring import choose_unit, has_units, needs_weights
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
+from pipedream.tensors.collectives import refusing_collectives
 
 _MIN_TOLERANCE = 1e-6  # a part of the model may compute in single precision
 
@@ -144,7 +145,8 @@ class ModelRunner:
         run, loss, total, divisor = Run(), self.loss.copy_unused(), 0.0, 0.0
         # cuDNN's recurrent layers have no backward in evaluation mode.
         without_cudnn = nullcontext() if training else torch.backends.cudnn.flags(enabled=False)
-        with self.restoring_state(), torch.set_grad_enabled(backward or self.keeps_graph), without_cudnn:
+        alone = refusing_collectives("the forward or the loss")
+        with self.restoring_state(), torch.set_grad_enabled(backward or self.keeps_graph), without_cudnn, alone:
             for module in self.modules.values():
                 module.training = module.training and training
             if moves_weights:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from pipedream.core.errors import ScheduleError
+from pipedream.core.errors import ScheduleError, WorkerError
+from pipedream.tensors.collectives import refusing_collectives
 from pipedream.tensors.elementwise import steps_each_element
 
 _STEPS = 12  # some estimates change only after a few
@@ -34,8 +35,10 @@ def check_steps_apart(
     reference: dict[str, torch.Tensor] = {}
     for changed in (set[str](), *changes) if len(trained) > 1 else ():
         try:
-            with preserving():
+            with preserving(), refusing_collectives("the optimizer"):
                 kind, weights = _step_copies(factory, handles, changed, device)
+        except WorkerError:
+            raise
         except Exception:
             return
         if not weights:
