@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -119,6 +120,26 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
     assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text
     gone.status = -15  # by the agent
     assert launching._judge([lost, gone], tmp_path).text == text
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_worker_that_a_kill_does_not_reach_is_left(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It is reaped later; one that has begun to end is waited for."""
+    sleeper, launcher = subprocess.Popen(["sleep", "600"]), agent.Agent()
+    worker = agent.Worker(1, sleeper.pid, Path("none"))
+    monkeypatch.setattr(agent, "_KILLED_S", 0.0)
+    monkeypatch.setattr(agent, "is_kill_pending", lambda pid: frozen)
+    monkeypatch.setattr(agent, "_send_signal", lambda *of: None if frozen else sleeper.kill())
+    launcher._end([worker])
+    assert (worker.is_running, worker.status, len(launcher._left)) == (False, -signal.SIGKILL, frozen)
+    line = f"pipedream: rank 1 (process {sleeper.pid}) was killed, but is frozen or waits for a disk; going on "
+    assert capsys.readouterr().err == f"{line}without it\n" * frozen
+    sleeper.kill()
+    while agent._list_running(launcher._left):
+        time.sleep(0.01)
+    assert sleeper.wait() == 0, "the agent has read its status"
 
 
 # -- stopped processes ------------------------------------------------------------------------------------------------

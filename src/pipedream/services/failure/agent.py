@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from pipedream.services.failure.processes import (
     RUN_ID_PREFIX,
     RankProcess,
     end_process,
+    is_kill_pending,
     list_children,
     name_launcher,
     watch_stopped,
@@ -31,6 +32,7 @@ from pipedream.services.failure.processes import (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ADDRESS = "127.0.0.1"
 _GRACE_S = 30.0
+_KILLED_S = 2.0  # a process that is not frozen begins to end at once
 _PERIOD_S = 0.02  # a restart waits for two of them
 
 
@@ -71,6 +73,7 @@ class Agent:
         self._silent = silent
         self._forks = forks
         self.signals: list[int] = []
+        self._left: list[Worker] = []  # killed, but not ended
 
     def __enter__(self) -> Self:
         def receive(number: int, _: Any) -> None:
@@ -107,8 +110,9 @@ class Agent:
                 workers.append(Worker(rank, pid, error_file))
             end_watch = watch_stopped(list_children, kill)
             store = _serve_store(listening)
-            while not self.signals and _count_running(workers) and not any(worker.status for worker in workers):
+            while not self.signals and _list_running(workers) and not any(worker.status for worker in workers):
                 time.sleep(_PERIOD_S)
+                _list_running(self._left)
             for worker in workers:
                 worker.was_lost = worker.status < 0 and not self.signals
             self._end(workers)
@@ -124,14 +128,23 @@ class Agent:
         return (_fork if can_fork and arguments[0] == "-m" else _spawn)(arguments, variables, self._silent)
 
     def _end(self, workers: Sequence[Worker]) -> None:
-        received_before = len(self.signals)
-        end_s = time.monotonic() + _GRACE_S
-        _send_signal(workers, self.signals[0] if received_before else signal.SIGTERM)
-        while _count_running(workers) and time.monotonic() < end_s and len(self.signals) == received_before:
-            time.sleep(_PERIOD_S)
+        _send_signal(workers, self.signals[0] if self.signals else signal.SIGTERM)
+        self._wait(workers, 0.0)
         _send_signal(workers, signal.SIGKILL)
-        end_s = time.monotonic() + _GRACE_S  # a limit, as a process in a system call may never end
-        while _count_running(workers) and time.monotonic() < end_s:
+        self._wait(workers, _KILLED_S)
+        for worker in _list_running(workers):
+            what = f"pipedream: rank {worker.rank} (process {worker.pid}) was killed, but is frozen or waits for a disk"
+            print(f"{what}; going on without it", file=sys.stderr, flush=True)
+            self._left.append(replace(worker))  # it runs nothing any more that could disturb the next attempt
+            worker.is_running, worker.status, worker.ended_s = False, -signal.SIGKILL, (int(time.time()), time.time())
+
+    def _wait(self, workers: Sequence[Worker], killed_s: float) -> None:
+        """Waits until workers have ended, but only for `killed_s` if a signal to kill does not reach those left."""
+        start_s, received_before = time.monotonic(), len(self.signals)
+        while (running := _list_running(workers)) and len(self.signals) == received_before:
+            waited_s = time.monotonic() - start_s
+            if waited_s > _GRACE_S or (waited_s > killed_s and all(is_kill_pending(worker.pid) for worker in running)):
+                return
             time.sleep(_PERIOD_S)
 
 
@@ -228,8 +241,8 @@ def _send_signal(workers: Sequence[Worker], number: int) -> None:
             os.kill(worker.pid, number)
 
 
-def _count_running(workers: Sequence[Worker]) -> int:
-    """Records which workers have ended, and how; returns how many still run."""
+def _list_running(workers: Sequence[Worker]) -> list[Worker]:
+    """Records which workers have ended, and how; returns those that still run."""
     now_s = time.time()
     for worker in [worker for worker in workers if worker.is_running]:
         pid, status = os.waitpid(worker.pid, os.WNOHANG)
@@ -239,4 +252,4 @@ def _count_running(workers: Sequence[Worker]) -> int:
             with suppress(OSError):
                 ended_s = worker.error_file.stat().st_mtime
             worker.ended_s = int(ended_s), now_s
-    return sum(worker.is_running for worker in workers)
+    return [worker for worker in workers if worker.is_running]

@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,12 @@ def is_running(pid: int) -> bool:
 def _is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped by a signal (not by a debugger)."""
     return _read_stat(pid)[:1] == ["T"]
+
+
+def is_kill_pending(pid: int) -> bool:
+    """Returns whether a process has not begun to end after a SIGKILL, as it is frozen or waits for a disk."""
+    pending = re.search(r"SigPnd:\s*(\w+)", _read_text(Path(f"/proc/{pid}/status")) or "")
+    return pending is not None and int(pending[1], 16) >> (signal.SIGKILL - 1) & 1 == 1
 
 
 def list_children() -> list[int]:
