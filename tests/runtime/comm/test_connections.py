@@ -30,7 +30,7 @@ def connect_without_rank_2() -> str:
     except pd.errors.WorkerError as error:
         outcome = str(error)
     else:
-        outcome = "connected"
+        outcome = f"connected, {connected.everyone._get_backend(CPU).options._timeout}"
     dist.barrier()
     if dist.get_rank() == 2:
         connected.everyone.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait()  # its thread still waits
@@ -41,12 +41,12 @@ def connect_without_rank_2() -> str:
 @pytest.mark.processes
 def test_ranks_that_do_not_connect_are_named() -> None:
     outcomes = processes.results(connect_without_rank_2, 3)
-    assert outcomes[1] == "connected"
+    assert outcomes[1] == "connected, 0:30:00", "the limit for connecting is none for messages"
     words = "(?s)rank 0, connecting: no connection from rank 0 at .* to rank 2 at .*nothing came within 1 s.*GLOO_SO"
     assert re.match(words, outcomes[0])
 
 
-def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
+def test_an_error_of_a_connection_is_reported_with_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise RuntimeError("connection refused")
 
@@ -55,6 +55,10 @@ def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
     with pytest.raises(pd.errors.WorkerError, match=words):
         connecting.run((0, 2), refuse)
     connecting.run((1, 2), refuse)  # does not concern this rank
+    monkeypatch.setattr(dist, "new_group", lambda *of, **options: refuse())
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(pd.errors.WorkerError, match=r"(?s)torch's error: connection refused.*ulimit -u"):
+        connections.make_gloo_group()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,7 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     connections.make_link_group((1, 0), gpu)
     connections.make_link_group((1, 0), CPU)
     link, sums, measured, over_gloo = calls
+    assert over_gloo.pop("timeout").seconds == 60, "gloo waits for a rank that could start no thread"
     assert measured["pg_options"].config.max_ctas == connections._LINK_CTAS, "the probe measures what messages use"
     assert over_gloo == {"ranks": [1, 0], "backend": "gloo"}
     assert set(link) == {"ranks", "backend", "timeout", "pg_options", "device_id"}, "torch 2.11 has no sort_ranks"

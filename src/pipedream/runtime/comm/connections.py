@@ -33,7 +33,7 @@ from pipedream.core.extensions import find_offer, list_offers
 from pipedream.core.plan.ranks import Mesh
 from pipedream.runtime.comm.channel import DistributedGroup
 from pipedream.runtime.comm.pairs import Listener, Pair, make_listener
-from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, unsplit_groups
+from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, set_timeout, unsplit_groups
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
@@ -194,6 +194,8 @@ def connect_groups(
         use = partial(_exchange_byte, sends=dist.get_rank() == pair[0], device=device)
         if (group := connector.connect(pair, make, use)) is not None:
             links[pair] = group
+    if uses_nccl:  # some ranks have more links; the time for the next groups begins when all have theirs
+        gather_texts("", everyone)
     mesh_groups: tuple[Any, ...] = ()
     if any(mesh.dimensions for mesh in meshes):
         offer = find_offer("mesh_groups", "the plan has meshes")
@@ -223,6 +225,19 @@ def _connect_memory(
         if listener:
             listener.close()
     return connector, {pair: side for pair, side in sides.items() if side is not None}, upward
+
+
+def make_gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Returns a new gloo group of some ranks, by default of all; every rank calls it, at the same time."""
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=CONNECT_TIMEOUT_S), backend="gloo")
+    except RuntimeError as error:  # perhaps one of them could start no thread
+        cause = f"no group with the other ranks; torch's error: {error}"
+        advice = "read what they printed, and raise the limit of processes and threads (ulimit -u, pids.max)"
+        raise WorkerError(dist.get_rank(), "connecting", cause, advice) from error
+    if isinstance(group, dist.ProcessGroup):  # else it is without this rank
+        set_timeout(dist.default_pg_timeout, group)  # the limit was for connecting
+    return group
 
 
 def make_link_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
@@ -353,7 +368,7 @@ def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = N
     """Returns a new group; with `ctas`, one for messages, without gloo."""
     group: dist.ProcessGroup | None
     if device.type != "cuda":
-        group = dist.new_group(list(ranks), backend="gloo")
+        group = make_gloo_group(list(ranks))
     elif ctas is None:  # numbers that the host reads stay in the memory of the CPU, and go over gloo
         group = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=NCCL_TIMEOUT, device_id=device)
     else:

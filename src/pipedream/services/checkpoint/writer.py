@@ -30,7 +30,8 @@ from pipedream.core.artifact import system_error
 from pipedream.core.box import Box
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.comm.process_group import gather_json, leave_group
+from pipedream.runtime.comm.connections import make_gloo_group
+from pipedream.runtime.comm.process_group import gather_json, leave_group, wait_for_all
 from pipedream.services.checkpoint.folders import (
     commit,
     failing_together,
@@ -113,7 +114,8 @@ class Writer:
         if self._last_saved.get(store) == save.manifest.minibatches:
             return checkpoint
         if self._distributed and self._group is None:  # a separate group: training continues during a save
-            self._group = dist.new_group(backend="gloo")
+            wait_for_all()
+            self._group = make_gloo_group()
         with failing_together(self._group, ArtifactError, OSError):
             if self._rank == 0:
                 self._prepare(store, save.name)
