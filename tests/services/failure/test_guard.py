@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -151,7 +152,7 @@ def test_who_reports_another_rank_also_prints_it(
 def test_a_store_may_go_only_with_the_rank_0_that_has_finished(store_owner: str, ended: bool) -> None:
     """The verdict is also read as that of rank 0, which serves the store, on the others."""
     detector = detector_of(1, {0: RankStatus(1, "stage 0", THIS, ended=ended)}, store_owner)
-    verdict = next(filter(None, map(detector.check, range(20))), None)
+    verdict = next(filter(None, map(detector.check, range(80))), None)
     assert (verdict is None) == ended
     if verdict is not None:
         assert verdict.cause.endswith("; this rank cannot reach the others and ends")
@@ -270,9 +271,16 @@ def test_only_the_same_process_is_ended() -> None:
             assert not replace(process, host="").kill()
             assert sleeper.poll() is None
             assert processes.is_running(sleeper.pid)
+            assert not processes.is_kill_pending(sleeper.pid)
+            sleeper.send_signal(signal.SIGSTOP)
+            assert soon(lambda: not processes.is_running(sleeper.pid))
+            assert process.read_run_ns() == process.read_run_ns() != 0
+            assert THIS.read_run_ns() != THIS.read_run_ns()
+            assert replace(process, host="elsewhere").read_run_ns() is None
             assert process.kill()
             assert sleeper.wait(10) == -9
             assert not process.kill(), "it is no more"
+            assert process.read_run_ns() == 0
             assert not processes.is_running(sleeper.pid)
         finally:
             sleeper.kill()

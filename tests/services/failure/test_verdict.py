@@ -1,5 +1,8 @@
 """The failure detector, on a clock of the test: which ranks are blamed, when, and which never are."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +13,18 @@ from pipedream.runtime import activity
 from pipedream.services.failure import processes, verdict as verdicts
 
 LOOK_S = 0.125
-PROCESS = processes.RankProcess("here", 1, 1)
+PROCESS = processes.RankProcess("elsewhere", 1, 1)
+
+
+@dataclass(frozen=True)
+class Process(processes.RankProcess):
+    """A process of a bench."""
+
+    bench: Bench
+
+    def read_run_ns(self) -> int | None:
+        runs = self.bench.runs.get(self.pid)
+        return None if runs is None else round(1e9 * self.bench.now_s) * runs
 
 
 class Bench:
@@ -25,6 +39,7 @@ class Bench:
         self.now_s = 1000.0
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
+        self.runs: dict[int, bool | None] = {}  # None: elsewhere
 
     def begin(self, done: int, longest_s: float = 0.0) -> None:
         """Begins a forward, after `done` others."""
@@ -36,8 +51,11 @@ class Bench:
         """Lets some ranks beat, and exchanges."""
         for rank in ranks:
             self.counts[rank] += 1
-        counts = self.counts.items()
-        statuses = {r: verdicts.RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in counts}
+        statuses = {}
+        for rank, count in self.counts.items():
+            process = Process("there" if self.runs.get(rank, True) is None else "here", rank, 1, self)
+            place = f"stage {rank}, {rank}F{count}"
+            statuses[rank] = verdicts.RankStatus(count, place, process, rank in self.ended)
         self.detector.receive(self.now_s, statuses)
 
     def run(
@@ -61,28 +79,47 @@ class Bench:
         return judgement
 
 
-def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
+HERE, AWAY, ALIVE = verdicts.SILENT_S, verdicts.AWAY_S, verdicts.RUNNING_S
+
+
+@pytest.mark.parametrize(
+    ("runs", "beating", "limit_s"),
+    [
+        ({1: None, 2: False}, (1,), HERE),
+        ({1: None, 2: True}, (1,), ALIVE),
+        ({1: False, 2: None}, (1,), AWAY),
+        ({1: None, 2: None}, (1,), ALIVE),
+        ({1: None, 2: None}, (), AWAY),
+    ],
+    ids=["stopped", "runs", "elsewhere", "beside one that is heard", "beside one that is not"],
+)
+def test_a_rank_that_beats_no_more_is_named_with_its_last_place(
+    runs: dict[int, bool | None], beating: tuple[int, ...], limit_s: float
+) -> None:
+    """One that runs is given more time; the ranks of its machine see whether it does."""
     bench = Bench()
-    assert bench.run(60.0) is None
-    after_s, verdict = bench.blame(60.0, beating=(1,))
-    assert verdicts.SILENT_S < after_s < verdicts.SILENT_S + 1.5
-    assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
+    bench.runs |= runs
+    assert bench.run(70.0) is None
+    after_s, verdict = bench.blame(70.0, beating=beating)
+    assert limit_s < after_s < limit_s + 1.5
+    rank = 1 if not beating else 2
+    assert (verdict.rank, verdict.where) == (rank, f"stage {rank}, {rank}F{bench.counts[rank]}")
     assert (verdict.unresponsive, verdict.store_lost) == (True, False)
-    bench.ended.add(2)  # in order
-    bench.status(2)
-    assert bench.run(60.0, beating=(1,)) is None
-
-
-def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
-    bench = Bench()
-    bench.run(3.0)
-    assert bench.run(verdicts.SILENT_S - 1.0, answers=False) is None
-    assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its 6 s begin now"
+    bench.ended.add(rank)  # in order
     bench.status(1, 2)
-    after_s, verdict = bench.blame(60.0, answers=False)
-    assert verdicts.SILENT_S - 0.6 < after_s < verdicts.SILENT_S + 0.6
-    assert (verdict.rank, verdict.store_lost) == (0, True)
-    assert "the launcher serves" in verdict.cause
+    assert bench.run(70.0, beating=tuple({1, 2} - {rank})) is None
+
+
+@pytest.mark.parametrize(("runs", "limit_s"), [(None, AWAY), (False, HERE), (True, ALIVE)])
+def test_a_store_that_does_not_answer_is_noticed_without_it(runs: bool | None, limit_s: float) -> None:
+    bench = Bench()
+    bench.detector.server, bench.runs[0] = Process("here", 0, 1, bench), runs
+    assert bench.run(limit_s - 1.0, answers=False) is None
+    assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its time begins now"
+    bench.status(1, 2)
+    after_s, verdict = bench.blame(70.0, answers=False)
+    assert limit_s - 0.6 < after_s < limit_s + 0.6
+    assert (verdict.rank, verdict.store_lost, "the launcher serves" in verdict.cause) == (0, True, True)
 
 
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))

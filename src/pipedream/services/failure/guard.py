@@ -232,6 +232,8 @@ class Guard(Unguarded):
         self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
         self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # the launcher of this machine is the only one
+            self._detector.server = RankProcess.of(os.getppid())
         client = _make_client(store, rank)
         self._heartbeat = Heartbeat(client, rank, ranks, lambda: self._activity.where, lambda: self._activity)
         watch_from_outside()

@@ -77,6 +77,13 @@ class RankProcess:
     def is_local(self) -> bool:
         return bool(self.host) and self.host == _name_host()
 
+    def read_run_ns(self) -> int | None:
+        """Returns how long its threads have run: no longer while it is stopped or frozen. None on other machines."""
+        if not self.is_local:
+            return None
+        files = Path(f"/proc/{self.pid}/task").glob("*/schedstat") if _read_start(self.pid) == self.started else ()
+        return sum(int((_read_text(file) or "0").split()[0]) for file in files)  # a thread may just have ended
+
     def kill(self) -> bool:
         """Kills the process; returns whether it still ran, on this machine."""
         if not self.is_local or not self.started:

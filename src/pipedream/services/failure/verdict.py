@@ -11,7 +11,12 @@ from pipedream.runtime.activity import Activity
 from pipedream.services.failure.processes import RankProcess
 
 SILENT_S = 6.0
-"""A rank without a new status for this long, twelve heartbeats, has failed. A failed run must end within 15 s."""
+"""A rank that has sent no heartbeat, and has not run, for this long has failed. A failed run must end within 15 s."""
+
+AWAY_S = 8.0  # where it cannot be seen whether it runs
+RUNNING_S = (
+    60.0  # a rank that runs: on a busy machine what holds Python's lock for 0.5 s, also against its guard, takes 10
+)
 
 STUCK_AFTER_S = 10.0
 """Default for how long a task may take: ops take milliseconds to seconds."""
@@ -58,6 +63,26 @@ class Verdict:
     store_lost: bool = False
 
 
+@dataclass
+class _Silence:
+    """How long a process has not been heard, and how long it has not run either."""
+
+    silent_s: float = 0.0
+    still_s: float = 0.0
+    run_ns: int | None = None  # None if that cannot be seen here
+
+    def last(self, since_s: float, process: RankProcess | None, *, is_seen: bool = False) -> None:
+        run_ns = None if process is None else process.read_run_ns()
+        runs = is_seen if run_ns is None else self.run_ns not in (None, run_ns)
+        self.silent_s += since_s
+        self.still_s = 0.0 if runs else self.still_s + since_s
+        self.run_ns = run_ns
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.silent_s > RUNNING_S or self.still_s > (AWAY_S if self.run_ns is None else SILENT_S)
+
+
 class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
@@ -65,6 +90,7 @@ class FailureDetector:
         stuck_after_s: how long any task may take; 0 for no limit.
 
     Attributes:
+        server: the process that serves the store, where it is on this machine and no rank.
         statuses: other rank -> its newest status.
     """
 
@@ -73,11 +99,12 @@ class FailureDetector:
         self._activity = activity
         self._stuck_after_s = stuck_after_s
         self._store_owner = store_owner
+        self.server: RankProcess | None = None
         self.statuses: dict[int, RankStatus] = {}
-        self._silent_s: dict[int, float] = {}
+        self._silences: dict[int, _Silence] = {}
         self._exchanged_at_s: float | None = None
         self._checked_at_s: float | None = None
-        self._unanswered_s = 0.0
+        self._unanswered = _Silence()
         self._task: tuple[str, int] | None = None
         self._task_s = 0.0
         self._gpu_mark: object = None
@@ -89,16 +116,19 @@ class FailureDetector:
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
         """Takes the statuses from an exchange that has just succeeded."""
-        since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
+        since_s = min(now_s - (self._exchanged_at_s or now_s), _MAX_STEP_S)
         self._exchanged_at_s = now_s
-        self._unanswered_s = 0.0
+        self._unanswered = _Silence()
+        counts = {rank: status.count for rank, status in self.statuses.items()}
+        heard = {rank: status for rank, status in statuses.items() if status.count != counts.get(rank) or status.ended}
+        # A rank that is heard sees whether the others of its machine run.
+        hosts = {status.process.host for status in heard.values() if not status.ended} - {""}
         for rank, status in statuses.items():
-            previous = self.statuses.get(rank)
-            if previous is None or previous.count != status.count:
-                self._silent_s[rank] = 0.0
-            else:
-                self._silent_s[rank] += min(since_s, _MAX_STEP_S)
-            self.statuses[rank] = status
+            if rank not in heard:
+                self._silences[rank].last(since_s, status.process, is_seen=status.process.host in hosts)
+                continue
+            self._silences[rank] = _Silence()
+        self.statuses |= statuses
 
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._checked_at_s is None else min(now_s - self._checked_at_s, _MAX_STEP_S)
@@ -132,25 +162,21 @@ class FailureDetector:
         return None
 
     def _check_silence(self) -> Verdict | None:
-        for rank, silent_s in sorted(self._silent_s.items()):
-            status = self.statuses[rank]
-            if silent_s > SILENT_S and not status.ended:
-                return Verdict(
-                    rank,
-                    status.where,
-                    f"has sent no heartbeat for {silent_s:.1f} s (stopped, swapping, machine or link gone)",
-                    unresponsive=True,
-                )
+        for rank, silence in sorted(self._silences.items()):
+            if silence.is_too_long:
+                cause = f"has sent no heartbeat for {silence.silent_s:.1f} s (stopped, swapping, machine or link gone)"
+                return Verdict(rank, self.statuses[rank].where, cause, unresponsive=True)
         return None
 
     def _check_store(self, since_s: float) -> Verdict | None:
-        self._unanswered_s += since_s
-        server = self.statuses.get(0) if self._store_owner == "rank 0" else None
-        if self._unanswered_s <= SILENT_S or (server is not None and server.ended):
+        status = self.statuses.get(0) if self._store_owner == "rank 0" else None
+        server, is_late = status.process if status else self.server, self._unanswered.silent_s > _MAX_STEP_S
+        self._unanswered.last(since_s, server if is_late else None)
+        if not self._unanswered.is_too_long or (status is not None and status.ended):
             return None
         cause = (
-            f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
-            f"(stopped, ended, machine or link gone); {UNREACHED}"
+            f"the store, which {self._store_owner} serves, has not answered for {self._unanswered.silent_s:.1f} s "
+            f"(stopped, ended, machine or link gone, wrong MTU); {UNREACHED}"
         )
         return Verdict(self._rank, self._activity.where, cause, store_lost=True)
 
