@@ -83,21 +83,32 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", long("c10d")])
-def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
+@pytest.mark.parametrize(("rendezvous", "loses"), [("static", "all"), ("static", "large"), long("c10d", "all")])
+def test_both_sides_end_when_the_link_loses_packets(
+    machines: Network, tmp_path: Path, rendezvous: str, loses: str
+) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
+    recipe = tmp_path / "small.py"
+    recipe.write_text(recipe.read_text().replace("(4, 8)", "(4, 800)").replace("(8, 2)", "(800, 2)"))
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]
     started = started_on_both(machines, rendezvous, tuple(program), tmp_path)
     try:
         started[0].wait_for_file("going")
         assert all(workers_of(launcher) for launcher in started)
-        machines.hosts[1].namespace.batch("ip", [f"link set {LINK} down"])
-        end = time.monotonic() + SOON_S
+        if loses == "all":
+            machines.hosts[1].namespace.batch("ip", [f"link set {LINK} down"])
+        for hub, port in (machines._ports[0, number][1] for number in (0, 1) if loses == "large"):
+            hub.batch("tc", [f"qdisc replace dev {port} root tbf rate 1gbit burst 900 limit 1000000"])
+        end = time.monotonic() + SOON_S * (1.5 if loses == "large" else 1.0)
         while any(workers_of(launcher) for launcher in started):
             assert time.monotonic() < end, "a worker waits on for the other side"
             time.sleep(0.1)
     finally:
         ends = [launcher.end(1.0) for launcher in started]  # torchrun itself waits on for the other machine
+    if loses == "large":
+        words = r"rank \d, stage \d, receiving .* rank \d, in stage \d, .*, has sent this rank .*\ncheck the MTU"
+        assert re.search(words, errors := f"{ends[0].err}\n----\n{ends[1].err}"), errors
+        return
     assert [ended.err.count("pipedream: ") for ended in ends] == [1, 1], f"{ends[0].err}\n----\n{ends[1].err}"
     assert "rank 1, " in ends[0].err, ends[0].err
     assert "has sent no heartbeat for" in ends[0].err

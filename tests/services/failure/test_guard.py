@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 import pipedream as pd
 from pipedream.runtime import activity
-from pipedream.services.failure import guard, processes
+from pipedream.services.failure import guard, lost_packets, processes
 from pipedream.services.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 PERIOD_S = guard.PERIOD_S
@@ -284,3 +286,16 @@ def test_only_the_same_process_is_ended() -> None:
             assert not processes.is_running(sleeper.pid)
         finally:
             sleeper.kill()
+
+
+def test_packets_sent_again_are_listed_by_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        with server.accept()[0] as receiver:
+            ends = [f"{end.getsockname()[1]:04x}7f000001" + 16 * "0" for end in (sender, receiver)]
+            there, back = " ".join(ends), " ".join(reversed(ends))
+            assert not {there, back} & set(lost_packets.list_resent())
+            monkeypatch.setattr(lost_packets, "_RETRANSMITS", 0)  # the state, which is 1
+            assert {there: 1, back: 1}.items() <= lost_packets.list_resent().items()
+        process = {"host": "", "pid": 1, "started": 1}
+        fields = {"count": 1, "where": "", "process": process, "resent": {there: 3, back: 3, "elsewhere": 3}}
+        assert guard._parse_status(json.dumps(fields).encode()).resent == {back: 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class Bench:
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
         self.runs: dict[int, bool | None] = {}  # None: elsewhere
+        self.resent: Callable[[int], dict[str, int]] = lambda beat: {}
 
     def begin(self, done: int, longest_s: float = 0.0) -> None:
         """Begins a forward, after `done` others."""
@@ -54,8 +56,9 @@ class Bench:
         statuses = {}
         for rank, count in self.counts.items():
             process = Process("there" if self.runs.get(rank, True) is None else "here", rank, 1, self)
+            resent = self.resent(count) if rank == 2 else {}
             place = f"stage {rank}, {rank}F{count}"
-            statuses[rank] = verdicts.RankStatus(count, place, process, rank in self.ended)
+            statuses[rank] = verdicts.RankStatus(count, place, process, rank in self.ended, resent=resent)
         self.detector.receive(self.now_s, statuses)
 
     def run(
@@ -120,6 +123,29 @@ def test_a_store_that_does_not_answer_is_noticed_without_it(runs: bool | None, l
     after_s, verdict = bench.blame(70.0, answers=False)
     assert limit_s - 0.6 < after_s < limit_s + 0.6
     assert (verdict.rank, verdict.store_lost, "the launcher serves" in verdict.cause) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("resent", "stuck_after_s", "limit_s"),
+    [
+        (lambda beat: {"a b": 1 + beat // 4}, 10.0, 10.0),
+        (lambda beat: {"a b": 1 + beat // 4}, 3.0, 3.0),
+        (lambda beat: {"a b": 1 + beat // 4}, 0.0, 100.0),
+        (lambda beat: {"a b": 9 + beat % 19}, 10.0, 100.0),
+        (lambda beat: {"a b": 2}, 10.0, 100.0),
+        (lambda beat: {f"a {beat}": 9}, 10.0, 100.0),
+    ],
+    ids=["lost", "set", "off", "acknowledged within the time", "sent again twice", "other connections"],
+)
+def test_packets_that_do_not_arrive(resent: Any, stuck_after_s: float, limit_s: float) -> None:
+    """However long a message takes on a slow link, its packets are acknowledged, and the kernel counts anew."""
+    bench = Bench(stuck_after_s)
+    bench.resent = resent
+    assert bench.run(limit_s) is None
+    if limit_s < 100.0:
+        _, verdict = bench.blame(1.5)
+        assert (verdict.rank, verdict.where, "check the MTU" in verdict.advice) == (0, "stage 0, 0F7", True)
+        assert f"rank 2, in stage 2, 2F{bench.counts[2]}, has sent this rank a packet" in verdict.cause
 
 
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))

@@ -33,6 +33,7 @@ from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_brok
 from pipedream.core.user_code import elide_middle, with_place
 from pipedream.runtime.activity import Activity
 from pipedream.runtime.unguarded import Unguarded
+from pipedream.services.failure.lost_packets import list_resent, receives
 from pipedream.services.failure.processes import (
     LOST_CONNECTION,
     RankProcess,
@@ -187,6 +188,7 @@ class Heartbeat:
             session=activity.session,
             calls=len(calls),
             last_calls=calls[-_SENT_CALLS:],
+            resent=list_resent(),
         )
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(status)))
         if ending:
@@ -210,7 +212,8 @@ def _find_address(store: Any) -> tuple[str, int] | None:
 
 def _parse_status(text: bytes) -> RankStatus:
     fields = json.loads(text)
-    return RankStatus(**fields | {"process": RankProcess(**fields["process"])})
+    resent = {connection: times for connection, times in fields["resent"].items() if receives(connection)}
+    return RankStatus(**fields | {"process": RankProcess(**fields["process"]), "resent": resent})
 
 
 def _parse_report(text: bytes) -> tuple[int, Verdict]:

@@ -4,7 +4,7 @@ Each check counts at most a second, so that a detector that was itself stopped b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipedream.runtime.activity import Activity
@@ -25,6 +25,7 @@ UNREACHED = "this rank cannot reach the others and ends"
 _MAX_STEP_S = 1.0
 _FIRST_TASKS = 3  # of a kind, which may compile, allocate or start the loader's processes
 _TASK_TIMES = 20.0
+_RESENT_TIMES = 3  # of one packet, after which Linux suspects the path too (tcp_retries1)
 _GPU_TIMES = 6.0  # times the limit of a task; nothing between two marks of a GPU takes nearly as long
 
 
@@ -33,6 +34,7 @@ class RankStatus:
     """The status that a rank sends with each heartbeat; `count` must keep growing until the rank has `ended`.
 
     `calls` counts the calls in `session` that all ranks must make; `last_calls` has (name, minibatches) of the last.
+    `resent`: connection to the rank that reads this -> how often its oldest packet was sent again (`lost_packets`).
     """
 
     count: int
@@ -43,6 +45,7 @@ class RankStatus:
     session: int = 0
     calls: int = 0
     last_calls: Sequence[Sequence[Any]] = ()
+    resent: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class FailureDetector:
         self.server: RankProcess | None = None
         self.statuses: dict[int, RankStatus] = {}
         self._silences: dict[int, _Silence] = {}
+        self._resent: dict[int, dict[str, tuple[int, float]]] = {}  # rank -> connection -> times, since when
+        self._clock_s = 0.0
         self._exchanged_at_s: float | None = None
         self._checked_at_s: float | None = None
         self._unanswered = _Silence()
@@ -117,7 +122,7 @@ class FailureDetector:
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
         """Takes the statuses from an exchange that has just succeeded."""
         since_s = min(now_s - (self._exchanged_at_s or now_s), _MAX_STEP_S)
-        self._exchanged_at_s = now_s
+        self._exchanged_at_s, self._clock_s = now_s, self._clock_s + since_s
         self._unanswered = _Silence()
         counts = {rank: status.count for rank, status in self.statuses.items()}
         heard = {rank: status for rank, status in statuses.items() if status.count != counts.get(rank) or status.ended}
@@ -128,12 +133,15 @@ class FailureDetector:
                 self._silences[rank].last(since_s, status.process, is_seen=status.process.host in hosts)
                 continue
             self._silences[rank] = _Silence()
+            old, new = self._resent.get(rank, {}), status.resent
+            begun_s = {name: begin_s for name, (times, begin_s) in old.items() if times <= new.get(name, 0)}
+            self._resent[rank] = {name: (times, begun_s.get(name, self._clock_s)) for name, times in new.items()}
         self.statuses |= statuses
 
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._checked_at_s is None else min(now_s - self._checked_at_s, _MAX_STEP_S)
         self._checked_at_s = now_s
-        verdict = self._check_gpu(since_s) or self._check_stuck(since_s)
+        verdict = self._check_gpu(since_s) or self._check_stuck(since_s) or self._check_packets()
         return verdict or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
     def _check_calls(self) -> Verdict | None:
@@ -166,6 +174,20 @@ class FailureDetector:
             if silence.is_too_long:
                 cause = f"has sent no heartbeat for {silence.silent_s:.1f} s (stopped, swapping, machine or link gone)"
                 return Verdict(rank, self.statuses[rank].where, cause, unresponsive=True)
+        return None
+
+    def _check_packets(self) -> Verdict | None:
+        """Returns a verdict if packets of another rank do not arrive here, though its heartbeats do."""
+        # How long a message takes says nothing on a slow link, but there the kernel soon counts for another packet.
+        for rank, resent in self._resent.items() if self._stuck_after_s else ():
+            for times, begin_s in resent.values():
+                for_s = self._clock_s - begin_s
+                if for_s > self._stuck_after_s and times >= _RESENT_TIMES and not self._silences[rank].silent_s:
+                    return self._find_stuck(
+                        f"rank {rank}, in {self.statuses[rank].where}, has sent this rank a packet {times + 1} times "
+                        f"in {for_s:.1f} s, which does not arrive, though small messages do",
+                        "check the MTU between the machines (ping -M do -s 1472); if it may be lost for this long",
+                    )
         return None
 
     def _check_store(self, since_s: float) -> Verdict | None:
