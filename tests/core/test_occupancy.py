@@ -1,15 +1,16 @@
 """What a stage holds, read off schedules: the papers' closed forms, the proof, and the bytes of a simulated run."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
-from drawn import straight
+from drawn import laid_out, straight
 from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.schedule.occupancy import occupancy
+from pipedream.core.schedule.occupancy import count_most_in_flight, occupancy
+from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.workflows.methods import occupancy_of
 
 METHODS = sorted(
@@ -31,6 +32,16 @@ def test_it_is_what_the_proof_finds(built: pd.Schedule) -> None:
         ranks = built.placement.ranks[s]
         assert stage_occupancy.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
         assert stage_occupancy.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
+
+
+@given(st.one_of(straight(), laid_out()), st.integers(0, 40))
+def test_the_folded_count_is_that_of_the_walk(built: pd.Schedule, total: int) -> None:
+    program, last_kind = pd.lower(built), find_last_kind(built.kinds)
+    length = total or 4 * program.cycle + 4 * sum(program.plan.in_flight) * program.placement.cycle
+    for stage, most in enumerate(count_most_in_flight(program, total or None)):
+        ops = (op for op in program.instructions(program.placement.ranks[stage][0], length) if isinstance(op, Op))
+        counts = accumulate((op.kind is Kind.FORWARD) - (op.kind is last_kind) for op in ops if op.stage == stage)
+        assert program.placement.runs_backward_elsewhere(stage) or most == max(counts, default=0)
 
 
 LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_bytes=4800)

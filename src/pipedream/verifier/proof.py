@@ -11,6 +11,7 @@ from typing import Any
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.extensions import find_offer
+from pipedream.core.garbage import pause_collection
 from pipedream.core.schedule.op import Kind, Op, find_last_kind
 from pipedream.core.schedule.program import Channel, Program
 from pipedream.core.tabular import Tabular
@@ -127,13 +128,14 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     _check_reach(program, totals[-1])
     ranks = range(program.placement.workers)
     peaks = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
-    for total in totals:
-        run = unroll(program, total)
-        check_assumptions(run)
-        check_waits(run, lanes)
-        for rank in ranks:
-            pairs = zip(peaks[rank], _find_peaks(run, rank), strict=True)
-            peaks[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
+    with pause_collection():
+        for total in totals:
+            run = unroll(program, total)
+            check_assumptions(run)
+            check_waits(run, lanes)
+            for rank in ranks:
+                pairs = zip(peaks[rank], _find_peaks(run, rank), strict=True)
+                peaks[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
     return Proof(
         schedule=program.name,
         config=program.plan.config,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from hashlib import sha256
+from operator import mul
 from typing import Any
 
 from pipedream.apps.training import run_folder
@@ -255,7 +256,8 @@ def _simulate_run(
     program: Program, plan: Plan, microbatches: int = 0, *, in_turns: bool, slow: Mapping[int, float] | None = None
 ) -> Timeline:
     """Simulates a run long enough to fill the pipeline."""
-    total = max(microbatches, 4 * program.cycle * max(plan.in_flight))
+    fill_cycles = -(-4 * max(map(mul, plan.in_flight, program.placement.replicas)) // program.cycle)
+    total = max(microbatches, fill_cycles * program.cycle)
     return simulate_program(program, total, stragglers=Stragglers(slow=slow or {}), in_turns=in_turns)
 
 

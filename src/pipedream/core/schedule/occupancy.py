@@ -138,16 +138,14 @@ def count_most_in_flight(program: Program, total: int | None = None) -> tuple[in
         return program.plan.in_flight
     counts = []
     last_kind = find_last_kind(program.kinds)
-    # In a longer run the counts only repeat.
-    steady_total = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
-    counted_total = steady_total if total is None else min(steady_total, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
         if program.placement.runs_backward_elsewhere(stage):
             counts.append(_count_waiting(program, stage))
             continue
         in_flight = most_in_flight = 0
-        for op in program.instructions(rank, counted_total):
-            if isinstance(op, Op) and op.stage == stage:
+        # Later periods only repeat these counts. Forwards are in order, so that after a last one here they only fall.
+        for op in (*program.ranks[rank].warmup, *program.ranks[rank].period):
+            if isinstance(op, Op) and op.stage == stage and (total is None or op.index < total):
                 in_flight += (op.kind is Kind.FORWARD) - (op.kind is last_kind)
                 most_in_flight = max(most_in_flight, in_flight)
         counts.append(most_in_flight)

@@ -14,14 +14,13 @@ replicas after 0U2, if a period of updates has ended.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, get_type_hints
 
-from pipedream.core.artifact import Artifact, decode, encode
+from pipedream.core.artifact import Artifact, decode
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule import moves
@@ -73,6 +72,9 @@ class RankProgram:
     warmup: tuple[Instruction, ...]
     period: tuple[Instruction, ...]
 
+    def encoded(self) -> dict[str, str]:
+        return {"warmup": format_instructions(self.warmup), "period": format_instructions(self.period)}
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Program(Tabular, Rules, Artifact):
@@ -121,9 +123,10 @@ class Program(Tabular, Rules, Artifact):
         if not rank_program.period:
             return
         laps, position = divmod(max(0, begin - len(rank_program.warmup)), len(rank_program.period))
+        strides = [count_indices(item, self.cycle, self.updates) for item in rank_program.period]
         while True:
-            for instruction in rank_program.period[position:]:
-                yield self._advance(instruction, laps)
+            for instruction, stride in zip(rank_program.period[position:], strides[position:], strict=True):
+                yield _shift(instruction, laps * stride) if laps else instruction
             laps, position = laps + 1, 0
 
     def instructions(self, rank: int, total: int, executed: int = 0) -> Iterator[Instruction]:
@@ -191,9 +194,13 @@ class Program(Tabular, Rules, Artifact):
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         """Returns the function that says whether an instruction belongs to a run of `total` microbatches."""
 
+        limits: dict[tuple[Any, ...], int] = {}
+
         def is_in_run(instruction: Instruction) -> bool:
-            per_update = find_per_update(instruction, self.updates)
-            return instruction.index < total if per_update is None else (instruction.index - 1) * per_update < total
+            if (key := instruction[:2]) not in limits:
+                per_update = find_per_update(instruction, self.updates)
+                limits[key] = total if per_update is None else -(-total // per_update) + 1
+            return instruction.index < limits[key]
 
         return is_in_run
 
@@ -208,14 +215,6 @@ class Program(Tabular, Rules, Artifact):
             return f"stage {stage}, {move.words} {channel.carries} {move.when} {index}"
         stage_words = f"stage {number}, " if move.at_stages else ""
         return f"{stage_words}{move.words} {move.when} {index}"
-
-    def to_json(self) -> str:
-        data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
-        data["ranks"] = [
-            {"warmup": format_instructions(rank.warmup), "period": format_instructions(rank.period)}
-            for rank in self.ranks
-        ]
-        return json.dumps(data, indent=1)
 
     @classmethod
     def decoded(cls, value: Any, where: str) -> Program:
@@ -280,9 +279,6 @@ class Program(Tabular, Rules, Artifact):
         ]
         return "\n".join([head, *rows])
 
-    def _advance(self, instruction: Instruction, laps: int) -> Instruction:
-        return advance_instruction(instruction, laps * self.cycle, self.updates) if laps else instruction
-
 
 def is_work(instruction: Instruction) -> bool:
     """Returns whether a rank has to execute an instruction before it has ended: an op, or the end of an update."""
@@ -297,7 +293,10 @@ def _count_work(instructions: tuple[Instruction, ...]) -> int:
 
 def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
     """Returns an instruction, advanced by some microbatches (a multiple of the cycle)."""
-    stride = count_indices(instruction, microbatches, updates)
+    return _shift(instruction, count_indices(instruction, microbatches, updates))
+
+
+def _shift(instruction: Instruction, stride: int) -> Instruction:
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction
         return Op(kind, stage, index + stride, replica)
