@@ -204,6 +204,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             planned = _choose_methods(job, plan, job.resumed.profile if job.resumed is not None else None)
             if lost:
                 process.console.print(f"continuing with the plan {plan.config},{lost_text}")
+                assert survivors.last_plan is not None
+                _say_left_out(survivors.last_plan.choices, plan, process)
             return replace(planned, lost=lost)
         except (PlanError, ScheduleError) as error:
             process.console.print(f"the plan {plan.config}{lost_text} is not possible ({error}); planning again")
@@ -254,7 +256,10 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             **choices.words,
         )
         plan = make_plan(replace(profile, runtime=runtime), request)
-        options.choices.check(plan.replicas)
+        if survivors.lost:  # what the user asked for may have lost its meaning
+            _say_left_out(options.choices, plan, process)
+        else:
+            options.choices.check(plan.replicas)
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
@@ -262,6 +267,12 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
         moved = with_choices(plan, choices)
         plan = prepare.follow_moves(moved, plan, _list_phases(job, moved))
     return replace(plan, runtime=runtime).with_layout(recipe.layout), profile
+
+
+def _say_left_out(choices: Choices, plan: Plan, process: Process) -> None:
+    for name in choices.words.keys() - choices.on_replicas(plan.replicas).words:
+        text = f"{name}={choices.words[name]} is left out"
+        process.console.print(f"{text}: no stage of the plan {plan.config} has replicas")
 
 
 def _resolve_choices(job: Job, plan: Plan | None, saved: Plan | None) -> Choices:
