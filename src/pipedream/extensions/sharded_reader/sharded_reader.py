@@ -9,9 +9,10 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import chain
 from operator import length_hint
 from typing import Any
 
@@ -28,7 +29,7 @@ from pipedream.runtime.data.reader import (
     empty_epoch_error,
     shut_down_workers,
 )
-from pipedream.runtime.data.rng import DataOrder, read_state, seed_generator, seeded_rng
+from pipedream.runtime.data.rng import DataOrder, RngStates, read_state, seed_generator, seeded_rng
 
 _END = object()
 
@@ -63,6 +64,7 @@ class ShardedLoader:
         self._only_torch = _is_torchs(self._sampler)
         self.sample_generators = find_sample_generators(loader)
         self._own_sampler = _OwnSampler()
+        self._drawn_again: list[Any] = []  # index lists, by the processes that load
         self._seeds = torch.Generator()
         self._own_loader: DataLoader[Any] | None = None
 
@@ -96,14 +98,19 @@ class ShardedLoader:
             indices = next(lists, _END)
         return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
 
-    def skip_indices(self, lists: Iterator[Any], order: DataOrder, is_before: Callable[[Mark], bool]) -> Mark:
-        """Draws lists and returns where they end, switching the random state only once."""
+    def skip_indices(
+        self, lists: Iterator[Any], order: DataOrder, is_before: Callable[[Mark], bool]
+    ) -> tuple[Mark, list[Any]]:
+        """Draws lists, switching the random state only once; returns where they end, and those of processes."""
+        skipped: list[Any] = []
         # Without a batch sampler an index is a minibatch of unknown size: there must be as many.
         mark = Mark(indices_crc32=length_hint(self._sampler) if self.loader.batch_sampler is None else 0)
         with order.drawing(self._only_torch):
             while is_before(mark) and (indices := next(lists, _END)) is not _END:
                 mark = self.advance(mark, indices)
-        return mark
+                if self.loader.num_workers:
+                    skipped.append(list(indices) if isinstance(indices, list) else indices)
+        return mark, skipped
 
     def advance(self, mark: Mark, indices: Any) -> Mark:
         """Returns the place after a list of indices."""
@@ -114,11 +121,19 @@ class ShardedLoader:
 
     def load(self, epoch: _EpochIndices) -> Iterator[Any]:
         self._seeds.set_state(epoch.seeds)
-        self._own_sampler.indices = epoch
+        # Each process draws what it drew before a resume; the next list is the turn of the one whose turn it was.
+        begin = self._own_loader is None or not self.loader.persistent_workers
+        skipped, epoch.skipped = epoch.skipped if begin else [], []
+        whole = len(skipped) - len(skipped) % max(self.loader.num_workers, 1)
+        self._drawn_again[:] = skipped[:whole]
+        self._own_sampler.indices = chain(skipped[whole:], epoch)
         if self._own_loader is None:
             self._own_loader = self._make_own_loader()
         iterator = iter(self._own_loader)
+        self._drawn_again.clear()
         try:
+            for _ in skipped[whole:]:
+                next(iterator)
             while True:
                 # The processes' generators may be equal or not: what the data set draws here depends on the minibatch.
                 is_seeded = (self.replicas > 1 or self.alike) and not self.loader.num_workers and epoch.has_more
@@ -146,8 +161,8 @@ class ShardedLoader:
         }  # fmt: skip
         if user.pin_memory_device:
             options["pin_memory_device"] = user.pin_memory_device
-        if self.replica:
-            options["worker_init_fn"] = partial(_begin_worker, user.worker_init_fn)
+        again = self._drawn_again, user.collate_fn, user.batch_sampler is not None
+        options["worker_init_fn"] = partial(_begin_worker, user.worker_init_fn, self.replica > 0, *again)
         if user.batch_sampler is None:  # the data set gives a whole minibatch for an index
             return DataLoader(
                 user.dataset, batch_size=None, sampler=self._own_sampler, generator=self._seeds, **options
@@ -155,17 +170,39 @@ class ShardedLoader:
         return DataLoader(user.dataset, batch_sampler=self._own_sampler, generator=self._seeds, **options)
 
 
-def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
-    """Lets the data set of another replica's process draw other numbers from generators of its own."""
+def _begin_worker(
+    then: Callable[[int], object] | None,
+    reseeds: bool,
+    lists: Sequence[Any],
+    collate: Any,
+    is_listed: bool,
+    number: int,
+) -> None:
+    """Begins a process that loads: another replica's with other generators, and after a resume with draws as before.
+
+    Its share of the lists before is loaded again, or only the first one if nothing draws.
+    """
     info: Any = get_worker_info()
-    for generator in find_generators({"dataset": info.dataset}).values():
-        seed_generator(generator, info.seed)
+    generators = find_generators({"dataset": info.dataset})
+    if reseeds:
+        for generator in generators.values():
+            seed_generator(generator, info.seed)
     if then is not None:
         then(number)
 
+    def read() -> list[Any]:
+        return [RngStates.read().to_json(), *map(read_state, generators.values())]
+
+    batched = getattr(info.dataset, "__getitems__", lambda keys: [info.dataset[key] for key in keys])
+    for indices in lists[number :: info.num_workers]:
+        before = read()
+        collate(batched(indices) if is_listed else info.dataset[indices])
+        if read() == before:
+            return
+
 
 class _OwnSampler:
-    indices: _EpochIndices
+    indices: Iterator[Any]
 
     def __iter__(self) -> Iterator[Any]:
         return self.indices
@@ -180,6 +217,7 @@ class _EpochIndices:
 
     Attributes:
         seeds: generator state for the loading processes.
+        skipped: the replica's lists that were trained on already, if processes load.
         number: of the next list of all replicas.
         drawn: lists of the epoch so far.
         position: lists of the epoch before the replica's next one.
@@ -195,8 +233,9 @@ class _EpochIndices:
         self._order = order
         self._reader = reader
         self._lists, self.seeds = loader.begin_epoch(order)
-        skipped = loader.skip_indices(self._lists, order, partial(reader.is_before, epoch))
-        self._marks, self.drawn = reader.begin_at(epoch, skipped), skipped.batches
+        mark, skipped = loader.skip_indices(self._lists, order, partial(reader.is_before, epoch))
+        self.skipped = skipped[(loader.replica - first + len(skipped)) % loader.replicas :: loader.replicas]
+        self._marks, self.drawn = reader.begin_at(epoch, mark), mark.batches
         self._ahead = self._seek()
 
     @property
