@@ -288,13 +288,13 @@ def list_events(segment: Segment, draw: random.Random) -> Iterator[tuple[float, 
 class Disturbance:
     """Makes the events of a run when their time has come, and notes them.
 
-    On a busy machine, where a run takes longer to come back, the time stands still until it has.
+    Their time stands still until the run has come back, which takes long on a busy machine.
     """
 
     def __init__(self, run: Run, draw: random.Random, outcome: Outcome) -> None:
         self._run, self._draw, self._outcome = run, draw, outcome
         self._events = list_events(run.segment, draw)
-        self._next, self._newest, self._late_s = next(self._events), -1.0, 0.0
+        self._next, self._newest, self._clock_s = next(self._events), -1.0, (0.0, 0.0)
         self._stopped: list[tuple[float, int]] = []
         self.killed_s: list[tuple[float, list[float]]] = []  # when, and where to note the recovery
         self.cuts_s: list[tuple[float, float]] = []
@@ -304,10 +304,11 @@ class Disturbance:
         for due_s, pid in [stopped for stopped in self._stopped if stopped[0] <= passed_s]:
             _send([pid], signal.SIGCONT)
             self._stopped.remove((due_s, pid))
-        at_s, kind, seconds = self._next
-        if newest > self._newest and passed_s >= at_s + self._late_s:
-            self._newest, self._late_s = newest, passed_s - at_s
-            self._next = next(self._events)
+        (last_s, trained_s), (at_s, kind, seconds) = self._clock_s, self._next
+        trained_s += passed_s - last_s if newest > self._newest else 0.0
+        self._clock_s = passed_s, trained_s
+        if newest > self._newest and trained_s >= at_s:
+            self._newest, self._next = newest, next(self._events)
             getattr(self, f"_{kind}", self._kill)(kind, seconds, passed_s)
 
     def _kill(self, kind: str, seconds: float, passed_s: float) -> None:
