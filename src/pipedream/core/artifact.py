@@ -119,12 +119,17 @@ class NamedKind:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Reads a regular file of at most `MAX_TEXT_BYTES`. Raises OSError or UnicodeDecodeError."""
-    status = os.stat(path)
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise OSError("it is a pipe or a device; give a regular file")
-    if status.st_size > MAX_TEXT_BYTES:
-        raise OSError(f"it has {status.st_size} bytes; at most {MAX_TEXT_BYTES} are read")
+    check_regular(path)
+    if (size := os.stat(path).st_size) > MAX_TEXT_BYTES:
+        raise OSError(f"it has {size} bytes; at most {MAX_TEXT_BYTES} are read")
     return Path(path).read_text(encoding="utf-8")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises an OSError for a pipe or a device, whose reading might never end."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError("it is a pipe or a device; give a regular file")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
@@ -142,7 +147,7 @@ def new_file(path: Path) -> Iterator[Path]:
     Raises:
         ArtifactError: the file cannot be written; no partial file is left.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")  # containers have equal ids
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from pipedream.core.artifact import write_text
+from pipedream.core.artifact import check_regular, write_text
 from pipedream.core.errors import ArtifactError
 from pipedream.services.checkpoint.stores.store import CheckpointStore, Lock, name_process, parse_minibatches
 
@@ -69,6 +68,7 @@ class LocalFolder(CheckpointStore):
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
+        check_regular(self.locate(path))
         with self.locate(path).open("rb") as file:
             yield file
 
@@ -83,9 +83,7 @@ class LocalFolder(CheckpointStore):
         self.locate(path).unlink()
 
     def read_text(self, path: str) -> str:
-        mode = self.locate(path).stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # reading a pipe would wait
-            raise OSError("it is a pipe or a device; give a regular file")
+        check_regular(self.locate(path))
         return self.locate(path).read_text(encoding="utf-8")
 
     def write_text(self, path: str, text: str) -> None:
