@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -291,6 +292,22 @@ def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -
 def test_states_that_do_not_fit_are_refused(change: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(pd.errors.CaptureError, match=words):
         start(untied, (2,), write(tmp_path, change(state_of(untied)), "file"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (torch.nn.Linear(1, 1), "pt: it holds more than tensors; give a state dict"),
+        ({"a": torch.eye(2).to_sparse()}, "'a' has the layout torch.sparse_coo in"),
+        ({"a": torch.empty(2, device="meta")}, "'a' has no values in"),
+        (None, "it is a pipe or a device"),
+    ],
+)
+def test_files_without_dense_values_are_refused(content: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    _ = os.mkfifo(path) if content is None else torch.save(content, path)
+    with pytest.raises(pd.errors.ArtifactError, match=words):
+        files.open_weights(path)
 
 
 INDEX, GIVE_AN_INDEX = "model.safetensors.index.json", "give an index of safetensors files"

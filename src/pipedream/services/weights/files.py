@@ -8,6 +8,7 @@ file, and all share one in the model. Only transformers knows a model's conversi
 import copy
 import json
 import os
+import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipedream.core.artifact import new_file, read_text, system_error
+from pipedream.core.artifact import check_regular, new_file, read_text, system_error
 from pipedream.core.errors import ArtifactError, CaptureError
 
 
@@ -80,13 +81,19 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     try:
+        check_regular(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch's advice would be to run what is in the file
+        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else error
         raise ArtifactError(
-            f"cannot read weights from {path}: {error}; give a state dict saved by torch.save, or safetensors"
+            f"cannot read weights from {path}: {reason}; give a state dict saved by torch.save, or safetensors"
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ArtifactError(f"{path} does not hold a state dict of tensors; give one saved from model.state_dict()")
+    for name, value in state.items():
+        if value.layout is not torch.strided or value.is_meta:
+            kind = "no values" if value.is_meta else f"the layout {value.layout}"
+            raise ArtifactError(f"{name!r} has {kind} in {path}; give dense tensors with values")
     return state
 
 
@@ -98,6 +105,7 @@ def _open_safetensors(path: Path) -> Any:
             f"{path} is read by the package safetensors, which is not installed; pip install 'torch-pipedream[hf]'"
         ) from None
     try:
+        check_regular(path)
         return safetensors.safe_open(path, framework="pt", device="cpu")
     except Exception as error:
         raise ArtifactError(
