@@ -141,6 +141,7 @@ def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (trained, print, "was given as a logger; give an object with log_metrics"),
         (trained, pd.loggers.CSVLogger, "was given as a logger; give an object with log_metrics"),
         (named, ["csv", "commet"], "'commet' is not known; choose from csv, tensorboard, wandb"),
+        (trained, pd.loggers.CSVLogger("/dev/full"), "cannot write /dev/full: No space left"),
         (named, ["wandb"], "needs the package wandb, which is not installed; pip install wandb"),
     ):
         with pytest.raises(pd.PipelineError, match=words):

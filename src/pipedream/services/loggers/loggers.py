@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
+from pipedream.core.artifact import writing
 from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.runtime.results import Done
 
@@ -153,9 +154,10 @@ class CSVLogger:
 
     def _write(self) -> None:
         row, self._row = self._row, {}
-        if self._file is None or not row.keys() <= set(self._columns):
-            self._open(row)
-        csv.DictWriter(self._file, self._columns).writerow(row)
+        with writing(self._path):
+            if self._file is None or not row.keys() <= set(self._columns):
+                self._open(row)
+            csv.DictWriter(self._file, self._columns).writerow(row)
 
     def _open(self, row: Mapping[str, Any]) -> None:
         """Opens the file with columns for the row, after the rows before it."""
