@@ -50,9 +50,10 @@ def match_waits(timeline: Timeline) -> dict[Span, tuple[str, Span]]:
 
 
 def start_window(timeline: Timeline, count: int) -> Window | None:
-    """Returns the first `count` microbatches of a run; None for a run without forwards."""
+    """Returns the first `count` microbatches of a run; None without forwards, or where the first spans were dropped."""
     starts = _find_starts(timeline)
-    if not starts:
+    passed = min((span.index for span in timeline.spans if span.kind in ("F", "B", "I", "W")), default=0)
+    if not starts or passed < min(starts):
         return None
     window = _make_window(timeline, starts, min(starts), count)
     return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
