@@ -1,7 +1,7 @@
 """What a stage holds, read off schedules: the papers' closed forms, the proof, and the bytes of a simulated run."""
 
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 
 import pytest
 from drawn import laid_out, straight
@@ -34,7 +34,7 @@ def test_it_is_what_the_proof_finds(built: pd.Schedule) -> None:
         assert stage_occupancy.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
 
 
-@given(st.one_of(straight(), laid_out()), st.integers(0, 40))
+@given(st.one_of(straight(), laid_out()), st.integers(0, 6))
 def test_the_folded_count_is_that_of_the_walk(built: pd.Schedule, total: int) -> None:
     program, last_kind = pd.lower(built), find_last_kind(built.kinds)
     length = total or 4 * program.cycle + 4 * sum(program.plan.in_flight) * program.placement.cycle
@@ -71,15 +71,6 @@ def test_the_planned_peak_is_no_less_than_the_simulated_one(name: str) -> None:
         peaks = pd.simulate(plan, minibatches=20).peak_bytes
         rows = zip(sorted(set(plan.worker_order)) or range(cluster.workers), peaks, strict=True)
         assert all(plan.worker_bytes[worker] >= peak for worker, peak in rows), (peaks, plan.worker_bytes)
-
-
-@pytest.mark.parametrize("replicas", list(product((1, 2, 3), repeat=3)), ids=str)
-def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[int, ...]) -> None:
-    for name in METHODS:
-        rule = occupancy_of(name)
-        plan = pd.Plan.uniform(3, replicas=replicas)
-        alone = [rule.of_stage(count).versions for count in plan.in_flight]
-        assert all(map(int.__le__, alone, (stage.versions for stage in rule.of_plan(plan)))), (name, alone)
 
 
 @given(st.data())
