@@ -185,9 +185,13 @@ def test_rank_0_that_does_not_come_to_torchruns_store(monkeypatch: pytest.Monkey
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     _machine(monkeypatch, 0, RANK=1, WORLD_SIZE=3, **meeting)
+    words = rf"is not connected%s: rank 0 did not come to \S+:{store.port}; read what"
     monkeypatch.setattr(joining, "JOIN_TIMEOUT_S", 0.1)
-    words = rf"is not connected within 0.1 s: rank 0 did not come to \S+:{store.port}; read what"
-    with pytest.raises(pd.errors.PlanError, match=words):
+    with pytest.raises(pd.errors.PlanError, match=words % " within 0.1 s"):
+        joining.join_group("cpu")
+    monkeypatch.setattr(joining, "JOIN_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(joining, "_open_attempt", lambda *_: (store, [0]))
+    with pytest.raises(pd.errors.PlanError, match=words % ""):  # long before the limit
         joining.join_group("cpu")
 
 
