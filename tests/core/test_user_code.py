@@ -16,6 +16,8 @@ OSError: the disk is gone
 def test_a_loaders_process() -> None:
     expected = "OSError: the disk is gone (in DataLoader worker process 1, at data.py:12 in __getitem__)"
     assert with_place(OSError(LOADERS)) == expected
+    assert with_place(MemoryError()).startswith("MemoryError; out of memory: use smaller batches")
+    assert with_place(OSError(24, "Too many open files")).endswith("; raise the limit of open files (ulimit -n 65536)")
     longer = with_place(OSError(LOADERS.replace("gone", "gone" * 10_000)))
     assert len(longer) < 1200
     assert longer.endswith(" in __getitem__)")

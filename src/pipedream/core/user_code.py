@@ -17,6 +17,12 @@ _PACKAGE = str(Path(__file__).parents[1])
 _CALLED_BY_MODELS = ("user_code.py", "record.py", "placeholder.py", "slice.py", "slice_forward.py")
 _LIBRARY = sysconfig.get_path("stdlib")
 _MAX_TEXT_LENGTH = 1000  # characters
+_SMALLER = "out of memory: use smaller batches, --recompute or more workers, or raise the limit (ulimit -v, a cgroup's)"
+_ADVICE = {
+    "MemoryError": _SMALLER,
+    "can't allocate memory": _SMALLER,
+    "Too many open files": "raise the limit of open files (ulimit -n 65536)",
+}
 _ORIGINAL = "Original Traceback (most recent call last):"  # in errors that torch passes on from another process
 
 
@@ -68,13 +74,22 @@ def name_call() -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Returns an error's type and text, with its module and the user's line.
+    """Returns an error's type and text, with its module and the user's line, and what to do where a limit is reached.
 
     A long text is shortened. An error of a DataLoader's process is described as raised there.
     """
-    if is_of_loader(error):
-        return _describe_loader_error(str(error))
-    text = "; ".join([f"{type(error).__name__}: {elide_middle(str(error).strip() or repr(error))}", *notes_of(error)])
+    return with_advice(_describe_loader_error(str(error)) if is_of_loader(error) else _describe(error))
+
+
+def with_advice(text: str) -> str:
+    """Returns an error's text, and what to do if a limit of the process is reached."""
+    return "; ".join([text, *(advice for words, advice in _ADVICE.items() if words in text and advice not in text)])
+
+
+def _describe(error: BaseException) -> str:
+    name, message = type(error).__name__, str(error).strip() or repr(error)
+    head = name if message == f"{name}()" else f"{name}: {elide_middle(message)}"
+    text = "; ".join([head, *notes_of(error)])
     module, source = getattr(error, _MODULE, ("", ""))
     line = user_line(error)
     if not line and source:
