@@ -310,11 +310,14 @@ DAMAGED = None, "", "[[0, 1.0", "\0" * 9, "{}", "[[0]]", '[["a", 1]]', "[[1e400,
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=lambda text: str(text)[:9])
-def test_damaged_losses_are_warned_of(text: str | None, tmp_path: Path) -> None:
+def test_damaged_losses_and_profiles_are_warned_of(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     if text is not None:
         file.write_text(text)
     point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=3), stores.open_store(tmp_path))  # type: ignore[arg-type]
+    (tmp_path / "profile.json").write_text(text or "")
+    with pytest.warns(UserWarning, match=r"going on without the profile .*profile.json \("):
+        assert point.profile is None
     with pytest.warns(UserWarning, match=f"{file} lacks losses of the 3 minibatches before the checkpoint"):
         assert len(point.losses) == (2 if text == "[[0, 1], [2, 1]]" else 0)
     file.write_text("[[1, 0.5], [2, NaN], [3, 1.0]]")

@@ -262,7 +262,14 @@ class ResumePoint:
     def profile(self) -> Profile | None:
         if self.folder is None or not self.folder.has_file("profile.json"):
             return None
-        return Profile.from_json(self.folder.read_text("profile.json"), str(self.folder.locate("profile.json")))
+        path = self.folder.locate("profile.json")
+        try:
+            return Profile.from_json(self.folder.read_text("profile.json"), str(path))
+        except (ArtifactError, OSError, ValueError) as error:
+            text = f"going on without the profile {path} ({error}); the plan and the weights are not affected"
+            if os.environ.get("RANK", "0") == "0":
+                warnings.warn(text, stacklevel=2)
+            return None
 
     @property
     def losses(self) -> list[tuple[int, float]]:
