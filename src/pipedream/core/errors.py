@@ -51,9 +51,11 @@ class PipelineError(Exception):
 
     Attributes:
         is_first: no other rank has reported an error yet, so this rank prints it.
+        status: the command's exit status.
     """
 
     is_first = False
+    status = BAD_CALL
 
 
 class ArtifactError(PipelineError):
@@ -112,18 +114,20 @@ class WorkerError(PipelineError):
         where: stage and op, as in ``stage 1, 1F17``.
         cause: in one line.
         advice: may be empty.
+        status: `BAD_CALL` where the worker has found a wrong call or bad input, which another start will find again.
     """
 
-    def __init__(self, rank: int, where: str, cause: str, advice: str = "") -> None:
+    def __init__(self, rank: int, where: str, cause: str, advice: str = "", *, status: int = 1) -> None:
         self.rank = rank
         self.where = where
         self.cause = cause
         self.advice = advice
+        self.status = status
         super().__init__(f"rank {rank}, {where}: {cause}" + (f"\n{advice}" if advice else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling passes `args`, which here are the finished text.
-        return type(self), (self.rank, self.where, self.cause, self.advice)
+        return type(self), (self.rank, self.where, self.cause, self.advice), {"status": self.status}
 
 
 class PeerError(WorkerError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import pipedream as pd
+from pipedream.apps import cli
 from pipedream.runtime import activity
 from pipedream.services.failure import guard, lost_packets, processes
 from pipedream.services.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
@@ -148,6 +150,21 @@ def test_who_reports_another_rank_also_prints_it(
         assert str(first) == str(full)
         error = processes.read_error(tmp_path / "error.json")
         assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
+
+
+def test_a_bad_call_ends_all_ranks_with_its_status(
+    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Also one that reports it second, or lost the connection: else the launcher may start them again."""
+    guards = [bare_guard(rank, heartbeat=heartbeats[rank], earlier_activities=[]) for rank in range(3)]
+    monkeypatch.setattr(guard, "Guard", lambda rank, *_: guards[rank])
+    recipe, lost = pd.errors.RecipeError("no recipe"), RuntimeError("Connection closed by peer")
+    for rank, error in ((1, recipe), (0, pd.errors.RecipeError("no recipe")), (2, lost)):
+        guards[rank]._stopped.set()
+        with pytest.raises(pd.PipelineError) as caught, guard.guard_job(rank, 3):
+            raise error
+        assert cli._report_error(pickle.loads(pickle.dumps(caught.value))) == 2
+    assert capsys.readouterr().err == "pipedream: no recipe\n"
 
 
 @pytest.mark.parametrize(("store_owner", "ended"), [("rank 0", False), ("the launcher", False), ("rank 0", True)])

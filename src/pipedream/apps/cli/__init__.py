@@ -139,7 +139,7 @@ def _name_output() -> str:
 
 def _report_error(error: PipelineError | OSError) -> int:
     """Prints an error, once for all workers."""
-    status = 1 if isinstance(error, (WorkerError, OSError)) else BAD_CALL
+    status = error.status if isinstance(error, PipelineError) else 1
     if isinstance(error, PeerError):
         return status  # the worker that failed prints it
     text = f"pipedream: {error}"

@@ -274,14 +274,14 @@ class Guard(Unguarded):
         check_same_settings({name: describe_setting(value) for name, value in settings.items()}, group)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
+        first = self._heartbeat.report_failure(_make_verdict(error))
         if first is not None and first[0] != self._rank:
             return _make_peer_error(first[1])
         self._has_reported = True
         write_error(f"pipedream: {error}")  # now, as the launcher may end this process before it prints
         return None
 
-    def first_cause(self, error: BaseException, where: str) -> PipelineError:
+    def first_cause(self, error: BaseException, where: str, status: int = 1) -> PipelineError:
         origin = error.__cause__ if isinstance(error, PipelineError) else error
         is_lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
         if is_lost and _is_raised_by_loader(origin):
@@ -298,7 +298,7 @@ class Guard(Unguarded):
             )
         elif not isinstance(error, WorkerError):
             cause = str(error) if isinstance(error, PipelineError) else with_place(error)
-            error = WorkerError(self._rank, where, cause)
+            error = WorkerError(self._rank, where, cause, status=status)
         return self.report(error) or error
 
     def wait_for_failure(self, wait_s: float = 3.0) -> PeerError | None:
@@ -428,7 +428,8 @@ def guard_job(rank: int, ranks: int) -> Iterator[Activity]:
     except (KeyboardInterrupt, PeerError):
         raise
     except BaseException as error:
-        first = guard.first_cause(error, activity.where)
+        status = error.status if isinstance(error, PipelineError) else 1
+        first = guard.first_cause(error, activity.where, status)
         if isinstance(error, PipelineError) and not isinstance(first, PeerError):
             error.is_first = True
             raise
@@ -456,7 +457,11 @@ def _make_client(store: Any, rank: int) -> Any:
 
 
 def _make_peer_error(verdict: Verdict) -> PeerError:
-    return PeerError(verdict.rank, verdict.where, verdict.cause, verdict.advice)
+    return PeerError(verdict.rank, verdict.where, verdict.cause, verdict.advice, status=verdict.status)
+
+
+def _make_verdict(error: WorkerError) -> Verdict:
+    return Verdict(error.rank, error.where, error.cause, error.advice, status=error.status)
 
 
 def _print_verdict(verdict: Verdict) -> None:

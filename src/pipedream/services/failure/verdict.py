@@ -56,6 +56,7 @@ class Verdict:
         where: its last activity.
         unresponsive: its process may be killed if it still exists.
         store_lost: the other ranks cannot be informed.
+        status: see `WorkerError`.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Verdict:
     advice: str = ""
     unresponsive: bool = False
     store_lost: bool = False
+    status: int = 1
 
 
 @dataclass
