@@ -89,23 +89,29 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # unless the user has chosen another interface
     _remove_abandoned_folders()
-    # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
-    folder = Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this())))
+    folders = [_make_folder()]
     try:
         with Agent(silent=silent, forks=forks) as agent:
-            return _run_attempts(workers, arguments, agent, folder, max_restarts, fewest)
+            return _run_attempts(workers, arguments, agent, folders, max_restarts, fewest)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_attempts(
-    workers: int, arguments: Sequence[str], agent: Agent, folder: Path, max_restarts: int, fewest: int | None
+    workers: int, arguments: Sequence[str], agent: Agent, folders: list[Path], max_restarts: int, fewest: int | None
 ) -> int:
     restarts = attempt = 0
     extra_arguments: list[str] = []
+    def make_attempt_folder() -> Path:
+        if not folders[-1].exists():  # a cleaner of temporary files may have removed it, with the earlier attempts
+            folders.append(_make_folder())
+        attempt_folder = folders[-1] / str(attempt)
+        attempt_folder.mkdir(exist_ok=True)
+        return attempt_folder
+
     while True:
-        attempt_folder = folder / str(attempt)
-        attempt_folder.mkdir()
+        attempt_folder = make_attempt_folder()
         ended = agent.run(workers, attempt, [*arguments, *extra_arguments], attempt_folder)
         if agent.signals:
             return 128 + agent.signals[0]
@@ -120,7 +126,7 @@ def _run_attempts(
             print(f"pipedream: restart {restarts} of {max_restarts} {reason}", file=sys.stderr, flush=True)
         elif may_continue and fewest is not None and workers > fewest:
             lost = failure.lost[: workers - fewest]
-            write_lost(attempt_folder, lost)
+            write_lost(make_attempt_folder(), lost)
             workers -= len(lost)
             extra_arguments = ["--workers", str(workers)]
             lost_text = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
@@ -154,6 +160,11 @@ def _make_folder_prefix(launcher: RankProcess) -> str:
 
 
 def _remove_abandoned_folders() -> None:
+def _make_folder() -> Path:
+    # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
+    return Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this())))
+
+
     """Removes the temporary folders of this machine's killed launchers whose process ids are visible here."""
     for folder in Path(tempfile.gettempdir()).glob("pipedream-*"):
         if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
