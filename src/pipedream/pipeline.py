@@ -145,7 +145,7 @@ class Pipeline:
 
         Raises:
             WorkerError: a worker failed; names rank, stage, op and cause.
-            KeyboardInterrupt: Ctrl-C, after the minibatches in flight have finished.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, after the minibatches in flight have finished.
         """
         training, local = self._training, self._local
         continues = training.is_running or training.epoch_batches > 0

@@ -28,16 +28,18 @@ def two_stages() -> tuple[nn.Module, pd.Plan]:
     return model, plan_of(model, BATCHES[0][0], (2,))
 
 
-def test_an_interrupt_is_told_once() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
+def test_an_interrupt_is_told_once(number: signal.Signals, code: int | None) -> None:
     """Ctrl-C drained the pipeline and raised; the evaluation that followed raised again, and nothing was saved."""
     model, plan = two_stages()
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         stream = pipeline.train(BATCHES, epochs=100)
         while next(stream).number < 9:
             pass
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt) as caught:
             list(stream)
+        assert getattr(caught.value, "code", None) == code, "a script that does not catch it ends with this status"
         assert pipeline.drains[-1] < 20
         assert pipeline.evaluate(BATCHES)["loss"] > 0
         assert set(pipeline.state_dict()) == set(model.state_dict())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
+from unittest import mock
 
 import processes
 import pytest
@@ -16,6 +17,7 @@ from commands import Refused, Run
 import pipedream as pd
 from pipedream.apps import cli
 from pipedream.apps.training.options import TrainingOptions
+from pipedream.runtime.activity import Terminated
 
 
 def test_commands_load_only_what_they_need(files: Path) -> None:
@@ -106,6 +108,12 @@ def test_train_has_a_flag_for_each_training_option() -> None:
     flags = {param.name for param in cli.load("train").params}
     fields = {field.name for field in dataclasses.fields(TrainingOptions)}
     assert fields - flags == {"shape", "memory_bytes", "quiet"}
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (Terminated, 143), (MemoryError, 1)])
+def test_the_status_of_an_interrupt(error: type[BaseException], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load", mock.Mock(side_effect=error))
+    assert cli.main(["show"]) == status
 
 
 def test_a_misspelt_command_is_corrected(refused: Refused) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
 import socket
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -71,7 +69,13 @@ def heartbeats(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[g
 def bare_guard(rank: int = 0, **parts: Any) -> guard.Guard:
     """Returns a guard without threads, which has these parts."""
     rank_guard = guard.Guard.__new__(guard.Guard)
-    for name, part in {"rank": rank, "stopped": threading.Event(), "store_is_rank_0s": False, **parts}.items():
+    for name, part in {
+        "rank": rank,
+        "stopped": threading.Event(),
+        "store_is_rank_0s": False,
+        "activity": activity.Activity(),
+        **parts,
+    }.items():
         setattr(rank_guard, f"_{name}", part)
     return rank_guard
 
@@ -81,16 +85,6 @@ def detector_of(rank: int, statuses: dict[int, RankStatus], store_owner: str = "
     detector = FailureDetector(rank, activity.Activity(), stuck_after_s=1.0, store_owner=store_owner)
     detector.receive(0.0, statuses)
     return detector
-
-
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What guards print before they end their processes, which stay here."""
-    lines: list[str] = []
-    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: lines.append(f"{verdict.rank}: {verdict.cause}"))
-    monkeypatch.setattr(guard, "_exit_now", lambda: lines.append("exit"))
-    monkeypatch.setattr(guard.Guard, "_end_process", lambda self, verdict: None)
-    return lines
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -114,27 +108,6 @@ def test_a_link_of_half_a_second_one_way_is_fast_enough(
     answers = calls.count(threading.current_thread())
     assert PERIOD_S + 2 * 0.5 * answers < SILENT_S < PERIOD_S + 2 * 1.0 * answers
     assert timedelta(seconds=2 * 0.5) < guard._ANSWER_TIMEOUT
-
-
-def test_the_first_report_counts_on_every_rank(heartbeats: list[guard.Heartbeat]) -> None:
-    verdicts = [Verdict(rank, "here", f"cause {rank}") for rank in range(3)]
-    together = threading.Barrier(3)
-
-    def report_failure(rank: int) -> object:
-        together.wait()
-        return heartbeats[rank].report_failure(verdicts[rank], wait_s=10.0)
-
-    with ThreadPoolExecutor(3) as threads:
-        first, *others = threads.map(report_failure, range(3))
-    assert others == [first] * 2
-    assert first in list(enumerate(verdicts))
-
-
-def test_a_report_is_asked_for_now(heartbeats: list[guard.Heartbeat]) -> None:
-    assert heartbeats[0].find_failure(5.0) is None
-    verdict = Verdict(1, "stage 1", "the ice is thin")
-    heartbeats[1].report_failure(verdict, wait_s=5.0)
-    assert heartbeats[0].find_failure(5.0) == (1, verdict)
 
 
 def test_who_reports_another_rank_also_prints_it(
@@ -167,6 +140,16 @@ def test_a_bad_call_ends_all_ranks_with_its_status(
     assert capsys.readouterr().err == "pipedream: no recipe\n"
 
 
+def test_after_sigterm_a_rank_does_not_wait_for_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sends it to the others of a worker that has failed."""
+    rank_guard, ends = bare_guard(0), list[None]()
+    monkeypatch.setattr(guard, "_GRACE_S", 1e9)
+    monkeypatch.setattr(guard, "_exit_now", lambda: (ends.append(None), rank_guard._stopped.set()))
+    rank_guard._activity.interrupts.is_terminated = True
+    rank_guard._end_process(Verdict(1, "stage 1", "it has failed"))
+    assert ends == [None]
+
+
 @pytest.mark.parametrize(("store_owner", "ended"), [("rank 0", False), ("the launcher", False), ("rank 0", True)])
 def test_a_store_may_go_only_with_the_rank_0_that_has_finished(store_owner: str, ended: bool) -> None:
     """The verdict is also read as that of rank 0, which serves the store, on the others."""
@@ -181,10 +164,12 @@ def test_a_store_may_go_only_with_the_rank_0_that_has_finished(store_owner: str,
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
-    heard: bool, printed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before the ranks have heard of each other."""
+    printed: list[str] = []
+    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: printed.append(f"{verdict.rank}: {verdict.cause}"))
+    monkeypatch.setattr(guard, "_exit_now", lambda: printed.append("exit"))
+    monkeypatch.setattr(guard.Guard, "_end_process", lambda self, verdict: None)
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         detector = detector_of(rank, {1 - rank: RankStatus(1, "here", THIS)} if heard else {})
@@ -207,18 +192,6 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
         with pytest.raises(ConnectionResetError) as caught:
             names["broken"]()
         assert words in str(rank_guard.first_cause(caught.value, "stage 0, 0F4"))
-
-
-def test_a_store_that_is_away_holds_nobody(store: Store, heartbeats: list[guard.Heartbeat]) -> None:
-    assert soon(lambda: heartbeats[0].exchanges > 0)
-    store.gone = True
-    start = time.monotonic()
-    assert heartbeats[0].report_failure(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
-    assert time.monotonic() - start < 5.0
-    before = heartbeats[1].exchanges
-    time.sleep(0.3)  # six periods
-    assert heartbeats[1].exchanges <= before + 1
-    store.gone = False
 
 
 def test_a_store_that_has_ended_holds_no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,22 +232,6 @@ def test_rank_0_that_has_finished_lets_the_others_know_before_its_store_ends(hea
     start = time.monotonic()
     heartbeats[0].wait_until_heard(60.0)
     assert time.monotonic() - start < 30.0, "they have ended and hear nothing"
-
-
-def test_torchrun_that_has_ended_ends_its_workers(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, with one message for all; those of the command's own launcher end with it anyway."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for rank in (0, 1):
-        parts = {"activity": activity.Activity(), "parent": os.getppid()}
-        rank_guard = bare_guard(rank, **parts, detector=detector_of(rank, {1 - rank: RankStatus(1, "there", THIS)}))
-        assert rank_guard._check_launcher() is None
-        rank_guard._parent = 17
-        verdict = rank_guard._check_launcher()
-        assert verdict is not None
-        rank_guard._announce(verdict)
-    assert printed == ["0: torchrun (process 17), which started this rank, has ended; its workers end", "exit", "exit"]
-    monkeypatch.setenv(processes.LAUNCHER, "17 1")
-    assert rank_guard._check_launcher() is None
 
 
 def test_only_the_same_process_is_ended() -> None:

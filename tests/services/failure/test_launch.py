@@ -3,13 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,15 @@ ONE = "continuing with one worker fewer, 1, after: %s"
         ({"max_restarts": 1}, ["a", "b"], 1, [2, 2], ["restart 1 of 1 after: a", "b"]),
         ({"max_restarts": 5, "fewest": 1}, [2], 2, [2], ["bad"]),
         ({"max_restarts": 5}, ["a", 130], 130, [2, 2], ["restart 1 of 5 after: a"]),
+        ({"max_restarts": 5}, [143], 143, [2], []),
+        ({}, ["the message above"], 1, [2], []),
+        (
+            {"max_restarts": 1, "fewest": 1},
+            ["-", "-b", "c"],
+            1,
+            [2, 2, 1],
+            ["restart 1 of 1 after: -", ONE % "-b", "c"],
+        ),
         ({"max_restarts": 1, "fewest": 1}, ["a", "b", "c"], 1, [2, 2, 1], ["restart 1 of 1 after: a", ONE % "b", "c"]),
         ({"fewest": 2}, ["a"], 1, [2], ["a"]),
         (
@@ -44,7 +53,7 @@ ONE = "continuing with one worker fewer, 1, after: %s"
 def test_attempts(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, options: Any, ends: Any, status: int, counts: Any, lines: list[str]
 ) -> None:
-    """An end is a status, or the words of a failure, with as many lost ranks."""
+    """An end is a status, or the words of a failure, with as many lost ranks; "-": the folder is gone."""
     run: list[tuple[int, int, list[str]]] = []
     lost: list[int] = []
 
@@ -55,6 +64,8 @@ def test_attempts(
     def run_workers(_: Any, workers: int, number: int, arguments: list[str], folder: Path) -> list[agent.Worker]:
         end = ends[len(run)]
         run.append((workers, number, list(arguments)))
+        if "-" in str(end):
+            shutil.rmtree(folder.parent)
         return [agent.Worker(0, 10, folder / "none", status=end if isinstance(end, int) else 1)]
 
     def judge(failures: list[agent.Worker], _: Path) -> launching._Failure:
@@ -118,8 +129,30 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
     processes.write_error(text)
     lost, gone = agent.Worker(0, 10, file, status=1), agent.Worker(1, 11, tmp_path / "none", status=3)
     assert "rank 1 ended with exit status 3" in launching._judge([lost, gone], tmp_path).text
-    gone.status = -15  # by the agent
+    gone.status = -9  # by the agent
     assert launching._judge([lost, gone], tmp_path).text == text
+    gone.was_lost = True
+    assert "rank 1 was ended by SIGKILL" in launching._judge([lost, gone], tmp_path).text
+    file.write_text("")  # on a full disk, and the worker has printed its message
+    assert launching._judge([replace(gone, status=2), lost], tmp_path).text == launching._PRINTED
+
+
+@pytest.mark.parametrize(
+    ("received", "sent"),
+    [(signal.SIGINT, [signal.SIGINT]), (signal.SIGTERM, [signal.SIGINT]), (0, [signal.SIGTERM, -signal.SIGKILL])],
+)
+def test_workers_drain_or_are_ended(
+    received: int, sent: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SIGTERM to the launcher reaches them as SIGINT; after a failure it is for the processes that they started."""
+    numbers: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: numbers.append(number))
+    monkeypatch.setattr(os, "kill", lambda pid, number: numbers.append(-number))
+    monkeypatch.setattr(agent, "_list_running", lambda workers: [])
+    launcher = agent.Agent()
+    launcher.signals = [received] * bool(received)
+    launcher._end([agent.Worker(0, 10, tmp_path)])
+    assert numbers == [*sent, signal.SIGKILL]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -131,7 +164,7 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
     worker = agent.Worker(1, sleeper.pid, Path("none"))
     monkeypatch.setattr(agent, "_KILLED_S", 0.0)
     monkeypatch.setattr(agent, "is_kill_pending", lambda pid: frozen)
-    monkeypatch.setattr(agent, "_send_signal", lambda *of: None if frozen else sleeper.kill())
+    monkeypatch.setattr(agent, "_send_signal", lambda *of, **how: None if frozen else sleeper.kill())
     launcher._end([worker])
     assert (worker.is_running, worker.status, len(launcher._left)) == (False, -signal.SIGKILL, frozen)
     line = f"pipedream: rank 1 (process {sleeper.pid}) was killed, but is frozen or waits for a disk; going on "
@@ -145,57 +178,27 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
 # -- stopped processes ------------------------------------------------------------------------------------------------
 
 
-WORKER = """
-import os, subprocess, sys, time
-watch = "import sys; from pipedream.services.failure import processes; processes._ALL_STOPPED_S = 0.6; "
-end = "processes._end_worker(int(sys.argv[1]))"
-subprocess.Popen([sys.executable, "-c", watch + end, str(os.getpid())], start_new_session=True)
-print("watched", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
-    """The environment of a worker of torchrun, and the processes that it starts."""
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", None), (processes.LAUNCHER, "1 1")]
+)
+def test_a_worker_of_torchrun_is_watched_once_and_no_other(
+    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[str, int]] = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(processes.LAUNCHER, raising=False)
     monkeypatch.setattr(processes, "_start_watcher", lambda *what: started.append(what))
-    processes.watch_from_outside.cache_clear()
-    yield started
-    processes.watch_from_outside.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", None), (processes.LAUNCHER, "1 1")]
-)
-def test_a_worker_of_torchrun_is_watched_once_and_no_other(
-    torchrun: list[tuple[str, int]], name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr(processes, "watch_from_outside", cache(processes.watch_from_outside.__wrapped__))
     processes.stay_with_launcher()
     processes.watch_from_outside()
-    assert torchrun == [("worker", os.getpid())]
+    assert started == [("worker", os.getpid())]
     processes.watch_from_outside.cache_clear()
     monkeypatch.delenv(name, raising=False)
     if value is not None:
         monkeypatch.setenv(name, value)
     processes.watch_from_outside()
-    assert len(torchrun) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_worker_that_stays_stopped_is_killed_from_outside() -> None:
-    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=-1, stderr=-1, text=True) as worker:
-        assert worker.stdout is not None
-        assert worker.stderr is not None
-        worker.stdout.readline()
-        worker.send_signal(signal.SIGSTOP)
-        assert worker.wait(60) == -signal.SIGKILL
-        error = worker.stderr.read()  # to its end: the watch is over, too
-        assert error == "pipedream: rank None was stopped for 0.6 s and was killed\n"
+    assert len(started) == 1
 
 
 # -- workers as forks -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The `pipedream` command: reads options and prints; the work is done elsewhere.
 
 ``--json`` prints one object on standard output and nothing else there; an error is one message on standard error. Exit
-status: 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
+status: 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C, 143 after SIGTERM.
 
 A command's module is imported only when it is used.
 """
@@ -25,6 +25,8 @@ from pipedream.apps.cli.retired import refuse_retired
 from pipedream.apps.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.extensions import list_offers
+from pipedream.core.user_code import with_advice
+from pipedream.runtime.activity import Terminated
 from pipedream.services.failure.processes import end_process, stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
@@ -57,6 +59,12 @@ class _Commands(TyperGroup):
         refuse_retired(args[0])
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(command.name or ""), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Terminated as leave:  # typer would take it for Ctrl-C
+            raise typer.Exit(leave.STATUS) from leave
 
 
 @cache  # workers, forked later, have it
@@ -112,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(leave.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except PipelineError as error:
+    except (PipelineError, MemoryError) as error:
         return _report_error(error)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
@@ -137,12 +145,12 @@ def _name_output() -> str:
         return "standard output"
 
 
-def _report_error(error: PipelineError | OSError) -> int:
+def _report_error(error: PipelineError | OSError | MemoryError) -> int:
     """Prints an error, once for all workers."""
     status = error.status if isinstance(error, PipelineError) else 1
     if isinstance(error, PeerError):
         return status  # the worker that failed prints it
-    text = f"pipedream: {error}"
+    text = with_advice(f"pipedream: {error if str(error) else type(error).__name__}")
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from pipedream.services.failure.processes import is_launched_here, write_error
 

@@ -29,6 +29,7 @@ from pipedream.apps.training.train import train_recipe
 from pipedream.core.artifact import read_text, write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
+from pipedream.runtime.activity import Terminated
 from pipedream.runtime.comm import process_group
 from pipedream.services.checkpoint.stores import open_store
 from pipedream.services.failure.guard import guard_job
@@ -57,7 +58,7 @@ class Runs:
         Raises:
             PlanError: the workers refused it.
             WorkerError: a worker failed.
-            KeyboardInterrupt: Ctrl-C.
+            KeyboardInterrupt: Ctrl-C or SIGTERM.
         """
         folder = self.folder / name
         options = {"seed": self.seed, "device": self.device, "out": str(folder), **more}
@@ -78,6 +79,8 @@ class Runs:
             text = messages.getvalue()
         if status in (130, -2):
             raise KeyboardInterrupt
+        if status in (Terminated.STATUS, -15):
+            raise Terminated
         if status:
             text = text.strip().removeprefix("pipedream: ") or f"exit status {status}"
             text = text.rpartition("\n")[2] if "Traceback" in text else text
@@ -196,8 +199,8 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
     else:
         rival = PlainLoop(task)
     loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(open_store(""), 0, 0), began_s)
-    if loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
-        raise KeyboardInterrupt
+    if interrupt := loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
+        raise interrupt
     summary = loop.list_figures() | {
         "schedule": f"torch, {kind}",
         "recipe": recipe.name,

@@ -98,14 +98,14 @@ class TrainingLoop:
         self.seconds_to_target = saved.get("seconds_to_target")
         self.samples_per_s = list(saved.get("samples_per_s", ()))
 
-    def train(self, epochs: int, minibatches: int | None, minibatch_s: float) -> bool:
-        """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it.
+    def train(self, epochs: int, minibatches: int | None, minibatch_s: float) -> KeyboardInterrupt | None:
+        """Trains to a total of epochs or minibatches; returns what interrupted it, Ctrl-C or SIGTERM.
 
         Args:
             minibatch_s: predicted seconds of one.
         """
         begin_s = self._train_began_s = time.perf_counter() - self.train_s
-        interrupted = False
+        interrupt: KeyboardInterrupt | None = None
         self._restarts.begin(self.pipeline.drain())
         rate_begin: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
@@ -144,21 +144,21 @@ class TrainingLoop:
                         self._save()
                     if is_last:
                         break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 # A second signal must not interrupt the saving.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                interrupted = True
+                signal.signal(signal.SIGTERM if isinstance(error, SystemExit) else signal.SIGINT, signal.SIG_IGN)
+                interrupt = error
                 self.console.print("interrupted: the pipeline is drained, writing the run folder")
         if self.pipeline.should_stop:
             self.console.print(f"stopped after minibatch {self.pipeline.drain()}: should_stop was set by a callback")
         self.train_s = time.perf_counter() - begin_s
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
-            # The metrics should be those of the saved weights. After Ctrl-C there is no time for them: a launcher ends
-            # its workers half a minute later.
-            self.metrics = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
+            # The metrics should be those of the saved weights. After a signal there is no time for them: a launcher
+            # ends its workers half a minute later.
+            self.metrics = {} if interrupt else self.pipeline.evaluate(self.recipe.test)
         if self.checkpoints.every != 0:
             self._save()
-        return interrupted
+        return interrupt
 
     def list_losses(self) -> list[tuple[int, float]]:
         """Returns all losses, including those of drained minibatches that the loop has yet to receive."""

@@ -61,7 +61,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 
     Raises:
         PipelineError: see the errors of each part.
-        KeyboardInterrupt: Ctrl-C, after the minibatches in flight have finished and the run folder is written.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, once the minibatches in flight are done and the run folder is written.
     """
     process = Process.join(options)
     with guard_job(process.rank, process.count) as activity:
@@ -75,14 +75,14 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
                 run_folder.check_unused(job.run_folder)
             policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
-            files = run_job(planned, process, policy)
+            files, interrupt = run_job(planned, process, policy)
             activity.doing = "writing the run folder"
             if process.rank == 0:
                 run_folder.write_run(job.folder, files, job.run_folder)
                 _print_result(process, files.summary, job)
         process_group.wait_for_all()  # the others watch rank 0 until its last file is written
-    if files.summary["interrupted"]:
-        raise KeyboardInterrupt
+    if interrupt is not None:
+        raise interrupt
     return files.summary
 
 
@@ -102,8 +102,10 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
     }
 
 
-def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> run_folder.RunFiles:
-    """Trains a planned job, from its checkpoint if resumed, and returns what goes into its run folder."""
+def run_job(
+    planned: PlannedJob, process: Process, policy: CheckpointPolicy
+) -> tuple[run_folder.RunFiles, KeyboardInterrupt | None]:
+    """Trains a planned job, from its checkpoint if resumed; returns its run folder's files, and what interrupted it."""
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
@@ -131,11 +133,11 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         begin_times = CoreTimes.now()
-        interrupted = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
+        interrupt = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
         slowness = run_folder.gather_slowness(begin_times)
         files = _collect_files(planned, process, loop, slowness if process.device.type == "cpu" else [1.0])
-    files.summary.update(interrupted=interrupted, seconds=time.perf_counter() - loop.began_s)
-    return files
+    files.summary.update(interrupted=interrupt is not None, seconds=time.perf_counter() - loop.began_s)
+    return files, interrupt
 
 
 def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:

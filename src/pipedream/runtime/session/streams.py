@@ -36,7 +36,7 @@ class Streams:
         self._raised_interrupts = 0
         for worker in workers_here.workers:
             worker.stop_requested = self._is_stop_requested
-        workers_here.activity.interrupts = lambda: self.interrupts.count
+        workers_here.activity.interrupts = self.interrupts
         workers_here.activity.doing = LOOP
 
     @property

@@ -160,7 +160,7 @@ class Training:
         if self._streams.interrupts.is_interrupted and not self.is_running:
             self._streams.clear_interrupt()
             self.is_interrupted = True
-            raise KeyboardInterrupt
+            raise self._streams.interrupts.make_error()
 
     def _advance(self) -> bool:
         """Takes the next result, if any; returns whether there was one."""

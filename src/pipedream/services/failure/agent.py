@@ -66,7 +66,8 @@ class Agent:
         forks: workers that run a module are forks of this process, where that is possible.
 
     Attributes:
-        signals: received by this process; the first is sent to the workers, a second ends the wait for them.
+        signals: received by this process; the first is sent to the workers (SIGTERM as SIGINT), a second
+            ends the wait for them.
     """
 
     def __init__(self, *, silent: bool = False, forks: bool = False) -> None:
@@ -128,7 +129,11 @@ class Agent:
         return (_fork if can_fork and arguments[0] == "-m" else _spawn)(arguments, variables, self._silent)
 
     def _end(self, workers: Sequence[Worker]) -> None:
-        _send_signal(workers, self.signals[0] if self.signals else signal.SIGTERM)
+        if self.signals:  # SIGTERM would end the processes of loaders, which a drain still needs
+            _send_signal(workers, signal.SIGINT if self.signals[0] == signal.SIGTERM else self.signals[0])
+        else:  # a worker drains after SIGTERM; the processes that it has started may need time to clean up
+            _send_signal(workers, signal.SIGTERM)
+            _send_signal(workers, signal.SIGKILL, group=False)
         self._wait(workers, 0.0)
         _send_signal(workers, signal.SIGKILL)
         self._wait(workers, _KILLED_S)
@@ -232,11 +237,11 @@ def _run_module(arguments: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _send_signal(workers: Sequence[Worker], number: int) -> None:
+def _send_signal(workers: Sequence[Worker], number: int, *, group: bool = True) -> None:
     """Sends a signal to each running worker, and to the processes that it has started."""
     for worker in [worker for worker in workers if worker.is_running]:
         try:
-            os.killpg(worker.pid, number)
+            (os.killpg if group else os.kill)(worker.pid, number)
         except ProcessLookupError:  # it has not called setsid yet
             os.kill(worker.pid, number)
 

@@ -184,7 +184,7 @@ class Heartbeat:
             where,
             self._process,
             self._has_ended,
-            interrupts=activity.interrupts(),
+            interrupts=activity.interrupts.count,
             session=activity.session,
             calls=len(calls),
             last_calls=calls[-_SENT_CALLS:],
@@ -286,6 +286,8 @@ class Guard(Unguarded):
         is_lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
         if is_lost and _is_raised_by_loader(origin):
             is_lost, error = False, WorkerError(self._rank, where, f"a process of the DataLoader has ended ({origin})")
+        if is_lost:
+            self._activity.interrupts.give_up()  # torchrun sends SIGTERM to the others of a worker that has failed
         first = self.wait_for_failure(_CONNECTION_WAIT_S if is_lost else 0.0)
         if first is not None:
             return first
@@ -402,13 +404,15 @@ class Guard(Unguarded):
         return [self._rank, *(rank for rank in ranks if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Kills an unresponsive process; ends this one unless the main thread does."""
+        """Kills an unresponsive process; ends this one unless the main thread does, after SIGTERM at once."""
         if verdict.unresponsive and verdict.rank != self._rank:
             status = self._detector.statuses.get(verdict.rank)
             if status is not None:
                 status.process.kill()
-        if not self._stopped.wait(_GRACE_S):
-            _exit_now()
+        end_s = time.monotonic() + _GRACE_S
+        while not self._stopped.wait(_POLL_S):
+            if self._activity.interrupts.is_terminated or time.monotonic() > end_s:
+                _exit_now()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pipedream._version import hash_sources
 from pipedream.core.errors import BAD_CALL
+from pipedream.runtime.activity import Terminated
 from pipedream.services.failure.agent import Agent, Worker, count_threads
 from pipedream.services.failure.processes import (
     LOST_CONNECTION,
@@ -30,7 +31,8 @@ from pipedream.services.failure.processes import (
     write_lost,
 )
 
-_INTERRUPTED = 128 + signal.SIGINT
+_INTERRUPTED = (128 + signal.SIGINT, Terminated.STATUS)
+_PRINTED = "pipedream: the message above"
 
 
 def set_threads(processes: int) -> None:
@@ -84,7 +86,7 @@ def launch(
         fewest: after the restarts, continue without lost workers, down to this number (`write_lost`).
         forks: where possible, workers are forks of this process, which has computed nothing (`import_for_workers`).
 
-    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
+    Returns the exit status: 0; 130 after Ctrl-C, 143 after SIGTERM; otherwise that of the worker that failed first.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # unless the user has chosen another interface
@@ -101,8 +103,6 @@ def launch(
 def _run_attempts(
     workers: int, arguments: Sequence[str], agent: Agent, folders: list[Path], max_restarts: int, fewest: int | None
 ) -> int:
-    restarts = attempt = 0
-    extra_arguments: list[str] = []
     def make_attempt_folder() -> Path:
         if not folders[-1].exists():  # a cleaner of temporary files may have removed it, with the earlier attempts
             folders.append(_make_folder())
@@ -110,13 +110,15 @@ def _run_attempts(
         attempt_folder.mkdir(exist_ok=True)
         return attempt_folder
 
+    restarts = attempt = 0
+    extra_arguments: list[str] = []
     while True:
         attempt_folder = make_attempt_folder()
         ended = agent.run(workers, attempt, [*arguments, *extra_arguments], attempt_folder)
         if agent.signals:
             return 128 + agent.signals[0]
         failures = [worker for worker in ended if worker.status]
-        if not failures or failures[0].status == _INTERRUPTED:
+        if not failures or failures[0].status in _INTERRUPTED:
             return failures[0].status if failures else 0
         failure = _judge(failures, attempt_folder)
         reason = "after: " + failure.text.removeprefix("pipedream: ")
@@ -132,7 +134,8 @@ def _run_attempts(
             lost_text = "one worker" if len(lost) == 1 else f"{len(lost)} workers"
             print(f"pipedream: continuing with {lost_text} fewer, {workers}, {reason}", file=sys.stderr, flush=True)
         else:
-            print(failure.text, file=sys.stderr, flush=True)
+            if failure.text != _PRINTED:
+                print(failure.text, file=sys.stderr, flush=True)
             return failure.status
         attempt += 1
 
@@ -147,12 +150,19 @@ def _judge(failures: Sequence[Worker], folder: Path) -> _Failure:
     text = text or read_error(first.error_file)
     if text is None and first.status >= 0:  # perhaps because of another worker, which ended a little later
         text = next(filter(None, (read_error(failure.error_file) for failure in failures)), None)
+        if text is None and any(failure.error_file.exists() for failure in failures):
+            text = _PRINTED  # by the worker itself, which had no space to leave it
     if text is not None and LOST_CONNECTION in text:  # the other worker's end is the cause
         without_message = [failure for failure in failures if not read_error(failure.error_file)]
-        for failure in [failure for failure in without_message if failure.status not in (1, -signal.SIGTERM)][:1]:
+        for failure in [failure for failure in without_message if failure.was_lost or failure.status > 1][:1]:
             first, text = failure, None
     lost = tuple(failure.rank for failure in failures if failure.was_lost) or (first.rank,)
     return _Failure(text or _describe_silent_end(first, read_doing(folder, first.rank)), status, lost)
+
+
+def _make_folder() -> Path:
+    # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
+    return Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this())))
 
 
 def _make_folder_prefix(launcher: RankProcess) -> str:
@@ -160,11 +170,6 @@ def _make_folder_prefix(launcher: RankProcess) -> str:
 
 
 def _remove_abandoned_folders() -> None:
-def _make_folder() -> Path:
-    # Not a TemporaryDirectory: forks would have it too, and the first that ends would remove the folder.
-    return Path(tempfile.mkdtemp(prefix=_make_folder_prefix(RankProcess.this())))
-
-
     """Removes the temporary folders of this machine's killed launchers whose process ids are visible here."""
     for folder in Path(tempfile.gettempdir()).glob("pipedream-*"):
         if name := re.match(r"(pipedream-\w+-)(\d+)-\d+-", folder.name):
