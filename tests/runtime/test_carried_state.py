@@ -78,17 +78,17 @@ def in_training(module: Any, x: Tensor) -> Tensor:
 CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "of each sample": (lambda: None, of_each_sample),
     "if it fits": (lambda: None, if_it_fits),
-    "in training": (lambda: None, in_training),
     "with dropout": (lambda: None, lambda module, x: in_training(module, module.dropout(x))),
     "list": (list, IN_LIST),
     "deque": (lambda: deque(maxlen=2), IN_LIST),
     "dict": (dict, IN_DICT),
     "object": (SimpleNamespace, IN_OBJECT),
     "in place": (lambda: torch.zeros(6).double(), IN_PLACE),
-    "running": (lambda: torch.zeros(6).double(), running),
     "counter": (int, counted),
     "inner module": (nn.Identity, lambda module, x: of_each_sample(module.inner, x)),
     "buffer": (lambda: "buffer", in_training),
+    "running buffer": (lambda: nn.Buffer(torch.zeros(6).double()), running),
+    "written buffer": (lambda: nn.Buffer(torch.zeros(6).double()), IN_PLACE),
 }
 
 

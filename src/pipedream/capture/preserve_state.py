@@ -47,10 +47,11 @@ class Attributes:
 
 def read_attributes(module: nn.Module) -> dict[str, Any]:
     """Returns a module's plain attributes by value, and of others what changes if they are replaced or written."""
-    return {name: _mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
+    return {name: mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
 
 
-def _mark(value: Any) -> Any:
+def mark(value: Any) -> Any:
+    """Returns what changes if a value is replaced or written."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -82,7 +83,7 @@ class Objects:
         inner: Iterable[Any] = ()
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
-                self._restore.append(partial(_copy_back, value, value.detach().clone()))
+                self._restore.append(partial(copy_back, value, value.detach().clone()))
         elif row := next((row for row in _STATES if isinstance(value, row[0])), None):
             state = row[1](value)
             inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
@@ -116,8 +117,9 @@ def _reset(owner: type, name: str, item: Any) -> None:
         setattr(owner, name, item)
 
 
-def _copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if not torch.equal(tensor, value):
+def copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a value into a tensor, unless they are equal."""
+    if not torch.equal(tensor.to_dense(), value.to_dense()):
         tensor.data.copy_(value)
 
 

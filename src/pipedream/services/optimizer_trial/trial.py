@@ -33,6 +33,8 @@ def check_steps_apart(
     sides = [(bit, side) for bit in range((len(trained) - 1).bit_length()) for side in (0, 1)]
     changes = [{name for s, stage in enumerate(trained) for name in stage if s >> b & 1 == side} for b, side in sides]
     reference: dict[str, torch.Tensor] = {}
+    if len(trained) > 1:
+        _check_options(factory, trained, handles, device, preserving)
     for changed in (set[str](), *changes) if len(trained) > 1 else ():
         try:
             with preserving(), refusing_collectives("the optimizer"):
@@ -52,16 +54,50 @@ def check_steps_apart(
                 )
 
 
-def _step_copies(
-    factory: Callable[[Any], Any], handles: Mapping[str, Parameter], changed: set[str], device: torch.device
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """Returns the optimizer's class, and small weights after its steps; none if it steps each element by itself."""
+def _check_options(
+    factory: Callable[[Any], Any],
+    stages: Sequence[Mapping[str, Parameter]],
+    handles: Mapping[str, Parameter],
+    device: torch.device,
+    preserving: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Raises a `ScheduleError` if weights get other options among their stage's than among all, as by their place."""
+
+    def read_options(some: Mapping[str, Parameter]) -> dict[str, str]:
+        with preserving():
+            copies = _copy_small(some, device)
+            names, groups = {id(copy): name for name, copy in copies.items()}, factory([*copies.items()]).param_groups
+        options = ({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups)
+        return {names[id(p)]: repr(row) for group, row in zip(groups, options, strict=True) for p in group["params"]}
+
+    try:
+        whole, alone = read_options(handles), [read_options(stage) for stage in stages]
+    except Exception:
+        return
+    for name, options in ((name, options) for stage in alone for name, options in stage.items()):
+        if whole.get(name) != options:
+            raise ScheduleError(
+                f"the optimizer's factory gives {name!r} other options in its stage than among all weights; choose "
+                "groups by name or attribute, not by place or number"
+            )
+
+
+def _copy_small(handles: Mapping[str, Parameter], device: torch.device) -> dict[str, Parameter]:
+    """Returns a small parameter for each, with its attributes."""
     generator, copies = torch.Generator().manual_seed(0), dict[str, Parameter]()
     for name, handle in handles.items():
         options: Any = {"dtype": torch.promote_types(handle.dtype, torch.float64)}  # estimates may begin at 1e-6
         values = torch.rand([min(size, 2) for size in handle.shape], generator=generator, **options)
         copies[name] = Parameter(values.to(device))
         copies[name].__dict__.update(handle.__dict__)  # by which a factory may make groups
+    return copies
+
+
+def _step_copies(
+    factory: Callable[[Any], Any], handles: Mapping[str, Parameter], changed: set[str], device: torch.device
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Returns the optimizer's class, and small weights after its steps; none if it steps each element by itself."""
+    copies = _copy_small(handles, device)
     directions = [torch.randn_like(copy) for copy in copies.values()]
     optimizer, ids = factory(list(copies.items())), {id(copy) for copy in copies.values()}
     if steps_each_element(optimizer) or any(
@@ -71,7 +107,7 @@ def _step_copies(
     getattr(optimizer, "train", lambda: None)()
     for step in range(_STEPS):
         for (name, copy), direction in zip(copies.items(), directions, strict=True):
-            usual, other = 1 + step / 10, (-1) ** step * 100.0 ** (step % 5 - 2)
+            usual, other = (1 + step / 10) * 10.0 ** -(step % 3), (-1) ** step * 100.0 ** (step % 5 - 2)
             copy.grad = direction * (other if name in changed else usual)
         optimizer.step()
     return type(optimizer).__name__, {name: copy.detach() for name, copy in copies.items()}
