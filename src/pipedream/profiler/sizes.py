@@ -103,15 +103,16 @@ def measure_sizes(
     A storage counts once, in the first layer that saves a tensor in it: a ReLU's output counts there, not in the Linear
     that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
     """
-    owned = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
+    of_layers = (tensor for layer in layers for tensor in [*layer.parameters(), *layer.buffers()])
+    owned = {tensor.untyped_storage()._cdata for tensor in of_layers if tensor.layout is torch.strided}
     storages: dict[int, torch.UntypedStorage] = {}
     savers: dict[int, list[int]] = {}
     index = 0
     saved: list[list[torch.Tensor]] = []  # read if the forward takes derivatives, as of an energy
 
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
-        storage = local_part(tensor).untyped_storage()
-        if storage._cdata not in owned:
+        local = local_part(tensor)
+        if local.layout is torch.strided and (storage := local.untyped_storage())._cdata not in owned:
             storages.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)
         saved.append([tensor])

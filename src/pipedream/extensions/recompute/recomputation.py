@@ -93,7 +93,7 @@ class Recomputation(StagePart):
         result = run_without_graph(run, message)
         if self._constant is None:
             changed = [
-                slot.tracks_statistics or not torch.equal(slot.tensor, old)
+                slot.tracks_statistics or not torch.equal(slot.tensor.to_dense(), old.to_dense())
                 for slot, old in zip(self._changing, old_buffers, strict=True)
             ]
             self._constant = [slot for slot, is_changed in zip(self._changing, changed, strict=True) if not is_changed]

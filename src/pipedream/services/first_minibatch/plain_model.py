@@ -41,7 +41,7 @@ class PlainModel:
         cuts: Sequence[int] = (),
     ) -> None:
         self.model, self.loss, self.metrics = model, loss, metrics
-        self.whole_bytes = sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
+        self.whole_bytes = sum({id(t): t.numel() * t.itemsize for t in named_state(model).values()}.values())
         self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False
         self._captured = captured

@@ -44,7 +44,7 @@ def probe_weight(
     try:
         with torch.no_grad():
             weight = _compare_parts(evaluate, batch, make_parts, samples, sizes)
-    except RuntimeError:  # a forward may take derivatives
+    except Exception:  # a forward may take derivatives, or read the graph
         weight = _compare_parts(evaluate, batch, make_parts, samples, sizes)
     if weight == LossWeight.SAMPLES:
         for changed_batch in _change_equal_inputs(batch, samples):
