@@ -16,6 +16,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import thinned
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -184,7 +185,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", thinned(SAME))
 def test_it_is_the_plain_trainer(tmp_path: Path, name: str) -> None:
     """Numbers of updates, logs and weights, however the data divides."""
     trainer = assert_same(tmp_path, **SAME[name])
@@ -202,7 +203,7 @@ ACTS: dict[str, tuple[str, int, Callable[..., None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("name", thinned(ACTS))
 def test_what_a_callback_orders_is_done(tmp_path: Path, name: str) -> None:
     event, step, act, changes = ACTS[name]
     assert_same(tmp_path, callbacks=[acting(event, step, act)], **changes)
@@ -268,7 +269,7 @@ METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, name: str) -> None:
     method, changes = METHODS[name]
     assert_same(tmp_path, methods={name: method}, **changes)

@@ -9,7 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from marks import slow
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -183,7 +183,7 @@ UNUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", UNUSED)
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@pytest.mark.parametrize("optimizer", thinned([SGD, ADAMW]))
 def test_roundpipe_leaves_weights_alone_that_no_layer_reads(kind: str, optimizer: Any) -> None:
     def make_unused() -> Net:
         net = make(WRITES["item"])
@@ -242,7 +242,7 @@ def _written(kind: str) -> Net:
     return net
 
 
-@pytest.mark.parametrize("kind", [*SAME_AGAIN, *ANEW])
+@pytest.mark.parametrize("kind", thinned([*SAME_AGAIN, *ANEW]))
 def test_weights_that_a_forward_writes_are_not_written_twice(kind: str) -> None:
     refused, net = partial(pytest.raises, pd.PipelineError), partial(_written, kind)
     check(net, microbatches=1)  # what was profiled is what is trained
@@ -267,7 +267,7 @@ def _moved(net: Net, x: Tensor, *, in_place: bool) -> Tensor:
     return net.rest(h - net.codes)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", thinned([True, False]))
 @pytest.mark.parametrize(
     ("schedule", "cut", "shape"), [("1f1b", None, (2,)), ("gpipe", "b", (2, 1)), ("pipedream_2bw", None, (2,))]
 )
@@ -351,8 +351,8 @@ FORWARDS = WRITES | {f"hook on {name}": forward for name, forward in HOOKS.items
 @pytest.mark.parametrize(
     ("name", "cut", "options"),
     [
-        *((name, cut, {}) for name in WRITES for cut in (None, "b", "e")),
-        *((f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")),
+        *thinned((name, cut, {}) for name in WRITES for cut in (None, "b", "e")),
+        *thinned((f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")),
         *((name, "b", {}) for name in LOOKS),
         *(slow(name, "b", options) for name in FORWARDS if name not in LOOKS for options in METHODS),
     ],

@@ -147,10 +147,10 @@ def test_only_inputs_wait(recompute: bool, most: int) -> None:
 OFFLOADED = [
     Case("mlp", "1f1b", 3, microbatches=4, optimizer="adamw", check=True),
     Case("transformer", "pipedream", 3),
-    Case("lstm", "1f1b", 3, microbatches=4, optimizer="adamw"),
-    Case("transformer", "zb_h1", 3, microbatches=6),
+    slow(Case("lstm", "1f1b", 3, microbatches=4, optimizer="adamw")),
+    slow(Case("transformer", "zb_h1", 3, microbatches=6)),
     Case("cnn", "zbv", 4, microbatches=4),
-    Case("transformer", "paci", 3, microbatches=3),
+    slow(Case("transformer", "paci", 3, microbatches=3)),
     Case("mlp", "pipemare", 3, microbatches=3),
     Case("mlp", "xpipe", 2, microbatches=2),
     slow(Case("transformer", "pipedream_2bw", 3, microbatches=3)),

@@ -52,6 +52,7 @@ MISSING = {
 }
 
 
+@pytest.mark.slow
 def test_a_missing_extension_is_named() -> None:
     program = """
 import sys

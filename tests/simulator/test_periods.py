@@ -83,7 +83,7 @@ AT_NOAM |= {(2, 1, 1): 0.67, (4, 2, 1): 0.67, (5, 3): 0.79, (5, 6, 3): 5 / 11}
 """Least busy share of a balanced plan at the paper's depth (docs/exact_rules.md, Depth)."""
 
 
-@pytest.mark.parametrize("replicas", thinned(AT_NOAM), ids=str)
+@pytest.mark.parametrize("replicas", thinned((key,) for key in AT_NOAM), ids=str)
 def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     shallow = run("pipedream", balanced(replicas), None, 1200)
     busy = 3.0 / period_s(shallow, lcm(*replicas), 100)

@@ -23,7 +23,7 @@ def thinned(cases: Iterable[Any]) -> list[Any]:
     parameters = []
     is_kept = False
     for case in cases:
-        parameter: Any = case if hasattr(case, "marks") else pytest.param(case)
+        parameter: Any = case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
         if not parameter.marks:
             is_kept = not is_kept
             if not is_kept:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from built import Built
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
@@ -145,7 +146,7 @@ def make_loader(kind: str, number: str) -> tuple[Any, Callable[[int], None], Any
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", thinned(NUMBERS))
 @pytest.mark.parametrize("kind", ["sampler", "batches", "from -1"])
 def test_epochs_are_those_that_the_loop_sets(kind: str, number: str, schedule: str) -> None:
     expected = train_plainly(*make_loader(kind, number)[:2], EPOCHS)
@@ -159,7 +160,7 @@ def test_epochs_are_those_that_the_loop_sets(kind: str, number: str, schedule: s
 
 @pytest.mark.parametrize("number", ["from 0", "from 1", "from 5"])
 @pytest.mark.parametrize("sets_again", [True, False])
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", thinned([3, 4]))
 def test_a_resumed_run_counts_on(number: str, sets_again: bool, stop: int, tmp_path: Path) -> None:
     expected = train_plainly(*make_loader("sampler", number)[:2], EPOCHS)
     loader, begin, _ = make_loader("sampler", number)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from cases import Fresh, stage_states
-from marks import slow
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +32,7 @@ from pipedream.runtime.updates import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DELAYED = "roundpipe[delay=1]"
-RUNS = [("roundpipe", 3), (DELAYED, 3), (DELAYED, 4)]
+RUNS = [("roundpipe", 3), slow(DELAYED, 3), (DELAYED, 4)]
 """In the last one workers take turns."""
 CUTS = (1, 3, 4, 6)
 CPU = torch.device("cpu")
@@ -229,14 +229,14 @@ def tied() -> nn.Module:
 TIED = {"model": tied, "cuts": (1, 2, 3, 4), "epochs": 2}
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}, TIED])
+@pytest.mark.parametrize("options", [slow({}), {"clip_grad_norm": 0.1, "clip": "local", "ema": 0.9}, TIED])
 def test_a_thread_gives_to_the_bit_what_the_loop_gives(options: Options, monkeypatch: Patch) -> None:
     overlapped = training(3, DELAYED, **options).pipeline()
     monkeypatch.setattr("pipedream.core.schedule.rules.Rules.overlaps_update", lambda *_: False)
     pd.testing.assert_equal(overlapped, training(3, DELAYED, **options).pipeline())
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", thinned([2, 4]))
 @pytest.mark.parametrize("options", [{"evaluate_at": (11,)}, TIED | {"evaluate_at": ()}])
 def test_workers_that_take_turns_give_what_one_gives(workers: int, options: Options, monkeypatch: Patch) -> None:
     # A forward here would read a count that lacks the minibatch before, whose backward changes it.

@@ -31,14 +31,9 @@ def slots_of(forwards: list[float], stages: int, f: float, b: float) -> list[Slo
     return [*((0.0, seconds) for seconds in forwards), (0.0, f + b), *[(f, b)] * (stages - 1)]
 
 
-def dispatched(slots: list[Slot], p: int, m: int) -> float:
-    """Returns the seconds of a row of slots on workers in turn, dispatched one by one."""
-    return dispatched_on([[j % p for j in range(len(slots))]], slots, m)
-
-
 @st.composite
-def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    p = draw(st.integers(1, 6))
+def sizes(draw: st.DrawFn, max_workers: int = 6) -> tuple[int, int, int]:
+    p = draw(st.integers(1, max_workers))
     return p, draw(st.integers(p, 3 * p + 2)), draw(st.integers(1, 3 * p + 2))
 
 
@@ -48,7 +43,8 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
     schedule = roundpipe(plan_of(p, stages, f, b), m, forwards=forwards)
     timeline = simulate(pd.lower(schedule), costs(schedule.plan), n * m)
     coarse = [f * len(range(first, min(first + forwards, stages - 1))) for first in range(0, stages - 1, forwards)]
-    assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(coarse, stages, f, b), p, m))
+    slots = slots_of(coarse, stages, f, b)
+    assert timeline.makespan_s == pytest.approx(n * dispatched_on([[j % p for j in range(len(slots))]], slots, m))
     if forwards == 1 and b >= f:
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
 
@@ -67,7 +63,7 @@ def dispatched_on(workers: list[list[int]], slots: list[Slot], m: int) -> float:
     return max(ends)
 
 
-@given(sizes(), st.integers(1, 9))
+@given(sizes(4), st.integers(1, 9))
 def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
     plan = plan_of(p, stages)
@@ -94,7 +90,7 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
     pd.verify(pd.lower(pd.schedules.evaluation(schedule.plan, schedule.placement)))
 
 
-@given(sizes())
+@given(sizes(4))
 def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(size: tuple[int, int, int]) -> None:
     p, stages, m = size
     assume(stages > 1)

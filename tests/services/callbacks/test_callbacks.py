@@ -10,6 +10,7 @@ import processes
 import pytest
 import torch
 import zoo
+from marks import thinned
 
 import pipedream as pd
 
@@ -250,7 +251,7 @@ def evaluated(calls: str, *, epochs: int = 3, **rest: Any) -> dict[str, list[flo
     return results
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", thinned(["1f1b", "pipedream"]))
 @pytest.mark.parametrize(
     ("calls", "followed"), [("T", "T"), ("A", "A"), ("TA", "T"), ("AT", "T"), ("VA", "A"), ("AV", "A"), ("VTA", "T")]
 )

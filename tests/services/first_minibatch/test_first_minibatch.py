@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from loaders import seed_all
+from marks import thinned
 from torch import Tensor, nn
 from training import SGD, assert_equal, batches, piped, plan_of
 
@@ -149,7 +150,7 @@ def test_a_detached_scale_in_the_models_own_loss_is_refused(name: str) -> None:
         assert_equal(*train_with_own_loss(SCALED[name], 1, torch.float64))
 
 
-@pytest.mark.parametrize("name", UNSCALED)
+@pytest.mark.parametrize("name", thinned(UNSCALED))
 @pytest.mark.parametrize(
     ("microbatches", "dtype"), [*product((2, 4), (torch.float64,)), *product((3,), (torch.float32, torch.bfloat16))]
 )
