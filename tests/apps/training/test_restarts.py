@@ -287,9 +287,9 @@ def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     """What replicas were to exchange is dropped with them."""
     write(tmp_path, AMONG_TWO.replace('("1", "2")', '("2", "3")'))
     options = ("--config", "2-1", "--schedule", "1f1b", "--sums", "powersgd:1", "--elastic")
-    ended, summary = train(tmp_path, *options)
+    ended, summary = train(tmp_path, *options, "--checkpoint-every", "1")
     assert (summary["workers"], summary["minibatches"]) == (2, 40)
-    assert summary["resumed_from"] >= 10
+    assert summary["resumed_from"] >= 1
     assert "continuing with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
 
 
