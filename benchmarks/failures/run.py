@@ -229,7 +229,7 @@ def attempt(trial: Trial, folder: Path, plan: Path, expected: dict[str, torch.Te
     if status:
         trial.message += f" | resumed: {errors.strip()[-500:]}"
     same = status == 0 and equal(run if saved else folder / "again", expected)
-    other_drain = trial.signal == "SIGINT" and not trial.drains_anywhere
+    other_drain = trial.signal in ("SIGINT", "SIGTERM") and not trial.drains_anywhere
     trial.exact = None if other_drain and status == 0 and not same else same
 
 
