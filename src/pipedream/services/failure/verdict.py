@@ -14,9 +14,8 @@ SILENT_S = 6.0
 """A rank that has sent no heartbeat, and has not run, for this long has failed. A failed run must end within 15 s."""
 
 AWAY_S = 8.0  # where it cannot be seen whether it runs
-RUNNING_S = (
-    60.0  # a rank that runs: on a busy machine what holds Python's lock for 0.5 s, also against its guard, takes 10
-)
+# Of a rank that runs: what holds Python's lock for 0.5 s, also against its guard, takes 10 s on a busy machine.
+RUNNING_S = 60.0
 
 STUCK_AFTER_S = 10.0
 """Default for how long a task may take: ops take milliseconds to seconds."""
