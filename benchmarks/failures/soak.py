@@ -555,34 +555,51 @@ def tell(file: Path) -> str:
 
 
 def try_starts(starts: int, busy: int) -> int:
-    """Starts and ends one tiny run so many times while other processes are busy; returns the exit status."""
-    environment, losses, statuses, seconds = Environment(), set[str](), list[int](), list[float]()
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    """Starts and ends one tiny run so many times while other processes are busy; returns the exit status.
+
+    Prints a line for each start, and one for all, also after Ctrl-C.
+    """
+    environment, results, seconds = Environment(), list[str](), list[float]()
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(busy)]
     try:
-        for _ in range(starts):
-            with TemporaryDirectory() as folder:
-                run, began_s = OneHost(Segment("1f1b", microbatches=2), Path(folder, "run"), 20), time.monotonic()
-                run.start()
-                try:
-                    statuses.append(run._launcher.wait(_HANGS_S))
-                    left = kills.list_processes(run.folder) or os.listdir(run.folder / "memory")
-                    losses.add(f"{left or ''}{(run.folder / 'run' / 'losses.json').read_text()}")
-                except (OSError, subprocess.TimeoutExpired) as error:
-                    losses.add(str(error))
-                finally:
-                    run.end()
-                seconds.append(time.monotonic() - began_s)
-                if len(losses) > 1 or any(statuses):
-                    print((run.folder / "errors").read_text(errors="replace")[-4000:], file=sys.stderr)
+        for number in range(starts):
+            began_s = time.monotonic()
+            results.append(_start_once())
+            seconds.append(time.monotonic() - began_s)
+            print(
+                f"start {number}: {seconds[-1]:.1f} s, {'as the first' if results[-1] == results[0] else results[-1]}"
+            )
+    except KeyboardInterrupt:
+        pass
     finally:
         for other in others:
             other.kill()
             other.wait()
-    failed = sum(map(bool, statuses)) + starts - len(statuses)
-    print(f"{environment.describe(f'{busy} busy processes')}\n")
-    print(f"{starts} starts: {failed} not ended with status 0 within {_HANGS_S:g} s, {len(losses)} different results; ")
-    print(f"median {median(seconds):.1f} s, worst {max(seconds):.1f} s")
-    return int(failed > 0 or len(losses) != 1)
+    failed, different = sum(not result.startswith("[[") for result in results), len(set(results))
+    print(f"{environment.describe(f'{busy} busy processes')}\n\n{len(results)} starts: {failed} failed, ", end="")
+    print(
+        f"{different} different results; median {median(seconds or [0]):.1f} s, worst {max(seconds, default=0):.1f} s"
+    )
+    return int(failed > 0 or different != 1)
+
+
+def _start_once() -> str:
+    """Returns the losses, or what went wrong."""
+    with TemporaryDirectory() as folder:
+        run = OneHost(Segment("1f1b", microbatches=2), Path(folder, "run"), 20)
+        run.start()
+        try:
+            status = run._launcher.wait(_HANGS_S)
+            left = [*kills.list_processes(run.folder), *os.listdir(run.folder / "memory")]
+            if status or left:
+                return (
+                    f"exit status {status}, left {left}: {(run.folder / 'errors').read_text(errors='replace')[-4000:]}"
+                )
+            return (run.folder / "run" / "losses.json").read_text()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        finally:
+            run.end()
 
 
 def main() -> int:
