@@ -151,8 +151,7 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 
     def ask(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capfd.readouterr()
+        return cli.main([str(argument) for argument in arguments]), *capfd.readouterr()
 
     return ask
 

@@ -137,8 +137,7 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[pd.Level
         return
     answer = classic(graph, pd.Cluster(tuple(network)))
     names = [name for stage in answer.plan.stages for name in stage.names]
-    layers = graph.profile().graph.layers
-    assert sorted(names) == sorted(layer.name for layer in layers)
+    assert sorted(names) == sorted(layer.name for layer in graph.profile().graph.layers)
     owner = {name: s for s, stage in enumerate(answer.plan.stages) for name in stage.names}
     for a, b in graph.edges:
         ends = graph.nodes[a].name, graph.nodes[b].name
@@ -182,8 +181,7 @@ def test_published_answers(
 def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = pd.LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
-    profile = pd.Profile.of_chain((layer, layer))
-    answer = classic(profile, pd.Cluster((pd.Level(2, 100.0), pd.Level(2, 1e9))))
+    answer = classic(pd.Profile.of_chain((layer, layer)), pd.Cluster((pd.Level(2, 100.0), pd.Level(2, 1e9))))
     assert (answer.plan.config, answer.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
     assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in answer.plan.note
     alone = classic(pd.Profile.of_chain((layer,)), pd.Cluster((pd.Level(2, 100.0), pd.Level(2, 1e9)))).plan
@@ -191,8 +189,7 @@ def test_replicated_pipelines_are_flattened_and_said() -> None:
 
 
 def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
-    even = pd.Profile.of_chain((pd.LayerProfile(1.0, 0.0, 0, 0),) * 4)
-    assert classic(even, pd.Cluster.flat(2)).plan.config == "2"
+    assert classic(pd.Profile.of_chain((pd.LayerProfile(1.0, 0.0, 0, 0),) * 4), pd.Cluster.flat(2)).plan.config == "2"
     heavy, free = pd.LayerProfile(4.0, 0.0, 0, 4_000), pd.LayerProfile(0.0, 0.0, 0, 0)
     plan = classic(pd.Profile.of_chain((heavy, free, heavy)), pd.Cluster.flat(2, 1e3)).plan
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]

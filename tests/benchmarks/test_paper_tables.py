@@ -106,14 +106,12 @@ def test_published_profiles(name: str) -> None:
     assert sorted(owner) == sorted(names)
     assert all(owner[names[a]] <= owner[names[b]] for a, b in profile.graph.edges)
     if name not in WIDE:
-        simulated = pd.plan(profile, pd.Cluster.flat(16, 1.25e9))
-        assert score(simulated).period_s <= score(plan).period_s * (1 + 1e-9)
+        assert score(pd.plan(profile, pd.Cluster.flat(16, 1.25e9))).period_s <= score(plan).period_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row.profile in QUICK[::2] else pytest.mark.slow) for row in TABLE_1], ids=str
 )
 def test_the_table_of_the_page(row: Row) -> None:
-    graph = GraphText.load(published(row.profile))
-    answer = " | ".join(load_script(FOLDER / "run.py").answer(row, graph))
+    answer = " | ".join(load_script(FOLDER / "run.py").answer(row, GraphText.load(published(row.profile))))
     assert f"| {answer} |\n" in (FOLDER / "README.md").read_text(encoding="utf-8")

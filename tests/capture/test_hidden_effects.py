@@ -155,8 +155,7 @@ def _hook_after_use(net: Net, x: Tensor) -> Tensor:
 
 def _hook_on_unread(net: Net, x: Tensor) -> Tensor:
     h = net.a(x)
-    output = net.b(h)
-    return net.c(torch.tanh(output) + _on(h))
+    return net.c(torch.tanh(net.b(h)) + _on(h))
 
 
 @pytest.mark.parametrize("forward", [_hook_removed, _hook_after_use, _hook_on_unread])
@@ -248,8 +247,7 @@ def test_weights_that_a_forward_writes_are_not_written_twice(kind: str) -> None:
     check(net, microbatches=1)  # what was profiled is what is trained
     with nullcontext() if kind.startswith("clamped") else refused(match=r"writes the weight .*microbatches=1"):
         check(net)
-    is_same = kind in SAME_AGAIN
-    with nullcontext() if is_same else refused(match=r"each forward of Net writes .*recompute='never'"):
+    with nullcontext() if kind in SAME_AGAIN else refused(match=r"each forward of Net writes .*recompute='never'"):
         check(net, recompute="always", microbatches=1)
     with refused(match=r"the forward writes the weight '(scale|average)'"):  # which copies would lose
         check(net, schedule="roundpipe", shape=None)

@@ -287,8 +287,7 @@ def residual() -> nn.Module:
 def test_numbers_of_integer_inputs_decide_the_path() -> None:
     layers = []
     for lengths in (torch.tensor([3, 4]), torch.tensor([1, 4])):
-        profile = estimate(residual(), (torch.ones(2, 4), lengths))
-        layers.append([layer.name for layer in profile.graph.layers])
+        layers.append([layer.name for layer in estimate(residual(), (torch.ones(2, 4), lengths)).graph.layers])
     assert layers == [["a", "b"], ["Built"]]
 
 

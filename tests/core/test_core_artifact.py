@@ -200,8 +200,7 @@ def test_costs_are_not_negative(wrong: str) -> None:
 def test_the_name_of_a_file_is_no_plan() -> None:
     words = r"expected a Plan, got a str; read the file: pipedream.Plan.load\('plan.json'\)"
     plan: Any = "plan.json"
-    calls = [lambda: pd.simulate(plan), lambda: pd.Pipeline(None, plan, loss=None, optimizer=list)]
-    for call in calls:
+    for call in [lambda: pd.simulate(plan), lambda: pd.Pipeline(None, plan, loss=None, optimizer=list)]:
         with pytest.raises(pd.errors.PlanError, match=words):
             call()
     with pytest.raises(pd.errors.PlanError, match=r"expected a Profile, got a PosixPath; read the file"):

@@ -50,8 +50,7 @@ LAYER = pd.LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activati
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("shape", ["2", "1-1-1", "2-1", "1-2"])
 def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
-    profile = pd.Profile.of_chain((LAYER,) * 4, batch=8)
-    plan = pd.plan(profile, pd.Cluster.flat(3), schedule=name, shape=shape)
+    plan = pd.plan(pd.Profile.of_chain((LAYER,) * 4, batch=8), pd.Cluster.flat(3), schedule=name, shape=shape)
     flushes = schedules.build(name, plan).flushes
     timeline = pd.simulate(plan, schedule=name, minibatches=1 if flushes else -(-24 // plan.microbatches))
     assert timeline.peak_bytes

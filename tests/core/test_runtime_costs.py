@@ -48,8 +48,7 @@ def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     plan = pd.Plan((pd.Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), pd.Cluster.flat(2, 1e9))
     without, longer = costs(plan), costs(replace(plan, runtime=COSTS))
     assert (without.summing_s(0), longer.summing_s(0)) == (0.0, 2 * 100 * 0.01)
-    on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
-    assert on_gpus.summing_s(0) == 0.0
+    assert costs(replace(plan, runtime=replace(COSTS, overlap_device=True))).summing_s(0) == 0.0
     measured = costs(replace(plan, runtime=replace(COSTS, sum_s_per_byte=0.05)))
     assert measured.summing_s(0) == 100 * 0.05, "a sum's own cost, if it is known"
     busy = replace(plan, runtime=RuntimeCosts(message_s_per_byte=0.01))

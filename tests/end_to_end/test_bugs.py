@@ -49,8 +49,7 @@ def test_every_replica_knows_whether_there_is_an_update() -> None:
     """A flush with one microbatch and two replicas: the replica without a part in a minibatch began the update
     after the last one, because only its own next forward would have told it that the data was at its end."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    plan = plan_of(model, BATCHES[0][0], (), (2,))
-    assert len(train(model, plan, BATCHES, schedule="naive").losses) == 7
+    assert len(train(model, plan_of(model, BATCHES[0][0], (), (2,)), BATCHES, schedule="naive").losses) == 7
 
 
 def test_a_loader_that_was_read_keeps_nothing() -> None:

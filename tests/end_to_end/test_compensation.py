@@ -98,8 +98,7 @@ PUBLISHED = {
 
 def delays(case: Case) -> Late:
     """Returns each stage's delay at the paper's depth: p - 1 - s, or W_s with replicas; 2BW 1."""
-    plan = case.plan()
-    return tuple(1 if case.schedule == "pipedream_2bw" else count - 1 for count in plan.in_flight)
+    return tuple(1 if case.schedule == "pipedream_2bw" else count - 1 for count in case.plan().in_flight)
 
 
 def check_published(name: str, case: Case) -> cases.Trained:

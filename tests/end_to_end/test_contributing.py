@@ -27,8 +27,7 @@ SCHEDULE = "A new schedule"
 
 
 def steps(section: str = SCHEDULE) -> str:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    return text.split(f"## {section}\n")[1].split("\n## ")[0]
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
 
 
 def blocks(language: str, section: str = SCHEDULE) -> list[str]:

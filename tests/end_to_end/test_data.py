@@ -175,8 +175,7 @@ def plain_order(kind: str, folder: Path) -> list[int]:
 def test_one_process_loads_what_a_plain_loop_loads(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
 ) -> None:
-    job = Job(kind, replicas, **rest)
-    ran = run_all([job], str(folders(tmp_path, 1)))[0]
+    ran = run_all([Job(kind, replicas, **rest)], str(folders(tmp_path, 1)))[0]
     expected = plain_order(kind, tmp_path / "plain")
     assert ran.still, "the generators of the process have not moved"
     assert ran.position == (3, 0)
@@ -200,8 +199,7 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
     of_ranks = processes.team(workers).results(run_all, jobs, str(apart), timeout_s=120.0)
-    alone_runs = run_all(jobs, str(alone))
-    for number, (job, alone_run) in enumerate(zip(jobs, alone_runs, strict=True)):
+    for number, (job, alone_run) in enumerate(zip(jobs, run_all(jobs, str(alone)), strict=True)):
         # gloo adds up three gradients in another order than one process does
         bound = 1e-12 if max(job.replicas) > 2 else 0.0
         for rank, runs in enumerate(of_ranks):

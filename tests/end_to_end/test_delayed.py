@@ -197,8 +197,7 @@ class _OwnSgd(torch.optim.Optimizer):
 
 def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
     case = _case("mlp", "pb_lwp", epochs=2, evaluate_at=())
-    options = cases.OPTIMIZERS["sgd"].keywords
-    monkeypatch.setitem(cases.OPTIMIZERS, "sgd", partial(_OwnSgd, **options))
+    monkeypatch.setitem(cases.OPTIMIZERS, "sgd", partial(_OwnSgd, **cases.OPTIMIZERS["sgd"].keywords))
     check(case, run(case), BOUND)
 
 
@@ -214,8 +213,7 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: str, kind: 
         return optimizer
 
     reads = replace(delayed.PAPERS[schedule](3, 1), by="difference")
-    trained = replace(case.training(), optimizer=make_optimizer).check(BOUND, reads=reads)
-    assert len(trained.losses) == 20
+    assert len(replace(case.training(), optimizer=make_optimizer).check(BOUND, reads=reads).losses) == 20
 
 
 # -- drains and checkpoints ------------------------------------------------------------------------

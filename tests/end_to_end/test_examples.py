@@ -105,8 +105,7 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
     in_flight = 0 if recipe.phases else 1  # what was in flight is finished
     assert summary["minibatches"] == summary["drains"][-1] == 12 + in_flight
     assert losses[-1] < losses[0]
-    weights = torch.load(tmp_path / "run" / "weights.pt", weights_only=True)
-    for name, value in plainly(recipe, weights).items():
+    for name, value in plainly(recipe, torch.load(tmp_path / "run" / "weights.pt", weights_only=True)).items():
         assert math.isclose(value, summary["metrics"][name], rel_tol=1e-5), name
     printed = capsys.readouterr().out
     assert "Plan 1-1" in printed

@@ -27,8 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def start_training(
     folder: Path, launcher: tuple[str, ...] = (), loader: str = "slow=True, count=100_000", **how: Any
 ) -> Started:
-    arguments = written(folder, loader=loader)
-    started = commands.start(*launcher, *arguments, folder=folder, **how)
+    started = commands.start(*launcher, *written(folder, loader=loader), folder=folder, **how)
     started.wait_for_file("going")
     return started
 

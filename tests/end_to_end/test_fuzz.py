@@ -135,8 +135,7 @@ def test_the_command_on_a_spoiled_file(
 ) -> None:
     file, out, whole = tmp_path / "noun.json", tmp_path / "out.json", tmp_path / "whole.json"
     NOUNS["profile"].save(whole)
-    text = data.draw(spoiled(NOUNS[name]))
-    file.write_text(text, encoding="utf-8", errors="replace")
+    file.write_text(data.draw(spoiled(NOUNS[name])), encoding="utf-8", errors="replace")
     out.write_text("mine")
     status, _, err = run_command(*COMMANDS[name](str(file), str(out)))
     assert status in (0, 2)

@@ -150,8 +150,7 @@ RUNS = [
 def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
     plan = plan_of(run)
     minibatches = 16 if run.schedule == "basis_rotation" else 10  # it has a new basis in the tenth update
-    measured = processes.results(lived, sum(run.replicas), run, plan, minibatches)
-    for stage, peak_bytes, start_bytes in measured:
+    for stage, peak_bytes, start_bytes in processes.results(lived, sum(run.replicas), run, plan, minibatches):
         row = plan.stages[stage]
         # On a busy machine more buckets of gradients wait for the network than the one that is counted.
         waiting_bytes = row.parameter_bytes if row.replicas > 1 else 0

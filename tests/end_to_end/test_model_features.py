@@ -62,8 +62,7 @@ def _profile(name: str, dropout: bool = False) -> pd.Profile:
 )
 def test_features_equal_the_serial_rule(name: str, feature: str) -> None:
     # Losses and norms of Hugging Face compute in float32.
-    trained = training(name, FLUSHING[feature], dropout=False, evaluate_at=(3,))
-    trained.check(1e-5 if CASES[name].needs_hf else 1e-9)
+    training(name, FLUSHING[feature], dropout=False, evaluate_at=(3,)).check(1e-5 if CASES[name].needs_hf else 1e-9)
 
 
 def _train_with_each(name: str, profile: pd.Profile, words: list[str]) -> dict[str, Trained]:
@@ -96,8 +95,7 @@ def training(name: str, feature: Feature, *, dropout: bool = True, **more: Any) 
 
 @pytest.mark.parametrize("name", ["resnet", "tied_gpt"])
 def test_a_run_goes_on_with_another_plan(name: str, tmp_path: Path) -> None:
-    other = training(name, Feature(config=(1, 1, 1)))
-    training(name, Feature()).resumed(tmp_path, (3,), other, bound=1e-9)
+    training(name, Feature()).resumed(tmp_path, (3,), training(name, Feature(config=(1, 1, 1))), bound=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +111,7 @@ def test_a_run_goes_on_with_another_plan(name: str, tmp_path: Path) -> None:
 def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, m: int) -> None:
     """Stage s of p reads version k - (p - 1 - s) in PipeDream (SOSP 2019, section 3.3), k - 1 in 2BW (ICML 2021)."""
     reads = Reads(lambda s, k: max(0, k // m - (1 if schedule == "pipedream_2bw" else stages - 1 - s)))
-    late = training(name, Feature(schedule, m, (1,) * stages))
-    late.check(1e-5 if CASES[name].needs_hf else 1e-9, reads=reads)
+    training(name, Feature(schedule, m, (1,) * stages)).check(1e-5 if CASES[name].needs_hf else 1e-9, reads=reads)
 
 
 def _drop_after_first(self: nn.Module, x: Tensor) -> Tensor:

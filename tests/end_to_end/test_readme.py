@@ -87,8 +87,7 @@ def test_a_script_goes_on_where_it_was_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = blocks(DOCS / "checkpoints.md", "python")[0]
-    script = compile(program, "checkpoints.md", "exec")
+    script = compile(blocks(DOCS / "checkpoints.md", "python")[0], "checkpoints.md", "exec")
     exec(script, {"__name__": "script"})
     whole = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in whole] == [f"epoch {number}" for number in range(4)]
@@ -216,8 +215,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_architecture_names_each_package() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     package = ROOT / "src" / "pipedream"
-    inner = [package, package / "runtime"]
-    for folder in inner:
+    for folder in [package, package / "runtime"]:
         for path in folder.iterdir():
             if (path / "__init__.py").exists():
                 assert f"`{path.name}/`" in text, path
@@ -231,8 +229,7 @@ def test_glossary_has_names_that_exist() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
     classes = Counter(name for source in sources for name in re.findall(r"^ *class (\w+)[(:]", source, re.M))
-    named = set(re.findall(r"`([A-Z][a-z]\w+)`", text))
-    assert {name: classes[name] for name in named if classes[name] != 1} == {}
+    assert {name: classes[name] for name in set(re.findall(r"`([A-Z][a-z]\w+)`", text)) if classes[name] != 1} == {}
     words = [word for row in rows for word in row[0].split(", ") if len(row) == 3 and row[0] != "word"]
     assert [word for word, count in Counter(words).items() if count > 1 and not word.startswith("--")] == []
     avoided = {word for row in rows if len(row) == 3 for word in row[2].split(", ")} - {"not", "---", ""}

@@ -54,8 +54,7 @@ def _matrix() -> list[object]:
     parameters = []
     for number, replicas in enumerate(PLANS):
         for turn in range(3):
-            length = LONGER if turn else {}
-            case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True, **length)
+            case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True, **(LONGER if turn else {}))
             parameters.append(pytest.param(case, id=str(case), marks=((), pytest.mark.slow, pytest.mark.long)[turn]))
         method = METHODS[number % 3]
         if method in ROUNDS:

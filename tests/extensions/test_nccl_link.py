@@ -113,8 +113,7 @@ def device_wide_wait() -> None:
 
 def orders_that_differ() -> None:
     communicator = strict.StrictCommunicator((0, 1), CPU, 2001, timeout_s=3.0)
-    sizes = (2, 3) if dist.get_rank() == 0 else (3, 2)
-    for size in sizes:
+    for size in (2, 3) if dist.get_rank() == 0 else (3, 2):
         if dist.get_rank() == 0:
             communicator.send([torch.ones(size)], 1, 0)
         else:

@@ -129,8 +129,7 @@ def test_halves_give_the_gradients_of_the_whole(program: Program, wants: list[bo
     """Branches, skips, shared weights, work in place, functions of weights, weights that are not used, inputs that
     want no gradient."""
     torch.manual_seed(3)
-    inputs = [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants]
-    assert_alike(*both_ways(lambda: Net(program), inputs, wants))
+    assert_alike(*both_ways(lambda: Net(program), [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants], wants))
 
 
 def in_loop(self: Any, x: Tensor) -> Tensor:

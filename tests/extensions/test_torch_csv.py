@@ -235,8 +235,7 @@ def test_wrong_files_are_refused_by_row_column_and_cell(story: str) -> None:
 @given(st.data())
 def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> None:
     cells = st.sampled_from([*"FBIW", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "REDUCE_GRAD", "X", ""])
-    lines = data.draw(st.sampled_from([PASSES, LOWERED])).splitlines()
-    rows = [line.split(",") for line in lines]
+    rows = [line.split(",") for line in data.draw(st.sampled_from([PASSES, LOWERED])).splitlines()]
     for _ in range(data.draw(st.integers(1, 4))):
         row = data.draw(st.sampled_from(rows))
         at = data.draw(st.integers(0, len(row) - 1))

@@ -19,8 +19,7 @@ def test_the_papers_seconds_by_hand() -> None:
     minibatch takes t m(b) = 12 s; at 100 bytes/s t = 0.75 + 0.1 and 3.4 s.
     """
     for rate, seconds in ((10.0, 12.0), (100.0, 4 * 0.85)):
-        plan = pd.plan(CHAIN, pd.Cluster.flat(4, rate), shape="2-2")
-        assert two_bw_s(plan, 8) == pytest.approx(seconds)
+        assert two_bw_s(pd.plan(CHAIN, pd.Cluster.flat(4, rate), shape="2-2"), 8) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def recipe(seed=0):
 
 def blocks(language: str, folder: Path) -> list[str]:
     """Returns the page's blocks of a language, for two machines of this one that share a folder."""
-    text = PAGE.read_text(encoding="utf-8")
-    sources = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    sources = re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     replaced = {"10.0.0.1": "10.84.0.1", "/shared": str(folder / "shared"), "eth0": LINK}
     return [re.sub("|".join(map(re.escape, replaced)), lambda match: replaced[match[0]], block) for block in sources]
 

@@ -112,8 +112,7 @@ def test_a_recipe_trains_like_a_plain_loop() -> None:
     setup = without_dropout(setup)
     Path("finetune.py").write_text(f"{setup}\n\n{recipe}", encoding="utf-8")
     pd.run(load_script(Path("finetune.py")).recipe, workers=2, schedule="1f1b", microbatches=4, out="run", quiet=True)
-    reference = run_blocks(setup)
-    losses = list(train_plainly(reference))
+    losses = list(train_plainly(run_blocks(setup)))
     assert [loss for _, loss in json.loads(Path("run/losses.json").read_text())] == pytest.approx(losses, rel=1e-5)
 
 

@@ -32,8 +32,7 @@ def test_prefixes_are_one_order(graph: pd.LayerGraph, seed: int) -> None:
     prefixes = lattice.prefixes(lambda g: g * seed % 7)
     assert set(prefixes) <= masks(graph)
     assert (prefixes[0], prefixes[-1]) == (0, lattice.everything)
-    steps = [after & ~before for before, after in pairwise(prefixes)]
-    assert sorted(steps) == sorted(lattice.groups)
+    assert sorted(after & ~before for before, after in pairwise(prefixes)) == sorted(lattice.groups)
 
 
 @pytest.mark.parametrize("count", [1, 2, 2000])

@@ -206,8 +206,7 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
         profile, cluster = random_profile(draw, draw.randint(1, 4)), random_tree(draw)
         if cluster.workers > 4 or not (cluster.kinds or any(level.sizes for level in cluster.levels)):
             continue
-        space = SearchSpace.of(profile, cluster)
-        least, best = best_plans(space, orders=through_the_tree(cluster))
+        least, best = best_plans(SearchSpace.of(profile, cluster), orders=through_the_tree(cluster))
         if best is None or best != least:
             continue
         tried += 1

@@ -100,8 +100,7 @@ def test_what_a_basis_takes_is_planned_and_a_smaller_one_offered() -> None:
 
 def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
     """The rest by bytes, 100 and 300, also of a stage without parameters."""
-    profile = replace(TINY, update_fixed_s=2.0)
-    stages = manual_plan(profile, pd.Cluster.flat(3), (1, 2)).stages
+    stages = manual_plan(replace(TINY, update_fixed_s=2.0), pd.Cluster.flat(3), (1, 2)).stages
     assert [stage.update_s for stage in stages] == [2.5, 2.0, 3.5]
     with pytest.raises(ValueError, match=r"update_fixed_s is a part of update_s = 4.0, found 5.0"):
         replace(TINY, update_fixed_s=5.0)

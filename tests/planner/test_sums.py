@@ -97,8 +97,7 @@ def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
 
 @pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3"])
 def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None:
-    plan = scale_plan(parallel(wide, sums), 1e-3)
-    with build_emulated_pipeline(plan) as pipeline:
+    with build_emulated_pipeline(scale_plan(parallel(wide, sums), 1e-3)) as pipeline:
         assert len(list(pipeline.train(make_emulated_batches(pipeline, 6)))) == 6
         assert str(pipeline.plan.choices.sums) == sums
         shapes = {tuple(tensor.shape) for tensor in pipeline.state_dict().values()}

@@ -166,8 +166,7 @@ def test_seconds_are_medians_of_the_runs_after_the_warm_up(clock: SimpleNamespac
 
 
 def test_forward_backward_and_loss_stand_in_their_own_columns(clock: SimpleNamespace) -> None:
-    waits = Built(lambda _, x: Ticks.apply(x, clock, 3.0, 10.0))
-    first, wait = profile_of(nn.Linear(4, 4), waits, runs=3).layers
+    first, wait = profile_of(nn.Linear(4, 4), Built(lambda _, x: Ticks.apply(x, clock, 3.0, 10.0)), runs=3).layers
     assert (first.forward_s, first.backward_s) == (0.0, 0.0)
     assert (wait.forward_s, wait.backward_s) == (3.0, 10.0)
     profile = profile_of(nn.Linear(4, 4), loss=lambda output: Ticks.apply(output.sum(), clock, 3.0, 10.0), runs=3)

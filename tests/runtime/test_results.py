@@ -51,8 +51,7 @@ def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
 
 def test_a_drain_gives_what_is_read_late() -> None:
     """The loop is left one minibatch later, and gets every result."""
-    case = Case("mlp", "1f1b", 3, microbatches=3, evaluate_at=(7,), epochs=5)
-    at_once, late = outcomes(case)
+    at_once, late = outcomes(Case("mlp", "1f1b", 3, microbatches=3, evaluate_at=(7,), epochs=5))
     assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
     assert late.losses == at_once.losses
 

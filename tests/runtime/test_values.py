@@ -159,8 +159,7 @@ def test_packed_sequences_and_results_of_torch_travel() -> None:
 
 
 def test_numbers_of_numpy_and_mappings_of_any_kind_become_plain_ones() -> None:
-    value = MappingProxyType({"a": np.float64(0.5), "b": np.int64(3)})
-    assert same(unflatten(*flatten(value)), {"a": 0.5, "b": 3})
+    assert same(unflatten(*flatten(MappingProxyType({"a": np.float64(0.5), "b": np.int64(3)}))), {"a": 0.5, "b": 3})
     assert same(unflatten(*flatten(defaultdict(int, a=1))), defaultdict(int, a=1))
 
 

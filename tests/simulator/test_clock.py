@@ -38,8 +38,7 @@ def test_picture_of_a_run() -> None:
 
 def test_coupled_updates_wait_for_all_ranks() -> None:
     plan = pd.Plan.uniform(3)
-    program = program_of("gpipe", plan, 2)
-    apart = simulate(program, costs(plan), 4)
+    apart = simulate(program_of("gpipe", plan, 2), costs(plan), 4)
     coupled = simulate(pd.lower(pd.schedules.build("gpipe", plan, 2).couple_updates()), costs(plan), 4)
     assert len({starts(apart, rank, "U")[0] for rank in range(3)}) == 3
     assert [starts(coupled, rank, "U") for rank in range(3)] == [starts(apart, 0, "U")] * 3

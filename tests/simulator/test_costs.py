@@ -99,8 +99,7 @@ def seconds_of(timeline: pd.Timeline, kind: str, rank: int = 0) -> list[float]:
 @given(st.integers(1, 5), st.data(), st.floats(1.0, 4.0))
 def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: float) -> None:
     slow = data.draw(st.integers(0, stages - 1))
-    plan = pd.Plan.uniform(stages, 1.0, 2.0)
-    timeline = pd.simulate(plan, minibatches=80, slow={slow: factor})
+    timeline = pd.simulate(pd.Plan.uniform(stages, 1.0, 2.0), minibatches=80, slow={slow: factor})
     assert pd.metrics.steady_metrics(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
     assert seconds_of(timeline, "F", slow) == pytest.approx([factor] * 80)
 

@@ -85,8 +85,7 @@ AT_NOAM |= {(2, 1, 1): 0.67, (4, 2, 1): 0.67, (5, 3): 0.79, (5, 6, 3): 5 / 11}
 
 @pytest.mark.parametrize("replicas", thinned((key,) for key in AT_NOAM), ids=str)
 def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
-    shallow = run("pipedream", balanced(replicas), None, 1200)
-    busy = 3.0 / period_s(shallow, lcm(*replicas), 100)
+    busy = 3.0 / period_s(run("pipedream", balanced(replicas), None, 1200), lcm(*replicas), 100)
     assert busy == pytest.approx(AT_NOAM[replicas], abs=0.005)
     full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
     assert min(pd.metrics.steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)

@@ -257,8 +257,7 @@ def check(
     assert set(outcome.evaluated) <= set(outcome.drains)
     assert outcome.drains[-1] == len(minibatches)
     if case.schedule == "pipedream" and not case.update_delay:
-        plan = case.plan()
-        for stage, in_flight in enumerate(plan.in_flight):
+        for stage, in_flight in enumerate(case.plan().in_flight):
             assert max(outcome.staleness[stage]) == in_flight - 1
             assert outcome.watched[-1][stage].storages <= in_flight
     assert list(outcome.state) == list(zoo.make(case.animal, case.dtype).model.state_dict())
@@ -335,8 +334,7 @@ def check_resumed(case: Case, folder: Path, save_at: Sequence[int], train: Calla
         manifest = folders.read_manifest(checkpoint)
         assert manifest.phases == case.phases
         ends = [PhaseEnd(str(phase), phase.until, phase.until_epoch) for phase in phases]
-        number = find_phase(ends, checkpoint.minibatches, manifest.epoch)
-        assert manifest.schedule == phases[number].name
+        assert manifest.schedule == phases[find_phase(ends, checkpoint.minibatches, manifest.epoch)].name
     return whole
 
 

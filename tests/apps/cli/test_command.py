@@ -50,8 +50,7 @@ def test_workers_load_only_what_they_need() -> None:
     """Their fork server has imported the pipeline."""
     (modules,) = processes.results(list_modules, 1)
     assert "pipedream.pipeline" in modules
-    unused = "checkpoint", "elastic", "launcher", "pipelining"
-    assert not modules & {f"torch.distributed.{name}" for name in unused}
+    assert not modules & {f"torch.distributed.{name}" for name in ("checkpoint", "elastic", "launcher", "pipelining")}
     assert not modules & {"IPython", "fsspec", "matplotlib", "pandas", "rich.live", "scipy", "sklearn", "tensorboard"}
     assert not modules & {"pipedream.extensions.meshes.layouts.layer", "pipedream.apps.report"}
 
@@ -106,8 +105,7 @@ def test_first_mistakes(files: Path, arguments: str, message: str, refused: Refu
 def test_train_has_a_flag_for_each_training_option() -> None:
     """Of the others it takes flags of shape, --memory, or --json."""
     flags = {param.name for param in cli.load("train").params}
-    fields = {field.name for field in dataclasses.fields(TrainingOptions)}
-    assert fields - flags == {"shape", "memory_bytes", "quiet"}
+    assert {field.name for field in dataclasses.fields(TrainingOptions)} - flags == {"shape", "memory_bytes", "quiet"}
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (Terminated, 143), (MemoryError, 1)])

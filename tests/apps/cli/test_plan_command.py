@@ -19,8 +19,7 @@ PLAN = ("plan", "profile.json", "--workers")
 
 
 def test_cuts_by_hand(answer: Answer, run_command: Run) -> None:
-    options = ("--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", 1, "-o", "out.json")
-    planned = answer(*PLAN, 4, *options)
+    planned = answer(*PLAN, 4, "--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", 1, "-o", "out.json")
     assert (planned["config"], [row["first"] for row in planned["stages"]]) == ("2-1-1", [0, 2, 5])
     assert (planned["update_delay"], planned["note"]) == ([1, 0, 0], "cut by hand")
     plan = pd.Plan.load("out.json")
@@ -118,15 +117,13 @@ def test_levels_recomputation_and_the_bound(answer: Answer, refused: Refused) ->
     assert "none of the straight pipelines" in refused(*tight)
     planned = answer(*tight, "--recompute", "auto")
     assert [row["recompute"] for row in planned["stages"]] == [True, False]
-    manual = answer(*fast, "--cuts", 2, "--recompute", "always")
-    assert [row["recompute"] for row in manual["stages"]] == [True, True]
+    assert [row["recompute"] for row in answer(*fast, "--cuts", 2, "--recompute", "always")["stages"]] == [True, True]
 
 
 def test_what_a_peak_is_made_of(answer: Answer, run_command: Run) -> None:
     for stage in answer(*PLAN, 3, "--straight")["stages"]:
         assert sum(stage["memory"].values()) == stage["peak_bytes"] > 0 == stage["memory"]["host_bytes"]
-    printed = run_command(*PLAN, 3, "--straight", "--memory-table")[1]
-    head, first, *_ = printed.split("\n\n")[-1].splitlines()
+    head, first, *_ = run_command(*PLAN, 3, "--straight", "--memory-table")[1].split("\n\n")[-1].splitlines()
     names = "weight, stash, optimizer, gradient, activation, message, temporary, peak"
     assert head.split() == ["stage", *names.split(", ")]
     # Three versions of 2 kB, and the gradients; three microbatches of 200 B; three messages of 1 kB.

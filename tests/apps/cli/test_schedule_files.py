@@ -46,8 +46,7 @@ def test_simulate(answer: Answer, looped: str, tmp_path: Path, refused: Refused)
     assert answer(*run, looped) == by_name
     assert answer(*run, looped, "--minibatches", 2)["makespan_s"] == 2 * by_name["makespan_s"]
     assert "the file has 4" in refused(*run, looped, "--microbatches", 8)
-    straight = pd.Plan.uniform(4).save(tmp_path / "straight.json")
-    error = refused("simulate", straight, "--schedule", looped)
+    error = refused("simulate", pd.Plan.uniform(4).save(tmp_path / "straight.json"), "--schedule", looped)
     assert "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in error
 
 

@@ -36,8 +36,7 @@ def test_what_makes_no_sense_is_refused(command: str, message: str, files: Path,
 
 
 def test_the_proof_has_m_and_both_delays(run_command: Run) -> None:
-    drawn = run_command("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1]
-    grid, proof, claims = drawn.split("\n\n")
+    grid, proof, claims = run_command("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1].split("\n\n")
     assert grid.splitlines()[-1] == "a run of 4 minibatches of m = 2 microbatches"
     assert "Proof of paci, plan 1-1-1-1, m = 2: each op once" in proof
     rows = [line.split() for line in proof.splitlines()[2:]]

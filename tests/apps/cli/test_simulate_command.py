@@ -55,8 +55,7 @@ def test_files_of_a_run(run_command: Run, files: Path) -> None:
     assert len(ops) == 2 * 3 * 3
     assert ops[0] == dict(rank="0", kind="F", stage="0", index="0", start_s="0.0", end_s="1.0", version="0")
     assert [row["version"] for row in ops if row["kind"] == "U"] == [""] * 6
-    trace = json.loads(Path("run.trace").read_text())["traceEvents"]
-    assert {"0F0", "1B2"} <= {event["name"] for event in trace}
+    assert {"0F0", "1B2"} <= {event["name"] for event in json.loads(Path("run.trace").read_text())["traceEvents"]}
 
 
 @pytest.mark.slow

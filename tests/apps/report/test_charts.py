@@ -143,5 +143,4 @@ def test_letters_lines_and_kinds_are_seen(screen: int) -> None:
 
 
 def test_all_variables_are_defined() -> None:
-    style = page_style()
-    assert set(re.findall(r"var\(--pd-([\w-]+)\)", style)) <= set(COLOURS)
+    assert set(re.findall(r"var\(--pd-([\w-]+)\)", page_style())) <= set(COLOURS)

@@ -47,8 +47,7 @@ def test_a_line_a_table_and_a_picture(nouns: dict[str, Any], kind: str) -> None:
     assert kind not in ROWS or tags.count("tr") == ROWS[kind] + 1
     rows = noun.rows()
     assert len(rows) == ROWS.get(kind, len(rows)) > 1
-    read = list(csv.DictReader(io.StringIO(noun.to_csv())))
-    assert [list(row) for row in read] == [list(rows[0])] * len(rows)
+    assert [list(row) for row in csv.DictReader(io.StringIO(noun.to_csv()))] == [list(rows[0])] * len(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

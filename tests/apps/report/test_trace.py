@@ -76,8 +76,7 @@ def test_measured_and_predicted_are_two_processes(simulated: Simulated, measured
     _check(both["traceEvents"])
     names = [e["args"]["name"] for e in both["traceEvents"] if e["name"] == "process_name"]
     assert names == ["simulated pipedream", "measured pipedream"]
-    path = save_trace(measured, tmp_path / "trace.json")
-    assert json.loads(path.read_text()) == trace(measured)
+    assert json.loads(save_trace(measured, tmp_path / "trace.json").read_text()) == trace(measured)
 
 
 def test_words_of_a_backward(simulated: Simulated) -> None:

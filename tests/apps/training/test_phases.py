@@ -73,8 +73,7 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
 def test_predictions_go_by_the_rate_that_t1_leaves(name: str, m: int, delay: float) -> None:
     """By the rate of the coming update, which is the stage's own; its delay is a mean over the microbatches."""
     case = replace(PIPEMARE, phases=f"{name}/{m}+t1=60" if m > 1 else f"{name}+t1=60", epochs=4)
-    paper = delayed.PAPERS[name](3, m)
-    check_papers(case, run(case), {0: by(paper, m, rate=t1(60, lambda s: delay * (2 - s)))})
+    check_papers(case, run(case), {0: by(delayed.PAPERS[name](3, m), m, rate=t1(60, lambda s: delay * (2 - s)))})
 
 
 @pytest.mark.slow

@@ -247,8 +247,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
     profile = pd.profile(make(0).model, make(0).first_batch()[0])
     plan = pd.plan(profile, pd.Cluster.flat(sum(replicas)), shape=replicas)
     plan.save(tmp_path / "plan.json")
-    options = ("--plan", "plan.json", "--elastic", "--checkpoint-every", "4")
-    ended, summary = train(tmp_path, *options)
+    ended, summary = train(tmp_path, "--plan", "plan.json", "--elastic", "--checkpoint-every", "4")
     fewer = f"{sum(replicas) - 1}"
     assert f"continuing with one worker fewer, {fewer}, after: rank 1 was ended by SIGKILL" in ended.err
     resumed = summary["resumed_from"]
@@ -274,8 +273,7 @@ def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tupl
 def test_a_loss_is_told_once_more_if_nobody_heard_of_it(tmp_path: Path) -> None:
     """Rank 0 is killed while it hears that rank 1 is lost."""
     write_replicas(tmp_path, 3, "(pipeline.rank, ranks) == (0, (1,)) and os.kill(os.getpid(), signal.SIGKILL)")
-    options = ("--config", "3", "--elastic", "--checkpoint-every", "4")
-    ended, summary = train(tmp_path, *options)
+    ended, summary = train(tmp_path, "--config", "3", "--elastic", "--checkpoint-every", "4")
     assert "continuing with one worker fewer, 1, after: rank 0 was ended by SIGKILL" in ended.err
     assert summary["failures"]["workers_lost"] == 2
     lost = (tmp_path / "lost.txt").read_text(encoding="utf-8").splitlines()

@@ -198,8 +198,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(pd.PipelineError, match="holds checkpoints of an earlier run"):
         pd.run(regression, out=url, **OPTIONS)
     shutil.rmtree("runs")
-    rest = pd.run(regression, epochs=3, resume=url, **OPTIONS)
-    assert rest["resumed_from"] == 10
+    assert pd.run(regression, epochs=3, resume=url, **OPTIONS)["resumed_from"] == 10
     assert [number for number, _ in json.loads(store.read_text("losses.json"))] == list(range(15))
     folder = Path("runs", "memory", "bucket", "gpt")
     files = sorted(path.name for path in folder.iterdir())

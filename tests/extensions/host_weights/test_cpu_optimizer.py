@@ -35,8 +35,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def pipeline(state: str | None, schedule: Any = "1f1b", optimizer: Any = ADAMW, **options: Any) -> pd.Pipeline:
     options = {"microbatches": 1 if schedule == "pipedream" else 4, "loss": F.cross_entropy} | options
-    replicas = options.pop("replicas", None)
-    plan = plan_of(make(), batches()[0][0], (3, 5), replicas)
+    plan = plan_of(make(), batches()[0][0], (3, 5), options.pop("replicas", None))
     return pd.Pipeline(make(), plan, schedule=schedule, optimizer=optimizer, optimizer_state=state, **options)
 
 
@@ -155,8 +154,7 @@ def test_a_plan_counts_device_and_host() -> None:
         plan = ask(profile, cluster, schedule=schedule, optimizer_state=state)
         assert plan.choices.optimizer_state == (state or "device")
         assert set(plan.worker_bytes.values()) == {expected}, "weights, gradients, state"
-        checked = check.check_plan(plan, profile=profile).plan
-        assert checked.stages == plan.stages
+        assert check.check_plan(plan, profile=profile).plan.stages == plan.stages
         assert check.check_plan(plan).plan.worker_bytes == plan.worker_bytes
         assert max(pd.simulate(plan, minibatches=2).peak_bytes) == expected
         is_apart = profile is gpu and state == "host"

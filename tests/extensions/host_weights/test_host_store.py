@@ -393,8 +393,7 @@ def test_the_host_waits_for_parts_that_a_gpu_still_reads(ahead: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     copies = host_store.DeviceCopies(torch.device("cuda"), ahead)
     for _ in range(9):
-        part = mock.Mock()
-        copies.copy_to_device(part).record_stream.assert_called_once_with(current)
+        copies.copy_to_device(mock.Mock()).record_stream.assert_called_once_with(current)
         most = max(most, len(unread))
         copies.note_dropped()
     assert most == ahead

@@ -66,8 +66,7 @@ def dispatched_on(workers: list[list[int]], slots: list[Slot], m: int) -> float:
 @given(sizes(4), st.integers(1, 9))
 def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
-    plan = plan_of(p, stages)
-    schedule = roundpipe(plan, m, forwards=0, delay=1)
+    schedule = roundpipe(plan_of(p, stages), m, forwards=0, delay=1)
     forward = [row[0] for row in schedule.placement.forwards]
     slots = [list(group) for _, group in groupby(range(stages - 1), key=lambda s: forward[s])]
     count = len(slots) + stages
@@ -95,8 +94,7 @@ def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(
     p, stages, m = size
     assume(stages > 1)
     plan = replace(plan_of(p, stages), tied_weights=(TiedWeights(("w",), (0, stages - 1), 8),))
-    schedule = roundpipe(plan, m, delay=1).with_tied_weights()
-    program = pd.lower(schedule)
+    program = pd.lower(roundpipe(plan, m, delay=1).with_tied_weights())
     pd.verify(program)
     ends: dict[tuple[int, int], float] = {}
     updates = []
@@ -155,8 +153,7 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     schedule = roundpipe(plan_of(p, stages), m, forwards=forwards)
     program = pd.lower(schedule)
     proof, placement = pd.verify(program), schedule.placement
-    timeline = simulate(program, costs(schedule.plan), 2 * m)
-    assert timeline.peak_versions == proof.peak_versions
+    assert simulate(program, costs(schedule.plan), 2 * m).peak_versions == proof.peak_versions
     for rank in range(p):
         copies = proof.peak_versions[rank] - len(placement.stage_replicas(rank))
         assert (copies > 0) == (len(placement.passes_on_copies(rank, forward=True)) > 0)

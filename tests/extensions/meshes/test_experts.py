@@ -102,8 +102,7 @@ def test_the_softmax_is_taken_in_full_precision() -> None:
     for dtype, result_dtype in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         masks = pd.experts.gate(logits.to(dtype), 8, second="all")
         assert (masks.combine.dtype, masks.loss.dtype) == (result_dtype, result_dtype)
-        expected = pd.experts.gate(logits.to(dtype).to(result_dtype), 8, second="all")
-        assert torch.equal(masks.combine, expected.combine)
+        assert torch.equal(masks.combine, pd.experts.gate(logits.to(dtype).to(result_dtype), 8, second="all").combine)
 
 
 def test_capacity() -> None:
@@ -169,8 +168,7 @@ def test_low_precision(form: str) -> None:
     expected = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         cast = copy.deepcopy(layer).float()(x.float())
-    low = copy.deepcopy(layer).bfloat16()(x.bfloat16())
-    for output in (cast, low):
+    for output in (cast, copy.deepcopy(layer).bfloat16()(x.bfloat16())):
         assert output.dtype == torch.bfloat16
         # A token may choose another expert where two are nearly alike.
         assert (output.double() - expected).abs().median() < 0.02

@@ -392,6 +392,5 @@ def test_a_data_set_draws_on_from_generators_of_its_own_after_a_resume(kind: Any
     expected = [row[4:] for _ in range(2) for batch in loader for row in batch.tolist()]
     reader = reader_of(DataLoader(kind(), 2), rng.DataOrder(), EpochRange(end=2))
     before = rows_of(reader, 8)
-    state = saved_at(reader, 1, 2)
-    resumed = rows_of(reader_of(DataLoader(kind(), 2), rng.DataOrder(), EpochRange(1, 2, 2), state))
+    resumed = rows_of(reader_of(DataLoader(kind(), 2), rng.DataOrder(), EpochRange(1, 2, 2), saved_at(reader, 1, 2)))
     assert [row[4:] for row in before + resumed] == expected

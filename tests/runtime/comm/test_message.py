@@ -22,8 +22,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Draws a tensor of any type and shape, its dimensions in any order, with or without gaps."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     dtype = draw(st.sampled_from(DTYPES))
-    order = draw(st.permutations(range(len(shape))))
-    tensor = torch.randint(0, 2, shape).to(dtype).permute(order)
+    tensor = torch.randint(0, 2, shape).to(dtype).permute(draw(st.permutations(range(len(shape)))))
     if tensor.ndim and draw(st.booleans()):
         tensor = tensor[::2]
     if tensor.ndim and draw(st.booleans()):

@@ -101,8 +101,7 @@ def test_batches_in_reused_memory_train_as_others(schedule: str, parts: int, rep
     expected = train(BATCHES, schedule, parts, replicas)
     for name, make in LOADERS.items():
         loader, options = make()
-        trained = train(loader, schedule, parts, replicas, **options)
-        assert all(map(torch.equal, trained, expected)), name
+        assert all(map(torch.equal, train(loader, schedule, parts, replicas, **options), expected)), name
 
 
 def test_they_are_evaluated_and_predicted_as_others() -> None:

@@ -51,8 +51,7 @@ def test_sums_are_those_of_the_members_in_their_order(
         for member, reduction in enumerate(reductions):
             mine = [torch.randn(h.shape).to(h.dtype) if data.draw(st.booleans()) else None for h in handles]
             contributions.append([None if gradient is None else gradient.clone() for gradient in mine])
-            early = data.draw(st.permutations(range(len(handles))))[: data.draw(st.integers(0, len(handles)))]
-            for index in early:
+            for index in data.draw(st.permutations(range(len(handles))))[: data.draw(st.integers(0, len(handles)))]:
                 reduction.put(index, mine[index])
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
             assert reduction.started == len(all_reduce.fill_buckets(handles, bucket_bytes, bucket_bytes))
@@ -81,8 +80,7 @@ def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
         reduction.put(index, torch.ones(index + 1, dtype=torch.float64))
         done.add(index)
         turn = next((i for i in range(6) if 5 - i not in done), 6)
-        started = [tensor.numel() for (tensor,), _ in group.all_reduce.call_args_list]
-        assert started == [6, 5, 4, 3, 2, 1][:turn]
+        assert [tensor.numel() for (tensor,), _ in group.all_reduce.call_args_list] == [6, 5, 4, 3, 2, 1][:turn]
     with pytest.raises(pd.PipelineError, match="in two backwards"):
         reduction.put(order[0], torch.ones(order[0] + 1, dtype=torch.float64))
 

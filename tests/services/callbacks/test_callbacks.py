@@ -207,8 +207,7 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     animal, events = zoo.make("mlp"), Events()
     heard = {"callbacks": [pd.callbacks.EarlyStopping(patience=1, min_delta=9.0), events]}
     heard |= {"loggers": [pd.loggers.CSVLogger(tmp_path / "own.csv")]}
-    data = animal.batches, animal.batches
-    recipe = pd.Recipe(animal.model, animal.loss, SGD, *data, epochs=8, name="zoo", **heard)
+    recipe = pd.Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, epochs=8, name="zoo", **heard)
     plan = zoo.plan_of(animal, 2)
     summary = pd.run(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
     count = 2 * len(animal.batches)
@@ -217,8 +216,7 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
     rows = (tmp_path / "own.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + count
     assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(rows)
-    expected = [("checkpoint", number, True) for number in (count // 2, count)]
-    assert events.of("checkpoint") == expected
+    assert events.of("checkpoint") == [("checkpoint", number, True) for number in (count // 2, count)]
 
 
 @pytest.mark.processes

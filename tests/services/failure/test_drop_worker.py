@@ -50,11 +50,9 @@ def test_only_its_stage_has_one_replica_fewer_and_the_program_is_proved(counts: 
 
 @pytest.mark.parametrize("sums", ["bfloat16", "every:4"])
 def test_a_last_replica_has_nobody_to_agree_with(sums: str) -> None:
-    plan = pd.Plan.uniform(2, replicas=(3, 1)).choosing(sums=sums)
-    reduced = drop_worker(plan, 0)
+    reduced = drop_worker(pd.Plan.uniform(2, replicas=(3, 1)).choosing(sums=sums), 0)
     assert str(reduced.choices.sums) == sums
-    alone = drop_worker(reduced, 0)
-    assert str(alone.choices.sums) == "full"
+    assert str(drop_worker(reduced, 0).choices.sums) == "full"
     assert drop_worker(pd.Plan.uniform(2, replicas=(2, 2)).with_mesh("model:2"), 0) is None
 
 

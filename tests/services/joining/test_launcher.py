@@ -18,8 +18,7 @@ TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 def environment(variables: Mapping[str, object]) -> Iterator[pytest.MonkeyPatch]:
     """Lets a process have these variables of launchers and no others."""
     with pytest.MonkeyPatch.context() as patch:
-        others = re.compile("SLURM_|OMPI_|PMI_|MPI_|TORCHELASTIC_")
-        for name in [*TORCH, *filter(others.match, os.environ)]:
+        for name in [*TORCH, *filter(re.compile("SLURM_|OMPI_|PMI_|MPI_|TORCHELASTIC_").match, os.environ)]:
             patch.setenv(name, "")  # restored afterwards
             patch.delenv(name)
         for name, value in variables.items():

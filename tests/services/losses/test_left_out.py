@@ -40,8 +40,7 @@ CASES: list[tuple[Callable[..., Tensor], Any, set[tuple[int, int]]]] = [
 
 @pytest.mark.parametrize(("loss", "targets", "expected"), CASES)
 def test_what_a_loss_leaves_out(loss: Callable[..., Tensor], targets: Any, expected: set[tuple[int, int]]) -> None:
-    output = torch.randn(2, 6, 14)
-    assert set(left_out.find_left_out(loss, output, targets, 2)) == expected
+    assert set(left_out.find_left_out(loss, torch.randn(2, 6, 14), targets, 2)) == expected
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -198,8 +198,7 @@ def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_chan
         _scored(loss, model, parts[1], 1)
     _scored(loss, model, parts[1], 2)
     batch["labels"] = batch["labels"].clamp(min=0)
-    weights = [_scored(loss, model, part, 3)[1] for part in _parts(batch, (4, 3))]
-    assert weights == [4 * amount, 3 * amount]
+    assert [_scored(loss, model, part, 3)[1] for part in _parts(batch, (4, 3))] == [4 * amount, 3 * amount]
 
 
 def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:

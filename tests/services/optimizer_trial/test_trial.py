@@ -35,8 +35,7 @@ class Own(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
-            changes = self.rule(self, group, weights, [p.grad for p in weights])
-            for p, change in zip(weights, changes, strict=True):
+            for p, change in zip(weights, self.rule(self, group, weights, [p.grad for p in weights]), strict=True):
                 p.sub_(change, alpha=group["lr"])
 
 

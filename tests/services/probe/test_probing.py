@@ -29,8 +29,7 @@ def of_widths(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> None:
     groups = of_widths(widths)
     needed, further = choose_steps(groups)
-    levels = 2 if max(widths) > 1 and len(widths) > 1 else 1
-    for level in range(levels):
+    for level in range(2 if max(widths) > 1 and len(widths) > 1 else 1):
         assert [step[1] for step in needed if step[0] == "link"].count(level) == 1
         assert [step[1] for step in needed if step[0] == "sum"].count(level) == 1
     home = {rank: number for number, ranks in enumerate(groups) for rank in ranks}

@@ -77,10 +77,8 @@ def test_a_backward_has_what_was_recomputed_before_its_gradient_arrived(cuda: Fa
     spans = recorder.spans(0)
     assert recorder.busy_share() == pytest.approx(6 / 11)
     assert [span.kind for span in spans] == ["F", "wait", "B"] * 2
-    lengths_s = [span.end_s - span.start_s for span in spans]
-    assert lengths_s == pytest.approx([1e-3, 5e-3, 5e-3] * 2, abs=2e-6)
-    gaps_s = [second.start_s - first.end_s for first, second in pairwise(spans)]
-    assert gaps_s == pytest.approx([0.0] * 5, abs=2e-6)
+    assert [span.end_s - span.start_s for span in spans] == pytest.approx([1e-3, 5e-3, 5e-3] * 2, abs=2e-6)
+    assert [second.start_s - first.end_s for first, second in pairwise(spans)] == pytest.approx([0.0] * 5, abs=2e-6)
 
 
 def test_ops_share_events_which_are_used_again(cuda: FakeCuda, recorder: Recorder) -> None:
@@ -131,5 +129,4 @@ def test_the_host_is_ahead_by_a_bounded_number_of_forwards(cuda: FakeCuda, most:
         ahead = (cuda.stream_s - cuda.now_s) / 2.0
         assert min(index, most - 2) < ahead <= most, "the GPU has work, and not more"
         _op(cuda, recorder, index, 1.0, "B")
-    spans = [span for span in recorder.spans(0) if span.kind == "F"]
-    assert [span.index for span in spans] == list(range(0, 40, 2))
+    assert [span.index for span in [span for span in recorder.spans(0) if span.kind == "F"]] == list(range(0, 40, 2))

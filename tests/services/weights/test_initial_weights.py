@@ -236,8 +236,7 @@ def start(make: Callable[[], nn.Module], cuts: tuple[int, ...], weights: Any, me
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.manual_seed(5)
     model = on_meta(make) if meta == "all" or (meta == "others" and rank) else make()
-    words = isinstance(model[0], nn.Embedding)
-    sample = torch.zeros(2, 3).long() if words else torch.zeros(2, 4)
+    sample = torch.zeros(2, 3).long() if isinstance(model[0], nn.Embedding) else torch.zeros(2, 4)
     with pd.Pipeline(model, plan_of(make(), sample, cuts), weights=weights, **OPTIONS) as pipeline:
         return pipeline.state_dict()
 

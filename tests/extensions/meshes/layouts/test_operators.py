@@ -18,8 +18,7 @@ SIZES = {"x": (8, 6), "w": (6, 4), "y": (8, 4), "p": (2, 3, 8, 8), "k": (5, 3, 3
 def test_the_parts_of_a_line() -> None:
     (line,) = read_lines("\n  y[b, o] += f(x[b, i], 2) * w[i, o] - x[b, i]  # a comment\n")
     assert (line.number, line.reduction, line.text) == (2, "+", "y[b, o] += f(x[b, i], 2) * w[i, o] - x[b, i]")
-    columns = {access.tensor: access.column for access in (line.output, *line.operands)}
-    assert columns == {"y": 3, "x": 16, "w": 30}
+    assert {access.tensor: access.column for access in (line.output, *line.operands)} == {"y": 3, "x": 16, "w": 30}
     assert [index.plain for index in line.operands[1].indices if index] == ["i", "o"]
 
 
@@ -116,8 +115,7 @@ def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: pd.Operators, dimens
     computed = {step.result: at for at, step in enumerate(ops.steps)}
 
     def box(names: Any, shape: tuple[int, ...], rank: tuple[int, ...]) -> Any:
-        words = " ".join(name or "-" for name in names)
-        return box_of(shape, layout.placements(words, shape, MESH), (2, 2), rank)
+        return box_of(shape, layout.placements(" ".join(name or "-" for name in names), shape, MESH), (2, 2), rank)
 
     done, peaks = 0, []
     for rank in MESH.coordinates():
@@ -136,8 +134,7 @@ def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: pd.Operators, dimens
                 prod(size for size, index in zip(ops.tensors[a.tensor], a.indices, strict=True) if index is None)
                 for a in step.accesses
             ]
-            own_names = list(step.sizes)
-            done += max(whole) * prod(map(len, box(own_names, tuple(step.sizes.values()), rank)))
+            done += max(whole) * prod(map(len, box(list(step.sizes), tuple(step.sizes.values()), rank)))
     assert report.done == done
     assert report.peak >= max(peaks)
     if not report.moved:  # a rank may keep its part of what is relaid

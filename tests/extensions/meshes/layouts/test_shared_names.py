@@ -38,8 +38,7 @@ def test_names_differ_only_where_they_must(ops: pd.Operators) -> None:
     first = {name: group[0] for group in shared.groups for name in group}
     for step in shared.steps:
         for access in step.accesses:
-            shape = shared.tensors[access.tensor]
-            for at, (index, size) in enumerate(zip(access.indices, shape, strict=True)):
+            for at, (index, size) in enumerate(zip(access.indices, shared.tensors[access.tensor], strict=True)):
                 if name := step.outermost(index, size):
                     used.setdefault((first[access.tensor], at), set()).add(name)
     for (tensor, at), names in used.items():
@@ -59,8 +58,7 @@ def test_only_blocks_of_rows_are_parts_when_merged(sizes: list[int], wrong: int,
     times[0] = times[0] * wrong
     text = " + ".join(f"{factor}*{name}" for factor, name in zip(times, letters, strict=True)) + f" + {offset}"
     whole = times[0] * sizes[0] + offset + is_short
-    ops = pd.Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])")
-    (step,) = ops.steps
+    (step,) = pd.Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])").steps
     reads: dict[int, set[int]] = {}
     for at in range(sizes[0]):
         inner = {0}

@@ -248,8 +248,7 @@ def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
 
 def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pd.Layout:
     """Returns the layout of Tofu's partition of a minibatch's step."""
-    step = pd.operators(model, x, loss=partial(F.cross_entropy, target=targets))
-    return pd.Layout.of(pd.partition(step, ranks))
+    return pd.Layout.of(pd.partition(pd.operators(model, x, loss=partial(F.cross_entropy, target=targets)), ranks))
 
 
 def train(case: Case, mesh: str) -> Trained:

@@ -52,8 +52,7 @@ def _move_all() -> int:
     cuts = (WHOLE, Shard(0), Shard(1), Shard(2))
     for size in ((4, 6, 8), (5, 3, 7)):
         x, weight = torch.randn(2, *size, dtype=torch.float64).unbind()
-        changes = list(product(_list_legal((*cuts, SUM)), _list_legal(cuts)))
-        for before, after in Random(0).sample(changes, 80):
+        for before, after in Random(0).sample(list(product(_list_legal((*cuts, SUM)), _list_legal(cuts))), 80):
             leaf = _cut(x, tuple(WHOLE if placement == SUM else placement for placement in before)).requires_grad_()
             addends = prod(mesh.size(at) for at, placement in enumerate(before) if placement == SUM)
             part = leaf.to_local(grad_placements=before) / addends

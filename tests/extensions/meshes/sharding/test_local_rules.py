@@ -155,8 +155,7 @@ def _compare_embeddings() -> None:
         output = F.embedding(words, whole, padding_idx)
         (output * rows).sum().backward()  # type: ignore[no-untyped-call]
         for cut_words, cut_weight, placed in EMBEDDINGS:
-            cuts = cut_words, cut_weight
-            placements, looked_up, gradient = on_mesh(words, weight, cuts, padding_idx=padding_idx)
+            placements, looked_up, gradient = on_mesh(words, weight, (cut_words, cut_weight), padding_idx=padding_idx)
             assert placements == (placed,)
             torch.testing.assert_close(looked_up, output)
             torch.testing.assert_close(gradient, whole.grad)

@@ -56,8 +56,7 @@ def _train_all() -> list[Trained]:
 @pytest.mark.filterwarnings("ignore")
 def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are sharded or not; its processes train all cases in turn."""
-    outcomes = processes.team(4).results(_train_all, timeout_s=180.0)[0]
-    for case, trained in zip(CASES.values(), outcomes, strict=True):
+    for case, trained in zip(CASES.values(), processes.team(4).results(_train_all, timeout_s=180.0)[0], strict=True):
         check_same(trained, train(case, ""))
 
 
@@ -69,8 +68,7 @@ def test_groups_that_the_mesh_does_not_divide_are_refused() -> None:
 
 
 def test_names_of_modules_yield_to_those_of_the_user() -> None:
-    model = _make_model()[0]
-    layout = pd.Layout("experts:model", names={"1.*.up": "a b c"}).of_model(model)
+    layout = pd.Layout("experts:model", names={"1.*.up": "a b c"}).of_model(_make_model()[0])
     assert layout.names_of("1.experts.up") == "a b c"
     assert layout.names_of("3.experts.up") == "experts d_model d_ff"
     assert layout.names_of("3.norm.weight") is None

@@ -97,8 +97,7 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_as_predicted() -> None:
-    planned = [*_plan(CUT), *_plan(SHARDED)]
-    for peaks in processes.results(_measure_peaks, 4, planned):
+    for peaks in processes.results(_measure_peaks, 4, [*_plan(CUT), *_plan(SHARDED)]):
         for name, (predicted, measured, reported) in zip(CASES, peaks, strict=True):
             assert predicted == pytest.approx(measured, rel=0.1), name
             assert predicted == pytest.approx(reported, rel=0.15), name  # which is read at some moments only
