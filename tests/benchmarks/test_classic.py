@@ -196,7 +196,6 @@ def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
 
 
 LOADER = GraphNode("n0", "Input")
-IDLE = GraphNode("n1", "Add")
 WORK = GraphNode("n2", "Conv2d", 1.0)
 
 
@@ -216,7 +215,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     for ask, says in (
         (lambda: straight(3), "straight pipeline of 3 stages, but this graph cannot be cut into as many"),
         (lambda: classic(GraphText((LOADER,), ()), pd.Cluster.flat(2)), "no layer besides its inputs"),
-        (lambda: classic(GraphText((IDLE,), ()), pd.Cluster.flat(2)), "layers take no time"),
+        (lambda: classic(GraphText((GraphNode("n1", "Add"),), ()), pd.Cluster.flat(2)), "layers take no time"),
         (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(2, memory_bytes=10**9)), "leave the limit out"),
         (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(50_000)), "its tables would not fit the memory"),
         (lambda: classic(GraphText((WORK,), ()), uneven), "machines of unequal sizes"),

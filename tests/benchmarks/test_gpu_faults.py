@@ -152,24 +152,17 @@ def test_a_fault_is_found(check: Any, finding: str, place: str, fault: Fault, mo
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        findings = {item.name: item for item in _iterate_until(finding, check)}
+        actual = next(item for item in check(CPU, loops.TINY) if item.name == finding)
     finally:
         torch.set_num_threads(threads)
         LEAKED.clear()
-    assert not findings[finding].ok
+    assert not actual.ok
 
 
 def test_each_check_has_a_fault() -> None:
     """Those of several ranks are below, and that of NCCL."""
     checks = {getattr(check, "__name__", "") for check, *_ in FAULTS} | {"links", "processes", "death", "nccl", "store"}
     assert checks == set(load_script(FOLDER / "run.py").CHECKS)
-
-
-def _iterate_until(name: str, check: Any) -> Any:
-    for finding in check(CPU, loops.TINY):
-        yield finding
-        if finding.name == name:
-            return
 
 
 class Transfer:

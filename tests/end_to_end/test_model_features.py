@@ -37,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, such as g++")
-FIVE = ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
 QUICK = {"resnet": ("recompute split", "replicas"), "tied_gpt": ("recompute split", "replicas")}
 
 
@@ -55,7 +54,7 @@ def _profile(name: str, dropout: bool = False) -> pd.Profile:
     spread(
         thinned(
             pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
-            for name in FIVE
+            for name in ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
             for feature in FLUSHING
         )
     ),

@@ -18,8 +18,6 @@ import pipedream as pd
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6.*:FutureWarning")
 needs_hf = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed; pip install peft")
 
 
 def read_blocks(page: str) -> list[str]:
@@ -117,7 +115,7 @@ def test_a_recipe_trains_like_a_plain_loop() -> None:
 
 
 @needs_hf
-@needs_accelerate
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_a_trainer_trains_like_the_plain_one() -> None:
@@ -133,7 +131,7 @@ def test_a_trainer_trains_like_the_plain_one() -> None:
 
 @pytest.mark.slow
 @needs_hf
-@needs_peft
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed; pip install peft")
 def test_adapters_train_like_in_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     setup, script, _, _, _, lora, _ = read_blocks("from_hugging_face.md")
     setup = without_dropout(setup)

@@ -55,7 +55,6 @@ def kept(read: Callable[[Any], Any], write: Callable[[Any, Tensor], Any]) -> For
 
 
 IN_LIST = kept(lambda items: items[0] if items else 0.0, lambda items, mean: items.append(mean))
-IN_DICT = kept(lambda items: items.get("last", 0.0), lambda items, mean: items.update(last=mean))
 IN_OBJECT = kept(lambda item: getattr(item, "last", 0.0), lambda item, mean: setattr(item, "last", mean))
 IN_PLACE = kept(torch.clone, Tensor.copy_)
 
@@ -81,7 +80,7 @@ CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "with dropout": (lambda: None, lambda module, x: in_training(module, module.dropout(x))),
     "list": (list, IN_LIST),
     "deque": (lambda: deque(maxlen=2), IN_LIST),
-    "dict": (dict, IN_DICT),
+    "dict": (dict, kept(lambda items: items.get("last", 0.0), lambda items, mean: items.update(last=mean))),
     "object": (SimpleNamespace, IN_OBJECT),
     "in place": (lambda: torch.zeros(6).double(), IN_PLACE),
     "counter": (int, counted),

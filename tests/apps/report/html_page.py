@@ -2,8 +2,6 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "link"}
-
 
 class HtmlPage(HTMLParser):
     """Checks that tags are balanced; collects tags, what is loaded, and words."""
@@ -21,7 +19,7 @@ class HtmlPage(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
-        if tag not in VOID:
+        if tag not in {"meta", "link"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -82,10 +82,7 @@ def test_figures() -> None:
 # -- lanes and windows of a timeline ----------------------------------------------------------------------------------
 
 
-TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
-
-
-@given(times=TIMES)
+@given(times=st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30))
 def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, float]]) -> None:
     spans = [Span(0, "send", 0, i, start, start + length) for i, (start, length) in enumerate(sorted(times))]
     rows = lanes.assign_rows(spans)

@@ -158,7 +158,6 @@ IN_PROCESSES = {
 }
 
 
-SAVE_AT = (4, 12, 20, 27)
 """Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
 
 
@@ -175,7 +174,7 @@ SAVE_AT = (4, 12, 20, 27)
     ids=str,
 )
 def test_a_run_goes_on_to_the_bit_in_any_phase(case: Case, tmp_path: Path) -> None:
-    cases.check_resumed(case, tmp_path, SAVE_AT)
+    cases.check_resumed(case, tmp_path, (4, 12, 20, 27))
 
 
 def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None:

@@ -25,7 +25,6 @@ from pipedream.runtime.update.stepped import SteppedWeights
 from pipedream.runtime.updates import Updates
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-ONE_STAGE = pd.Plan.uniform(1)
 
 
 def make_handles() -> dict[str, nn.Parameter]:
@@ -86,7 +85,7 @@ def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
     stage_state: Any = SimpleNamespace(
         optimizer=optimizer, collect_gradients=lambda: gradients, compare_first_update=lambda: None
     )
-    policy, program = Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", ONE_STAGE))
+    policy, program = Policy(0.5, "local", "error", "", None), pd.lower(pd.schedules.build("naive", pd.Plan.uniform(1)))
     run_alone(Updates(policy, program, LocalGroup(1).member(0), {0: stage_state}).prepare(0, 0.0))
     assert all(handle.grad is not None for handle in handles.values())
     with pytest.raises(RuntimeError):

@@ -27,13 +27,11 @@ import pipedream as pd
 from pipedream.runtime.comm import process_group
 from pipedream.services.joining import joining, launcher
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *launcher.LOCAL_RANKS)
-
 
 def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: object) -> list[str]:
     """A machine with some GPUs, seen by a process with these variables; returns the devices made current."""
     chosen: list[str] = []
-    for name in VARIABLES:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", *launcher.LOCAL_RANKS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))

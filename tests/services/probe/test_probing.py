@@ -17,15 +17,13 @@ from pipedream.slow_links import LINK, Network
 
 __all__ = ["machines"]  # the fixture
 
-WIDTHS = [(1, 1), (2,), (5,), (2, 2), (1, 3, 2), (4,) * 4, (1,) * 9]
-
 
 def of_widths(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return [tuple(range(start, start + width)) for start, width in zip(starts, widths, strict=True)]
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("widths", [(1, 1), (2,), (5,), (2, 2), (1, 3, 2), (4,) * 4, (1,) * 9])
 def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> None:
     groups = of_widths(widths)
     needed, further = choose_steps(groups)

@@ -129,4 +129,4 @@ def test_the_host_is_ahead_by_a_bounded_number_of_forwards(cuda: FakeCuda, most:
         ahead = (cuda.stream_s - cuda.now_s) / 2.0
         assert min(index, most - 2) < ahead <= most, "the GPU has work, and not more"
         _op(cuda, recorder, index, 1.0, "B")
-    assert [span.index for span in [span for span in recorder.spans(0) if span.kind == "F"]] == list(range(0, 40, 2))
+    assert [span.index for span in recorder.spans(0) if span.kind == "F"] == list(range(0, 40, 2))

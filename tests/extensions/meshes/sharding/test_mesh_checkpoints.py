@@ -23,7 +23,6 @@ from pipedream.services.checkpoint import folders, pieces
 from pipedream.services.weights.transfer import collect_tensors
 from tests.extensions.meshes.sharding.meshes import Case, D, Mlp, check_same, make_pipeline
 
-PIECE_BYTES = 512
 """In place of the size of a piece in a real run."""
 
 
@@ -38,7 +37,7 @@ Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
 def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     """Trains an epoch from one checkpoint to the next; returns losses, weights, and the bytes read and wanted."""
-    pieces._PIECE_BYTES = PIECE_BYTES
+    pieces._PIECE_BYTES = 512
     counts = {"read": 0, "wanted": 0}
     read, assemble = pieces._read_piece, pieces.assemble
 
