@@ -36,8 +36,7 @@ def libraries() -> tuple[Any, Any]:
 
 
 def make_data(samples: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(1, 32, (samples, 8), generator=generator)
+    rows = torch.randint(1, 32, (samples, 8), generator=torch.Generator().manual_seed(1))
     labels = rows.clone()
     labels[::3, :3] = -100  # padding, so that microbatches weigh differently
     return [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
@@ -358,8 +357,7 @@ def test_every_argument_and_event_of_transformers_is_followed_or_refused() -> No
     names = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
     names += [name for name in inspect.signature(transformers.Trainer.__init__).parameters if name != "self"]
     followed = [name for group in FOLLOWED.values() for name in group.split()]
-    refused = hf.REFUSED_ARGUMENTS.split()
-    assert sorted(names) == sorted(followed + refused)
+    assert sorted(names) == sorted(followed + hf.REFUSED_ARGUMENTS.split())
     events = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
     assert sorted(events) == sorted(" ".join(EVENTS.values()).split())
     assert all(hasattr(transformers.Trainer, name) for name in hf.FOLLOWED_METHODS.split())

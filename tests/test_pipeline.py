@@ -269,13 +269,11 @@ def test_an_infinite_input_of_the_last_minibatch_is_an_error(schedule: str, tmp_
     first = (torch.randn(8, 4), torch.randn(8, 1))
     inputs = first[0].clone()
     inputs[3, 2] = float("inf")
-    profile = pd.profile(nn.Sequential(*layers), first[0], loss=None, runs=1)
-    plan = pd.plan(profile, pd.Cluster.flat(2), cuts=[2])
+    plan = pd.plan(pd.profile(nn.Sequential(*layers), first[0], loss=None, runs=1), pd.Cluster.flat(2), cuts=[2])
 
     def train(folder: Path, **options: Any) -> None:
-        model = nn.Sequential(*layers)
         options |= {"loss": F.mse_loss, "optimizer": SGD, "schedule": schedule}
-        with pd.Pipeline(model, plan, **options) as pipeline:
+        with pd.Pipeline(nn.Sequential(*layers), plan, **options) as pipeline:
             for done in pipeline.train([*[first] * 9, (inputs, first[1])]):
                 if done.number in (4, 9):
                     pipeline.save(folder)

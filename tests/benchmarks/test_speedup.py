@@ -59,8 +59,7 @@ def test_a_sleeping_model_takes_the_profiled_seconds_layer_by_layer(
     backward_s = clock[0] - 100.0 - forward_s
     assert backward_s == pytest.approx(2 * sum(seconds.backward_s), abs=2e-4)
     for place, end_s in ends_s.items():
-        done_s = 2 * sum(seconds.backward_s[place:])
-        assert end_s - 100.0 - forward_s == pytest.approx(done_s, abs=2e-4), place
+        assert end_s - 100.0 - forward_s == pytest.approx(2 * sum(seconds.backward_s[place:]), abs=2e-4), place
     optimizer.step()
     assert clock[0] - 100.0 - forward_s - backward_s == pytest.approx(seconds.update_s, abs=2e-4)
     assert all(weight.grad is not None for weight in model.parameters())
@@ -69,12 +68,11 @@ def test_a_sleeping_model_takes_the_profiled_seconds_layer_by_layer(
 def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
     common = {"model": "vgg", "rho": rho, "bytes_per_s": 1e8 / rho, "others": 0.0}
     solo = common | {"variant": "solo", "samples_per_s": 50.0, "compute_s": 0.1, "parameter_bytes": 1e7}
-    figures = {"torch DDP": ddp, "PipeDream, full": pipedream}
     rows = [
         common | {"variant": name, "samples_per_s": rate, "least": rate, "most": rate, "predicted_per_s": 100.0,
                   "bytes_per_sample": rate * 1e3, "message_bytes": 1000,
                   "microbatches_per_update": 2 if name == "torch DDP" else 1}
-        for name, rate in figures.items()
+        for name, rate in {"torch DDP": ddp, "PipeDream, full": pipedream}.items()
     ]  # fmt: skip
     return [solo, *rows]
 

@@ -78,10 +78,9 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     counts = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     m = data.draw(st.integers(1, 12))
     profile = pd.Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
-    cluster = pd.Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
     how = {"occupancy": occupancy_of(name, m), "microbatches": m, "update_delay": data.draw(st.integers(0, 1))}
-    space = planner.SearchSpace.of(profile, cluster, **how)
+    space = planner.SearchSpace.of(profile, pd.Cluster.flat(sum(counts)), **how)
     plan = space.with_bytes(space.build_plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)))
     rows = zip(space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True)
     for (first, last), stage, count, late in rows:

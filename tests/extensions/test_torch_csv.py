@@ -25,8 +25,7 @@ def theirs() -> list[tuple[str, int, int, int]]:
     rows = []
     for name, count in torch_schedules.STAGES_A_RANK.items():
         for (p, m), v in product(SIZES, (count, 3) if name in ("Interleaved1F1B", "LoopedBFS") else (count,)):
-            rounds = max(1, m // p)
-            if name.startswith("Interleaved") and m % rounds:
+            if name.startswith("Interleaved") and m % max(1, m // p):
                 continue  # PyTorch refuses it
             if name == "DualPipeV" and m < 2 * p:
                 continue
@@ -251,9 +250,8 @@ def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> No
             row[at] = (
                 f"{data.draw(st.integers(-1, 3))}{data.draw(cells)}{data.draw(st.sampled_from(['', '0', '1', '7']))}"
             )
-    text = "\n".join(",".join(row) for row in rows)
     try:
-        schedule = from_torch_csv(text)
+        schedule = from_torch_csv("\n".join(",".join(row) for row in rows))
         pd.verify(pd.lower(schedule))
     except pd.errors.ScheduleError:
         return

@@ -173,9 +173,8 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
 def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that costs nothing may still keep bytes, so that the cuts without it are not all that matter."""
     first, view, last = (pd.LayerProfile(*row) for row in ((1.0, 1.0, 4, 0, 1), (0, 0, 1, 0, 9), (1.0, 1.0, 1, 0, 1)))
-    layers = (first, *[view] * 4, last)
     graph = pd.LayerGraph(tuple(pd.Layer(f"l{i}", "Layer") for i in range(6)), tuple((0, i) for i in range(1, 6)))
-    profile = pd.Profile("views", graph, layers, batch=1)
+    profile = pd.Profile("views", graph, (first, *[view] * 4, last), batch=1)
     limited = pd.Cluster.flat(2, 1e9, memory_bytes=100)
     assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
     monkeypatch.setattr(cuts, "MAX_DOWNSETS", 10)

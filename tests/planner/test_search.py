@@ -170,11 +170,10 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
         options |= {"microbatches": draw.choice([1, 2]), "update_delay": draw.choice([0, 1])}
         recompute = draw.choice(["never", "auto", "always"])
         options["choices"] = Choices(recompute=recompute)
-        space = SearchSpace.of(profile, cluster, **options)
         orders = list_orders(cluster, 50)[0]
         if len(orders) > 6:
             continue
-        least, best = best_plans(space, orders=orders, recompute=recompute)
+        least, best = best_plans(SearchSpace.of(profile, cluster, **options), orders=orders, recompute=recompute)
         got = plan_or_words(PlanSearch.of(profile, cluster, **options), "any")
         if isinstance(got, str):
             # Messages of neighbours, and what an update delay adds, are known of a whole plan only.

@@ -68,9 +68,8 @@ def test_ranks_have_parts(rules: str, mesh: str, shard_weights: str, weights: in
 
 
 def test_a_backward_reads_plain_tensors_of_the_model() -> None:
-    layout = pd.Layout("batch:data")
     masked = Built(lambda module, x: module.inner(x).masked_fill(torch.arange(D) > 2, 0.0), inner=nn.Linear(D, D))
-    options: dict[str, Any] = {"warmup": 0, "runs": 1, "layout": layout, "meshes": ("data:2",)}
+    options: dict[str, Any] = {"warmup": 0, "runs": 1, "layout": pd.Layout("batch:data"), "meshes": ("data:2",)}
     (rank,) = pd.profile(nn.Sequential(masked), torch.randn(BATCH, D), **options).ranks
     assert [layer.output_bytes for layer in rank.layers] == [BATCH * D * 2]
 

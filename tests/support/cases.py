@@ -46,10 +46,9 @@ OPTIMIZERS = {
 def in_groups(kind: str, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """Makes an optimizer with a group of its own for biases, so that stages differ in their groups."""
     options = dict(OPTIMIZERS[kind].keywords)
-    decays = {False: options.pop("weight_decay"), True: 0.0}
     parts = [
         {"params": [pair for pair in named if pair[0].endswith("bias") is is_bias], "weight_decay": decay}
-        for is_bias, decay in decays.items()
+        for is_bias, decay in {False: options.pop("weight_decay"), True: 0.0}.items()
     ]
     return OPTIMIZERS[kind].func([part for part in parts if part["params"]], **options)
 

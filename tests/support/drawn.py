@@ -140,8 +140,7 @@ MESHES = MESHES.map(pd.Mesh)
 
 def placements(draw: st.DrawFn, mesh: pd.Mesh, dimensions: int) -> tuple[int | None, ...]:
     """No dimension of the tensor is cut twice."""
-    free = draw(st.permutations([*range(dimensions), None, None]))
-    return tuple(free[: len(mesh.dimensions)])
+    return tuple(draw(st.permutations([*range(dimensions), None, None]))[: len(mesh.dimensions)])
 
 
 _MESHES = ("model:2", "data:2", "model:4", "data:2,model:2")

@@ -11,8 +11,7 @@ def program_of(method: str, plan: pd.Plan, microbatches: int | None = None) -> p
 
 
 def uniform_program(method: str, *replicas: int, microbatches: int | None = None, depth: str = "noam") -> pd.Program:
-    plan = pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(depth)
-    return program_of(method, plan, microbatches)
+    return program_of(method, pd.Plan.uniform(len(replicas), replicas=replicas).with_depth(depth), microbatches)
 
 
 def with_rank(program: pd.Program, rank: int, **parts: Any) -> pd.Program:

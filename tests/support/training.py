@@ -24,8 +24,7 @@ class Trained(NamedTuple):
 
 
 def batches(count: int = 3, samples: int = 8, *, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return [(draw(samples, 4), draw(samples, 4)) for _ in range(count)]
 
 
@@ -41,8 +40,7 @@ def plan_of(
 
 def train(model: nn.Module, plan: pd.Plan, data: Any, *, epochs: int = 1, **options: Any) -> Trained:
     with pd.Pipeline(model, plan, **{"loss": F.cross_entropy, "optimizer": SGD} | options) as pipeline:
-        losses = [done.loss for done in pipeline.train(data, epochs=epochs)]
-        return Trained(losses, pipeline.state_dict())
+        return Trained([done.loss for done in pipeline.train(data, epochs=epochs)], pipeline.state_dict())
 
 
 def loop(

@@ -274,8 +274,7 @@ def _dealt(x: Tensor, y: Tensor, size: int) -> list[Batch]:
 
 
 def sum_of_classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    picked = _full(output).log_softmax(1)[torch.arange(len(targets)), targets]
-    return -picked.sum(), float(len(targets))
+    return -_full(output).log_softmax(1)[torch.arange(len(targets)), targets].sum(), float(len(targets))
 
 
 def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -579,8 +578,7 @@ def attention_lstm() -> nn.Module:
         context = torch.zeros_like(h)
         logits = []
         for t in range(target.shape[1]):
-            word = self.target(target[:, t])
-            h, c = self.cell(torch.cat([word, context], 1), (h, c))
+            h, c = self.cell(torch.cat([self.target(target[:, t]), context], 1), (h, c))
             scores = torch.bmm(memory, self.query(h).unsqueeze(2)).squeeze(2)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(1)
             context = torch.bmm(weights.unsqueeze(1), memory).squeeze(1)

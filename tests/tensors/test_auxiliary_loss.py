@@ -158,8 +158,7 @@ def test_what_is_not_read_does_not_count_and_a_loss_alone_may_require_a_gradient
     assert torch.autograd.grad((w * 3).sum(), w)[0].tolist() == [3.0, 3.0]
     with torch.no_grad():
         assert not pd.add_auxiliary_loss(w * 2, w.sum()).requires_grad
-    value = pd.add_auxiliary_loss(torch.zeros(2), w.double().sum() * 4)
-    value.sum().backward()
+    pd.add_auxiliary_loss(torch.zeros(2), w.double().sum() * 4).sum().backward()
     assert w.grad.tolist() == [4.0, 4.0]
 
 

@@ -220,8 +220,7 @@ def test_a_backward_at_other_weights_than_its_rule_says() -> None:
         return rule.forward_version(stage, microbatch) + (microbatch > 6 and stage == 0)
 
     program = make_program("pipedream", 1)
-    wrong = changed_rule(program.weights, "newer", backward_version=backward_version)
-    why = reason(replace(program, weights=wrong))
+    why = reason(replace(program, weights=changed_rule(program.weights, "newer", backward_version=backward_version)))
     assert re.search("0F7: .* 'newer' reads version 5 here and version 6 in the backward", why)
 
 

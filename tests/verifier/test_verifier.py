@@ -120,8 +120,7 @@ def test_one_lane_a_pair_deadlocks(name: str) -> None:
 
 
 def test_prints_as_a_table_with_each_stage_of_a_worker_that_has_several() -> None:
-    text = str(pd.verify(of("pipedream", 1, 1, 1)))
-    header, *rows = (" ".join(line.split()) for line in text.splitlines()[2:])
+    header, *rows = (" ".join(line.split()) for line in str(pd.verify(of("pipedream", 1, 1, 1))).splitlines()[2:])
     assert (header, rows) == ("rank stages in flight versions staleness", ["0 0 3 3 2", "1 1 2 2 1", "2 2 1 1 0"])
     proof = pd.verify(program_of("interleaved_1f1b", pd.schedules.uniform("interleaved_1f1b", 2), 4))
     assert [" ".join(line.split()) for line in str(proof).splitlines()[3:]] == [
@@ -180,8 +179,7 @@ def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     naive, gpipe = (of(name, 1, 1, microbatches=2) for name in ("naive", "gpipe"))
     with pytest.raises(pd.errors.DeadlockError) as caught:
         pd.verify(replace(naive, name="1f1b", ranks=(naive.ranks[0], gpipe.ranks[1])))
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.strip() for line in lines] == [
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "rank 0 waits at instruction 3, <1:0, for the gradient of microbatch 0 from rank 1",
         "message 1:0 (rank 1 to 0, gradient) waits for rank 1 to send it",
         "rank 1 waits at instruction 3, <2:1, for the input of microbatch 1 from rank 0",
@@ -220,8 +218,7 @@ def test_replicas_must_all_join_a_sum() -> None:
 
 
 def test_replicas_must_all_average_after_each_update() -> None:
-    plan = pd.Plan.uniform(2, replicas=(2, 1)).choosing(sums="every:2")
-    program = program_of("pipedream", plan)
+    program = program_of("pipedream", pd.Plan.uniform(2, replicas=(2, 1)).choosing(sums="every:2"))
     pd.verify(program)
     for rank in (0, 1):
         for changes in (("@0:1", ""), ("0U1 @0:1", "@0:1 0U1")):
@@ -341,8 +338,7 @@ def test_random_programs_endure(programs: int) -> None:
         plan, placement, m = schedule.plan, schedule.placement, schedule.microbatches
         stays = not any(map(placement.runs_backward_elsewhere, range(len(plan.stages))))
         if schedule.flushes and stays and max(plan.replicas) == 1 and data.draw(st.booleans()):
-            text = to_torch_csv(schedule)
-            schedule = from_torch_csv(text, name=schedule.name, plan=plan)
+            schedule = from_torch_csv(to_torch_csv(schedule), name=schedule.name, plan=plan)
         slow_ranks = st.dictionaries(st.integers(0, placement.workers - 1), st.floats(1.0, 4.0), max_size=1)
         stragglers = Stragglers(data.draw(st.sampled_from([0.0, 0.5])), data.draw(slow_ranks), data.draw(st.integers()))
         program, total = pd.lower(schedule), -(-total // m) * m

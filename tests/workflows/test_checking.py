@@ -26,8 +26,7 @@ def edited(tmp_path: Path, run_command: Run) -> Edited:
     """Returns what `pipedream plan --check` answers on a plan whose JSON was changed: exit status and text."""
 
     def checked(edit: Edit, *options: str, memory: int | None = None) -> tuple[int, str]:
-        plan = pd.plan(CHAIN, pd.Cluster.flat(4, memory_bytes=memory), shape="1-2-1")
-        edit(data := json.loads(plan.to_json()))
+        edit(data := json.loads(pd.plan(CHAIN, pd.Cluster.flat(4, memory_bytes=memory), shape="1-2-1").to_json()))
         profile = CHAIN.save(tmp_path / "profile.json")
         (tmp_path / "plan.json").write_text(json.dumps(data))
         words = [str(profile) if word == "PROFILE" else word for word in options]

@@ -22,9 +22,8 @@ def test_cuts_by_hand(answer: Answer, run_command: Run) -> None:
     planned = answer(*PLAN, 4, "--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", 1, "-o", "out.json")
     assert (planned["config"], [row["first"] for row in planned["stages"]]) == ("2-1-1", [0, 2, 5])
     assert (planned["update_delay"], planned["note"]) == ([1, 0, 0], "cut by hand")
-    plan = pd.Plan.load("out.json")
     request = {"shape": "2-1-1", "cuts": (2, "layer5"), "update_delay": 1}
-    assert plan == pd.plan(pd.Profile.load("profile.json"), pd.Cluster.flat(4), **request)
+    assert pd.Plan.load("out.json") == pd.plan(pd.Profile.load("profile.json"), pd.Cluster.flat(4), **request)
     assert answer(*PLAN, 2, "--cuts", 4)["config"] == "1-1"
     assert run_command("simulate", "out.json", "--schedule", "pipedream", "--minibatches", 8)[0] == 0
 

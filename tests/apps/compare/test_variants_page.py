@@ -41,10 +41,9 @@ def test_every_run_is_in_the_picture_and_on_the_page(comparison: RecipeCompariso
 
 
 def test_the_picture_shows_speed_up_over_one_worker() -> None:
-    rates = {5e8: (20, 40, 30), 5e7: (20, 10, 36)}
     variants = (
         Variant(name, link, samples_per_s=rate)
-        for link, row in rates.items()
+        for link, row in {5e8: (20, 40, 30), 5e7: (20, 10, 36)}.items()
         for name, rate in zip((ONE_WORKER, DDP, "pipedream"), row, strict=True)
     )
     picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, tuple(variants))))

@@ -38,9 +38,8 @@ def check_measured_rate(summary: dict[str, Any], folder: Path) -> None:
 def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilation: float, byte_scale: float) -> None:
     plan = plan_of(*counts)
     # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
-    before = pd.simulate(plan, minibatches=12, overlap=False).makespan_s
     after = pd.simulate(scale_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
-    assert after == pytest.approx(dilation * before, rel=1e-6)
+    assert after == pytest.approx(dilation * pd.simulate(plan, minibatches=12, overlap=False).makespan_s, rel=1e-6)
 
 
 def test_layers_of_a_stage_become_one_that_is_not_of_the_model() -> None:
@@ -93,9 +92,8 @@ def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["minibatch", "microbatch"])
 def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
-    plan = replace(plan_of(2, 1), unit=unit)
     options = {"schedule": "pipedream"} if unit == "minibatch" else {"schedule": "1f1b", "microbatches": 4}
-    summary = processes.results(_emulate, 3, plan, tmp_path / "run", options)[0]
+    summary = processes.results(_emulate, 3, replace(plan_of(2, 1), unit=unit), tmp_path / "run", options)[0]
     rate = summary["throughput"]
     check_measured_rate(summary, tmp_path / "run")
     assert rate["measured_per_s"] / rate["predicted_per_s"] < 1.05

@@ -37,10 +37,9 @@ def swept() -> sweep.Sweep:
 def test_rows_agree_with_plan_and_simulate(swept: sweep.Sweep) -> None:
     assert len(swept.points) == 2 * 3
     for point in swept.points:
-        cluster = pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s)
         how = {"schedule": point.schedule, "shape": "pipeline"}
         how |= {"schedule": "pipedream", "shape": "data-parallel"} if point.schedule == sweep.DATA_PARALLEL else {}
-        plan = pd.plan(CHAIN, cluster, **how)
+        plan = pd.plan(CHAIN, pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s), **how)
         assert (point.config, point.microbatches) == (plan.config, plan.microbatches)
         assert point.samples_per_s == pytest.approx(CHAIN.batch / score(plan).period_s)
         assert point.peak_bytes == max(stage.peak_bytes for stage in plan.stages)

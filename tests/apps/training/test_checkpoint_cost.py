@@ -77,8 +77,7 @@ def test_checkpoints_cost_at_most_what_they_may(run: Run) -> None:
     assert run.numbers[0] == FIRST - 1
     assert min(SHARE / 3, run.hold_s / 30) < share <= SHARE + 1e-9
     cost_s = (run.now_s - 6000) / len(run.numbers)
-    every = max(run.writing_s * 1.2, cost_s / SHARE)
-    assert run.costs[0].every == pytest.approx(every, rel=0.3, abs=6)
+    assert run.costs[0].every == pytest.approx(max(run.writing_s * 1.2, cost_s / SHARE), rel=0.3, abs=6)
     assert run.costs[0].spent_s == pytest.approx(run.now_s - 6000, rel=0.1, abs=2 * cost_s)
 
 

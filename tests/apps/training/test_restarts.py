@@ -145,9 +145,8 @@ def _find_point(folder: Path) -> int | None:
 
 def test_a_machine_that_was_not_restarted_resumes_with_the_others(tmp_path: Path) -> None:
     model, batches = torch.nn.Sequential(torch.nn.Linear(4, 4)), [(torch.ones(2, 4), torch.ones(2, 4))] * 3
-    plan = pd.plan(pd.profile(model, batches[0][0]), pd.Cluster.flat(1))
     options = {"loss": torch.nn.functional.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
-    with pd.Pipeline(model, plan, **options) as pipeline:
+    with pd.Pipeline(model, pd.plan(pd.profile(model, batches[0][0]), pd.Cluster.flat(1)), **options) as pipeline:
         list(pipeline.train(batches))
         pipeline.save(tmp_path / "checkpoints")
     assert run_folder.find_resume_point(None, tmp_path) is None

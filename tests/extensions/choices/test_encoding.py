@@ -35,8 +35,7 @@ STAGE_ORDERS = {
 def test_arrives_as_documented(
     encoding: str, dtype: torch.dtype, layout: str, rows: int, columns: int, size: float, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     tensor = STAGE_ORDERS[layout]((values * size).to(dtype))
     arrived = codec.decode(*codec.encode(tensor, encoding))
     assert arrived.dtype == dtype

@@ -103,9 +103,8 @@ def run_graph_rule(
     Where the graph is led, they were multiplied in three updates and two storages: the newest is not in the one that
     the forward read, in which another version stands.
     """
-    named = [("layer", layer)]
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
-    stage = stage_module.StageModule(named, handles, x.device, 0, autocast)
+    stage = stage_module.StageModule([("layer", layer)], handles, x.device, 0, autocast)
     versions = kept.Versions(handles, single=not led)
     weights, saved = versions.peek(), saved_tensors.SavedTensorHooks(autocast is not None, led)
     wants = x.is_floating_point()

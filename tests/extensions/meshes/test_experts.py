@@ -53,8 +53,7 @@ def loops(
                 places[0][s] = occupied[firsts[s]]
                 occupied[firsts[s]] += 1
         for s in range(size) if top == 2 else ():
-            chance = min(1.0, weights[s][1] / threshold)
-            goes = second == "all" or float(uniform[g, s]) < chance
+            goes = second == "all" or float(uniform[g, s]) < min(1.0, weights[s][1] / threshold)
             if importance[g, s] > 0 and goes and occupied[seconds[s]] < capacity:
                 places[1][s] = occupied[seconds[s]]
                 occupied[seconds[s]] += 1

@@ -217,9 +217,8 @@ def test_the_cut_of_a_boundary() -> None:
     two = [Crossing((4, 3, 8), (0, 2), (2,)), Crossing((4,), (0, None), (None,))]
     assert named.crossings([(4, 3, 8), (4,)], 4) == two
     assert named.crossings([(3, 3, 8)], 3) == [Crossing((3, 3, 8), (None, 2), (2,))]  # a smaller last batch
-    unnamed = Boundary(layout, "blocks.2", Mesh("data:2"), Mesh())
     three = [Crossing((4, 3, 8), (0,), ()), Crossing((7, 8), (None,), ()), Crossing((), (None,), ())]
-    assert unnamed.crossings([(4, 3, 8), (7, 8), ()], 4) == three
+    assert Boundary(layout, "blocks.2", Mesh("data:2"), Mesh()).crossings([(4, 3, 8), (7, 8), ()], 4) == three
     with pytest.raises(pd.PipelineError, match=r"the output of .blocks\.3. has 7 of 'd_model', which model:2"):
         named.crossings([(4, 3, 7)], 4)
 

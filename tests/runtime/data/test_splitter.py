@@ -379,8 +379,7 @@ MODELS = {
 
 
 def data_loader(last: int, **options: Any) -> DataLoader[Any]:
-    samples = [sample for batch in batches(last) for sample in zip(*batch, strict=True)]
-    return DataLoader(samples, SIZE, **options)
+    return DataLoader([sample for batch in batches(last) for sample in zip(*batch, strict=True)], SIZE, **options)
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ def test_peaks_are_of_the_stages_of_a_process(count: int) -> None:
     for rank, weight_bytes in enumerate(stages):
         assert 2 * weight_bytes <= timeline.peak_bytes[rank] < 6 * weight_bytes
         assert timeline.reserved_bytes[rank] > 1e8
-    peak_bytes = pd.metrics.run_metrics(timeline).per_rank[0].peak_bytes
-    assert peak_bytes == (None if count == 1 else timeline.peak_bytes[0])
+    assert pd.metrics.run_metrics(timeline).per_rank[0].peak_bytes == (None if count == 1 else timeline.peak_bytes[0])
 
 
 def test_out_of_memory_says_what_to_set() -> None:

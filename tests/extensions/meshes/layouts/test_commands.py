@@ -161,8 +161,7 @@ def test_layout_by_time_is_that_of_the_library(run_command: RunCommand) -> None:
     assert by_time["rules"] == direct.rules
     assert by_time["layout"]["seconds"] == report.seconds(1e9, rates)
     assert by_time["none"]["seconds"] == LAYER.report(pd.Layout(), mesh).seconds(1e9, rates)
-    moved = {(row["kind"], row["over"]): row["elements"] for row in by_time["layout"]["moved"]}
-    assert moved == dict(report.moved)
+    assert {(row["kind"], row["over"]): row["elements"] for row in by_time["layout"]["moved"]} == dict(report.moved)
     assert by_time["layout"]["peak_bytes"] == 2 * report.peak <= 300_000
     shown = run(run_command, f"{text} --bandwidth 1e9")
     assert all(words in shown for words in ("\ntime  ", ", least time\n", "all-reduce over data"))

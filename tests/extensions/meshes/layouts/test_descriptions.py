@@ -207,8 +207,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_layer() -> nn.Module:
-    weight = nn.Parameter(torch.ones(8), requires_grad=False)
-    return Built(lambda module, x: scaled(x.detach(), module.w), w=weight)
+    return Built(lambda module, x: scaled(x.detach(), module.w), w=nn.Parameter(torch.ones(8), requires_grad=False))
 
 
 @pytest.fixture

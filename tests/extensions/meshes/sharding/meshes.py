@@ -225,10 +225,9 @@ def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
     plan = pd.Plan.uniform(len(case.stages) + 1, replicas=(case.replicas, *[1] * len(case.stages)))
     if case.is_chunked:
         plan = pd.schedules.uniform(case.method, 2, chunks=2 if case.method == "interleaved_1f1b" else None)
-    bounds = pairwise([0, *case.stages, len(layers)])
     stages = [
         replace(stage, first=a, last=b, recompute=case.recompute)
-        for stage, (a, b) in zip(plan.stages, bounds, strict=True)
+        for stage, (a, b) in zip(plan.stages, pairwise([0, *case.stages, len(layers)]), strict=True)
     ]
     names = dict(case.names)
     if not case.is_named and "parallelize" not in case.options:

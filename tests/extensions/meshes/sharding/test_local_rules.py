@@ -38,9 +38,8 @@ def cut(mesh: DeviceMesh) -> Cut:
     """Returns a tensor of 4 by 4 that is sharded along a dimension."""
 
     def distribute(dim: int | None) -> DTensor:
-        placed = Replicate() if dim is None else Shard(dim)
         part = torch.rand([2 if at == dim else 4 for at in range(2)])
-        return DTensor.from_local(part, mesh, [placed]).requires_grad_()
+        return DTensor.from_local(part, mesh, [Replicate() if dim is None else Shard(dim)]).requires_grad_()
 
     return distribute
 
@@ -187,10 +186,9 @@ class Call:
         """Compares the result and the gradients with those of whole tensors."""
         torch.manual_seed(0)
         plain = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in self.sizes]
-        cuts = self.cuts + (WHOLE,) * (len(plain) - len(self.cuts))
         leaves = [
             distribute_tensor(tensor.detach(), mesh, [cut]).requires_grad_()
-            for tensor, cut in zip(plain, cuts, strict=True)
+            for tensor, cut in zip(plain, self.cuts + (WHOLE,) * (len(plain) - len(self.cuts)), strict=True)
         ]
         if isinstance(self.expected, str):
             with LocalRules(), implicit_replication(), pytest.raises(pd.PipelineError, match=self.expected):
