@@ -233,10 +233,6 @@ def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) ->
         run("pipeline", tmp_path, callbacks=[acting(event, 1, act)])
 
 
-def with_own_loader(base: Any) -> Any:
-    return lambda self: torch.utils.data.DataLoader(self.train_dataset, batch_size=3)
-
-
 def with_items_doubled(base: Any) -> Any:
     def get_batch_samples(self: Any, *positional: Any) -> Any:
         samples, items = base.get_batch_samples(self, *positional)
@@ -260,7 +256,7 @@ def calling(name: str) -> Callable[[Any], Any]:
 
 ALONE = {"gradient_accumulation_steps": 1}
 METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "get_train_dataloader": (with_own_loader, ALONE),
+    "get_train_dataloader": (lambda _: lambda self: torch.utils.data.DataLoader(self.train_dataset, 3), ALONE),
     "get_batch_samples": (with_items_doubled, ALONE),
     "_get_train_sampler": (lambda _: lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset), {}),
     "prediction_step": (with_own_prediction, {"eval_strategy": "steps", "eval_steps": 1}),

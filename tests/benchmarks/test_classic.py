@@ -101,14 +101,10 @@ def graphs(draw: st.DrawFn) -> GraphText:
 levels = st.lists(st.builds(pd.Level, st.integers(1, 4), st.sampled_from([1e5, 1e6, 1e7])), min_size=1, max_size=3)
 
 
-def runs(states: CutStates) -> list[Cut]:
-    return [frozenset(n for n in range(len(states.graph.nodes)) if done >> n & 1) for done in states.done]
-
-
 @given(graphs(), levels, st.booleans())
 def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[pd.Level], straight: bool) -> None:
     states = CutStates.of(graph)
-    order = runs(states)
+    order = [frozenset(n for n in range(len(graph.nodes)) if done >> n & 1) for done in states.done]
     assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
     expected = slow_seconds(graph, tuple(network), order, straight=straight)
     seconds = solve(states, tuple(network), straight=straight)[-1].seconds(0, len(states) - 1, network[-1].width)

@@ -95,9 +95,9 @@ def bug_in_loss(output: Tensor, batch: Any) -> Tensor:
     return output.mean() + batch[1].view(77)
 
 
-def by_length(net: Net, x: Tensor) -> Tensor:
+def skips(net: Net, x: Tensor, *, unless: Callable[[Net, Tensor], bool]) -> Tensor:
     x = net.blocks[0](x)
-    if len(x) > 1:
+    if unless(net, x):
         x = net.blocks[1](x)
     return net.ends(net.blocks[2](x))
 
@@ -170,7 +170,7 @@ OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].va
     [
         (bug, {}, r"rank 1, stage 1, 1F2: RuntimeError: shape.*the model Net, at test_errors\.py:.*x\.view\(5, 77\)"),
         (None, {"loss": bug_in_loss}, r"stage 2.*in bug_in_loss: return output\.mean\(\) \+ batch\[1\]\.view\(77\)"),
-        (by_length, {"cuts": ["blocks.1.a"]}, ANOTHER_PATH),
+        (partial(skips, unless=lambda _, x: len(x) > 1), {"cuts": ["blocks.1.a"]}, ANOTHER_PATH),
         (needs_numbers, {}, r"rank 1, stage 1.*: if len\(x\) == 1 and x\.sum\(\) > 0.*needs the numbers.*one module"),
         (hides, OF_BOX, "stage 2.*the loss or a metric needs the numbers of a tensor.*let the model return it in its"),
         (sometimes_more, reading(lambda first: first.mean()), UNSENT),
@@ -240,11 +240,7 @@ def test_a_model_is_refused(make: Make, sample: Tensor, words: str) -> None:
         pd.capture(make(), sample)
 
 
-def by_mode(net: Net, x: Tensor) -> Tensor:
-    x = net.blocks[0](x)
-    if net.training:
-        x = net.blocks[1](x)
-    return net.ends(net.blocks[2](x))
+BY_MODE = partial(skips, unless=lambda net, _: net.training)
 
 
 def bare(net: Net, x: Tensor) -> Tensor:
@@ -285,7 +281,7 @@ def of_box() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "cut", "words", "layers"),
     [
-        (partial(Net, by_mode), "blocks.1.a", r"Net.*took another path.*on the mode \(training or evaluation\)", None),
+        (partial(Net, BY_MODE), "blocks.1.a", r"Net.*took another path.*on the mode \(training or evaluation\)", None),
         (partial(Net, bare), "blocks.1.b", "bare `except:`.*Write `except Exception:` there", ["blocks.0.a"]),
         (of_box, "blocks.0.a", r"the module 'leaf' \(Built, built\.py:.*class Box, which cannot be sent.*tuple", None),
         (partial(Net, in_thread), "blocks.1", "thread", ["blocks.0", "head", "out"]),

@@ -209,11 +209,6 @@ def _follow(net: Net, h: Tensor) -> None:
     net.average.data = 0.9 * net.average.data + 0.1 * net.scale.data
 
 
-def _find_nearest(net: Net, h: Tensor) -> None:
-    """Moves the rows of a codebook towards the samples."""
-    net.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
-
-
 SAME_AGAIN: dict[str, Callable[[Net, Tensor], object]] = {
     "once": _write_once,
     "clamped": lambda net, _: net.scale.clamp_(max=0.9),
@@ -221,7 +216,7 @@ SAME_AGAIN: dict[str, Callable[[Net, Tensor], object]] = {
 }
 ANEW: dict[str, Callable[[Net, Tensor], object]] = {
     "followed": _follow,
-    "moved": _find_nearest,
+    "moved": lambda net, h: net.average.mul_(0.9).add_(h.mean(0), alpha=0.1),  # as the rows of a codebook
     "decayed": lambda net, _: net.scale.mul_(0.99),
     "decayed, through data": lambda net, _: net.scale.data.mul_(0.99),
 }

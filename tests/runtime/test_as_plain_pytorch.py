@@ -612,29 +612,23 @@ def functional(name: str) -> nn.Module:
     return Built(forward, before=linear(), functional=applied, after=linear()).double()
 
 
-FUNCTIONAL_CASES = {
+embedding = lambda: sequence(nn.Embedding(5, 4, max_norm=0.5), linear(), linear())  # noqa: E731
+spectral = lambda: sequence(parametrizations.spectral_norm(linear()), nn.Tanh(), linear())  # noqa: E731
+summed_later = between_two(summing_later, total=nn.Buffer(torch.zeros(4)), calls=0)
+FORWARDS = {
+    **{
+        f"backward hooks of {'every module' if len(numbers) > 1 else f'module {numbers[0]}'}, {schedule}": Case(
+            partial(hooked, numbers, "register_full_backward_hook"), schedule=schedule, cut=2
+        )
+        for numbers in ((1,), (2,), (4,), (0, 1, 2, 3, 4))
+        for schedule in ("gpipe", "zb_h1")
+    },
     **{f"torch.func.{name}": Case(partial(functional, name)) for name in FUNCTIONAL},
     "torch.func.grad, on the first stage": Case(partial(functional, "grad"), cut=2),
     "torch.func.grad, recompute": Case(partial(functional, "grad"), cut=2, recompute="always"),
     "torch.func.grad, old graphs": Case(
         partial(functional, "grad"), "take .*backward_rule=recompute", cut=2, schedule="paci", m=1
     ),
-}
-
-
-embedding = lambda: sequence(nn.Embedding(5, 4, max_norm=0.5), linear(), linear())  # noqa: E731
-spectral = lambda: sequence(parametrizations.spectral_norm(linear()), nn.Tanh(), linear())  # noqa: E731
-summed_later = between_two(summing_later, total=nn.Buffer(torch.zeros(4)), calls=0)
-HOOKED = {
-    f"backward hooks of {'every module' if len(numbers) > 1 else f'module {numbers[0]}'}, {schedule}": Case(
-        partial(hooked, numbers, "register_full_backward_hook"), schedule=schedule, cut=2
-    )
-    for numbers in ((1,), (2,), (4,), (0, 1, 2, 3, 4))
-    for schedule in ("gpipe", "zb_h1")
-}
-FORWARDS = {
-    **HOOKED,
-    **FUNCTIONAL_CASES,
     "a factor that the loop changes, replicas": Case(
         lambda: sequence(linear(), Built(lambda self, x: x * self.factor, factor=1.0), nn.Tanh(), linear()),
         replicas=(2, 1),

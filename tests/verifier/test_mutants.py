@@ -38,10 +38,6 @@ def make_program(name: str, which: int) -> pd.Program:
     return pd.lower(pd.schedules.build(name, plan, 4) if schedule.microbatches > 1 else schedule)
 
 
-def schedule_of(program: pd.Program) -> pd.Schedule:
-    return pd.schedules.build(program.name, program.plan, program.microbatches if program.microbatches > 1 else None)
-
-
 names = st.sampled_from(sorted(pd.schedules.SCHEDULES))
 ruled = st.sampled_from([name for name in pd.schedules.SCHEDULES if make_program(name, 0).weights.name in RULES])
 numbers = st.integers(0, len(REPLICAS) - 1)
@@ -242,7 +238,8 @@ def with_update(schedule: pd.Schedule, stage: int, late: int) -> pd.Schedule:
 def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObject) -> None:
     """Before the last of its own gradients, and up to two ops more."""
     program = make_program(name, which)
-    schedule = schedule_of(program)
+    m = program.microbatches
+    schedule = pd.schedules.build(program.name, program.plan, m if m > 1 else None)
     stage = data.draw(st.integers(0, len(program.plan.stages) - 1))
     ops = list(schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle))
     at = next(i for i, op in enumerate(ops) if (op.kind, op.stage, op.index) == (pd.schedules.Kind.UPDATE, stage, 2))

@@ -187,10 +187,6 @@ def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     ]
 
 
-def with_depth(program: pd.Program, depth: int) -> pd.Program:
-    return replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
-
-
 def test_a_receive_waits_for_those_before_it_on_its_lane() -> None:
     """The receive of microbatch 2 is posted before that of 1, and replica 0 sends 2 behind the sum of 0 and 1."""
     program = program_of("pipedream", pd.Plan.uniform(2, replicas=(2, 1)).with_depth((1, 1)))
@@ -202,7 +198,8 @@ def test_a_receive_waits_for_those_before_it_on_its_lane() -> None:
 def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:
     """Activations and inputs go out in one order and are wanted in another: two channels bear it, and so does one
     lane, for receives are posted in the sender's order. With rings of one, the lane stands still."""
-    program = with_depth(of("gpipe", 1, 1, microbatches=2), 1)
+    program = of("gpipe", 1, 1, microbatches=2)
+    program = replace(program, channels=tuple(replace(channel, depth=1) for channel in program.channels))
     crossing = edited(program, 0, ("0F0 >0:0 >2:0 0F1 >0:1 >2:1", "0F0 0F1 >0:0 >0:1 >2:0 >2:1"))
     pd.verify(crossing)
     with pytest.raises(pd.errors.DeadlockError, match="whose receive is posted before"):

@@ -25,16 +25,11 @@ print(json.dumps({"statuses": statuses, "cpu_s": usage.ru_utime + usage.ru_stime
 """
 
 
-def few_blocks(count: int, **options: str) -> pd.Profile:
-    """Returns the profile of the example with so many blocks."""
-    llama = load_script(LLAMA).recipe()
-    model = llama.model[: 1 + count].append(llama.model[-2]).append(llama.model[-1])
-    return pd.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
-
-
 @pytest.mark.slow
 def test_blocks_of_the_llama_by_hand() -> None:
-    profile = few_blocks(2)
+    llama = load_script(LLAMA).recipe()
+    model = llama.model[:3].append(llama.model[-2]).append(llama.model[-1])  # two blocks
+    profile = pd.profile(model, llama.train[0][0], device="meta", as_device="H100")
     rows = {layer.kind: cost for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)}
     assert [layer.kind for layer in profile.graph.layers] == ["Embedding", "Block", "Block", "RMSNorm", "Linear"]
     dense = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)

@@ -158,9 +158,6 @@ IN_PROCESSES = {
 }
 
 
-"""Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -174,6 +171,7 @@ IN_PROCESSES = {
     ids=str,
 )
 def test_a_run_goes_on_to_the_bit_in_any_phase(case: Case, tmp_path: Path) -> None:
+    """Within each phase, and at their borders, 20 (where a drain is due anyway) among them."""
     cases.check_resumed(case, tmp_path, (4, 12, 20, 27))
 
 

@@ -313,8 +313,7 @@ def test_a_gpu_has_the_weights_of_one_slot_and_of_the_slot_before() -> None:
         small = 24 * 8 * 16  # inputs and messages
         for peak_bytes in (*peaks, *plan.worker_bytes.values()):
             assert 3 * slot <= peak_bytes <= 3 * slot + small
-        hosted = [stage.memory.host_bytes for stage in plan.stages]
-        assert sum(hosted) == 2 * 24_000 + 48_000
+        assert sum(stage.memory.host_bytes for stage in plan.stages) == 2 * 24_000 + 48_000
     assert max(pd.plan(CPU, pd.Cluster.flat(2), schedule="roundpipe", chunks=12).worker_bytes.values()) > 24_000
     with pytest.raises(pd.errors.PlanError, match=r"of worker [01] need up to 18.* use more stages .* \(--chunks\)"):
         pd.plan(GPU, pd.Cluster.flat(2, memory_bytes=10_000), schedule="roundpipe")

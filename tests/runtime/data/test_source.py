@@ -23,17 +23,10 @@ from pipedream.runtime.data.reader import EpochRange, FollowingReader, IterableR
 from pipedream.runtime.data.source import DataChannels, DataSources, ReadingSource, ReceivingSource, Source
 
 
-def batches(count: int) -> list[Any]:
-    return [{"x": torch.arange(2 + k % 3) + 10 * k, "name": str(k)} for k in range(count)]
-
-
-def adapt(batch: Any) -> tuple[Any, Any]:
-    return (batch["x"], batch["name"]), -batch["x"]
-
-
 def reader_of(count: int) -> LoaderReader:
-    reader = IterableReader(batches(count), rng.DataOrder(), EpochRange(), None)
-    reader.adapt = adapt
+    batches = [{"x": torch.arange(2 + k % 3) + 10 * k, "name": str(k)} for k in range(count)]
+    reader = IterableReader(batches, rng.DataOrder(), EpochRange(), None)
+    reader.adapt = lambda batch: ((batch["x"], batch["name"]), -batch["x"])
     return reader
 
 

@@ -30,10 +30,6 @@ DATA = batches()
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 
 
-def shuffled() -> Any:
-    return torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
@@ -197,7 +193,8 @@ def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes:
     how = {"schedule": schedule, "microbatches": microbatches, "check": check, "optimizer": ADAMW}
     with pipeline(model, 3 if kind in ("mixed", "stateful") else 1, **how) as trained:
         losses = [done.loss for done in trained.train(reversed(DATA))]  # of one pass
-        losses += [done.loss for done in trained.train(shuffled(), epochs=2)]
+        shuffled = torch.utils.data.DataLoader([*DATA], batch_size=None, shuffle=True)
+        losses += [done.loss for done in trained.train(shuffled, epochs=2)]
         losses.append(trained.evaluate(DATA)["loss"])
         state = {name: value.tolist() for name, value in trained.state_dict().items()}
     assert len(losses) == 3 * len(DATA) + 1

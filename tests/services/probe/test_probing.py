@@ -3,6 +3,7 @@
 import json
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,9 @@ from pipedream.slow_links import LINK, Network
 __all__ = ["machines"]  # the fixture
 
 
-def of_widths(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    return [tuple(range(start, start + width)) for start, width in zip(starts, widths, strict=True)]
-
-
 @pytest.mark.parametrize("widths", [(1, 1), (2,), (5,), (2, 2), (1, 3, 2), (4,) * 4, (1,) * 9])
 def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> None:
-    groups = of_widths(widths)
+    groups = [tuple(range(end - width, end)) for end, width in zip(accumulate(widths), widths, strict=True)]
     needed, further = choose_steps(groups)
     for level in range(2 if max(widths) > 1 and len(widths) > 1 else 1):
         assert [step[1] for step in needed if step[0] == "link"].count(level) == 1

@@ -293,38 +293,31 @@ def test_states_that_do_not_fit_are_refused(change: Callable[[Any], Any], words:
         start(untied, (2,), write(tmp_path, change(state_of(untied)), "file"))
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (torch.nn.Linear(1, 1), "pt: it holds more than tensors; give a state dict"),
-        ({"a": torch.eye(2).to_sparse()}, "'a' has the layout torch.sparse_coo in"),
-        ({"a": torch.empty(2, device="meta")}, "'a' has no values in"),
-        (None, "it is a pipe or a device"),
-    ],
-)
-def test_files_without_dense_values_are_refused(content: Any, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    _ = os.mkfifo(path) if content is None else torch.save(content, path)
-    with pytest.raises(pd.errors.ArtifactError, match=words):
-        files.open_weights(path)
-
-
 INDEX, GIVE_AN_INDEX = "model.safetensors.index.json", "give an index of safetensors files"
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "words"),
+    ("file", "content", "words"),
     [
+        ("a.pt", torch.nn.Linear(1, 1), "pt: it holds more than tensors; give a state dict"),
+        ("a.pt", {"a": torch.eye(2).to_sparse()}, "'a' has the layout torch.sparse_coo in"),
+        ("a.pt", {"a": torch.empty(2, device="meta")}, "'a' has no values in"),
+        ("a.pt", None, "it is a pipe or a device"),
         ("README.md", "", r"neither model\.safetensors nor"),
         ("model.safetensors", "no", r"cannot read weights from .*model\.safetensors"),
         *((INDEX, index, GIVE_AN_INDEX) for index in ("{}", "[]", '{"weight_map": []}', "[" * 100_000)),
         *((INDEX, json.dumps({"weight_map": {"a": file}}), GIVE_AN_INDEX) for file in (3, "../../x", "/x", "..")),
     ],
 )
-def test_folders_without_weights_are_refused(file: str, text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / file).write_text(text)
+def test_what_holds_no_dense_values_is_refused(file: str, content: Any, words: str, tmp_path: Path) -> None:
+    """A file; or a folder, with this text in a file."""
+    path = tmp_path / file
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        _ = os.mkfifo(path) if content is None else torch.save(content, path)
     with pytest.raises(pd.errors.ArtifactError, match=words):
-        files.open_weights(tmp_path)
+        files.open_weights(tmp_path if isinstance(content, str) else path)
 
 
 def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:

@@ -206,10 +206,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.complex64)
 
 
-def scaled_layer() -> nn.Module:
-    return Built(lambda module, x: scaled(x.detach(), module.w), w=nn.Parameter(torch.ones(8), requires_grad=False))
-
-
 @pytest.fixture
 def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(REGISTRY, "_descriptions", dict(REGISTRY._descriptions))
@@ -218,7 +214,8 @@ def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_forget_added_operators")
 def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
-    layer, x = scaled_layer(), torch.randn(4, 6, 8)
+    weight, x = nn.Parameter(torch.ones(8), requires_grad=False), torch.randn(4, 6, 8)
+    layer = Built(lambda module, x: scaled(x.detach(), module.w), w=weight)
     with pytest.raises(pd.PipelineError, match=r"the model's own forward calls house\.scaled.*has no description"):
         pd.operators(layer, x)
     pd.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")

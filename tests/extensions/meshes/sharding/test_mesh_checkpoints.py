@@ -23,8 +23,6 @@ from pipedream.services.checkpoint import folders, pieces
 from pipedream.services.weights.transfer import collect_tensors
 from tests.extensions.meshes.sharding.meshes import Case, D, Mlp, check_same, make_pipeline
 
-"""In place of the size of a piece in a real run."""
-
 
 def _make_tied() -> tuple[nn.Sequential, Any]:
     layers = nn.Sequential(nn.Embedding(13, D), Mlp(), Built(lambda _, x: x.mean(1)), nn.Linear(D, 13, bias=False))
@@ -37,7 +35,7 @@ Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
 def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     """Trains an epoch from one checkpoint to the next; returns losses, weights, and the bytes read and wanted."""
-    pieces._PIECE_BYTES = 512
+    pieces._PIECE_BYTES = 512  # in place of the size in a real run
     counts = {"read": 0, "wanted": 0}
     read, assemble = pieces._read_piece, pieces.assemble
 
