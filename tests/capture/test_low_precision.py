@@ -46,12 +46,6 @@ def _give_one(_: Any) -> float:
     return 1.0
 
 
-def _case(name: str, kind: str) -> Case:
-    dtype, autocast, _, _ = KINDS[kind]
-    case = replace(CASES[name], dtype=dtype, autocast=autocast, amount=_give_one)
-    return replace(case, make=partial(_build_without_cache, CASES[name]))
-
-
 def _list_cases() -> list[Any]:
     has_hf = importlib.util.find_spec("transformers") is not None
     parameters = []
@@ -67,9 +61,10 @@ def _list_cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "kind"), _list_cases())
 def test_training_equals_the_plain_loop(name: str, kind: str) -> None:
     """With one microbatch."""
-    case = _case(name, kind)
+    dtype, autocast, scale, tolerance = KINDS[kind]
+    make = partial(_build_without_cache, CASES[name])
+    case = replace(CASES[name], make=make, dtype=dtype, autocast=autocast, amount=_give_one)
     batches = batches_of(case)
-    scale, tolerance = KINDS[kind][2:]
     options: dict[str, Any] = {"weight": _give_one, "check": False, "grad_scaler": None if scale == 1.0 else scale}
     actual = pipelined(case, batches, stages=3, seed=34, **options)
     check_same(plain_loop(case, batches, scale=scale), actual, max(tolerance, TOLERANCE.get(name, 0.0)))

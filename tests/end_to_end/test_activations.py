@@ -215,10 +215,9 @@ def make_linears(count: int) -> list[nn.Linear]:
 
 @pytest.mark.usefixtures("on_cpus")
 def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
+    model = nn.Sequential(*make_linears(1), Built(lambda _, x: x.exp().add_(1.0)), *make_linears(2))
     with pytest.raises(pd.errors.WorkerError, match="written in place after the operation that saved it"):
-        train_offloaded(
-            "host", nn.Sequential(*make_linears(1), Built(lambda _, x: x.exp().add_(1.0)), *make_linears(2))
-        )
+        train_offloaded("host", model)
 
 
 @pytest.mark.usefixtures("on_cpus")

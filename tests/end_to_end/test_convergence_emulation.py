@@ -57,11 +57,6 @@ def _emulated(task: str, arm: Any, stages: int) -> tuple[list[float], Tensor]:
     return losses, torch.cat([w.reshape(-1) for w in state.values()])
 
 
-def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> pd.Plan:
-    names = [layer.name.split(".")[0] for layer in pd.capture.capture(nn.Sequential(*units), (sample,)).graph.layers]
-    return plan_of(nn.Sequential(*units), sample, [names.index(str(s)) for s in range(1, stages)])
-
-
 def _schedule(method: Any, plan: pd.Plan) -> pd.Schedule:
     p = len(plan.stages)
     recomputes = method.paper(p, method.parts(p)).rule == "recompute"
@@ -74,7 +69,8 @@ def _schedule(method: Any, plan: pd.Plan) -> pd.Schedule:
 def _run(task: str, arm: Any, stages: int) -> tuple[list[float], Tensor]:
     units, batches, loss = _small(task, stages)
     model = nn.Sequential(*units)
-    plan = _plan(units, batches[0][0], stages)
+    names = [layer.name.split(".")[0] for layer in pd.capture.capture(model, (batches[0][0],)).graph.layers]
+    plan = plan_of(model, batches[0][0], [names.index(str(s)) for s in range(1, stages)])
     built = [_schedule(turn.method, plan) for turn in arm.turns]
     options: dict[str, Any] = {"schedule": built[0]}
     if len(built) > 1:

@@ -196,9 +196,8 @@ def test_four_stages(method: tuple[str, int | None, int]) -> None:
 
 
 def test_every_method_has_its_staircase() -> None:
-    missing = set(pd.schedules.SCHEDULES) - {name for name, _, _ in STAIRCASES}
-    assert not missing, f"add a golden grid to STAIRCASES in {__file__} for {sorted(missing)}"
-    assert {name for name, _, _ in STAIRCASES} == set(pd.schedules.SCHEDULES)
+    other = set(pd.schedules.SCHEDULES) ^ {name for name, _, _ in STAIRCASES}
+    assert not other, f"add a golden grid to STAIRCASES in {__file__} for {sorted(other)}, or take it away"
 
 
 def test_a_replicated_input_stage() -> None:
