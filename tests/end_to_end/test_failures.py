@@ -206,7 +206,7 @@ def test_worker_is_stuck(tmp_path: Path, parts: dict[str, str], words: tuple[str
 def test_a_worker_of_torchrun_that_is_killed_leaves_the_name_of_the_last_checkpoint(tmp_path: Path) -> None:
     arguments = written(tmp_path, loader="slow=True, count=100_000")
     started = commands.start(*TORCHRUN, *arguments, "--out", "run", "--checkpoint-every", "8", folder=tmp_path)
-    started.wait_for_file("run/losses.json")
+    started.wait_for_file("run/losses/00000000.json")
     while not list(tmp_path.glob("run/checkpoints/*/checkpoint.json")):
         time.sleep(0.02)
     started.kill(pid(tmp_path, 1), signal.SIGKILL)

@@ -203,7 +203,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = Path("runs", "memory", "bucket", "gpt")
     files = sorted(path.name for path in folder.iterdir())
     assert "report.html" in files
-    assert store.list_names() == sorted([*files, CHECKPOINTS])
+    assert store.list_names() == sorted([*files, CHECKPOINTS, "losses"])
     with store.open("weights.pt") as file:
         assert file.read() == (folder / "weights.pt").read_bytes()
     assert [saved.minibatches for saved in folders.list_checkpoints(store.within(CHECKPOINTS))] == [10, 15]
@@ -294,33 +294,55 @@ def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, monkeypat
     pd.run(regression, epochs=2, resume=a, out="a", **OPTIONS)  # its own folder, written otherwise
 
 
-def test_all_losses_are_in_the_run_folder(tmp_path: Path) -> None:
-    """Also those of minibatches that a method without a flush finishes after the last one asked for."""
-    options = OPTIONS | {"schedule": "pipedream", "microbatches": None}
-    first = pd.run(regression, minibatches=7, out=tmp_path, **options)
-    assert first["minibatches"] > 7
-    numbers = [number for number, _ in json.loads((tmp_path / "losses.json").read_text())]
-    assert numbers == list(range(first["minibatches"]))
-    pd.run(regression, resume=tmp_path, **options)
-    assert [number for number, _ in json.loads((tmp_path / "losses.json").read_text())] == list(range(20))
+def test_all_losses_are_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a method without a flush finishes late, and after resumes, also from an older checkpoint."""
+    monkeypatch.setattr("pipedream.apps.training.run_folder._FILE_LOSSES", 3)
+    read: Any = lambda run: json.loads((tmp_path / run / "losses.json").read_text())  # noqa: E731
+    drained = {"schedule": "pipedream", "microbatches": None}
+    count = pd.run(regression, minibatches=7, out=tmp_path / "l", **OPTIONS | drained)["minibatches"]
+    assert [number for number, _ in read("l")] == list(range(max(count, 8)))
+    a, b, options = tmp_path / "a", tmp_path / "b", OPTIONS | {"checkpoint_every": 2}
+    pd.run(regression, out=tmp_path / "whole", **OPTIONS)
+    pd.run(regression, minibatches=7, out=a, **options)
+    pd.run(regression, minibatches=12, resume=a, out=b, **options)
+    written, write = [], local_folder.LocalFolder.write_text
+
+    def note(store: local_folder.LocalFolder, path: str, text: str) -> None:
+        written.append((path, len(json.loads(text))))
+        write(store, path, text)
+
+    monkeypatch.setattr(local_folder.LocalFolder, "write_text", note)
+    oldest = folders.list_checkpoints(b / CHECKPOINTS)[0]
+    assert oldest.minibatches == 10
+    with (b / "losses" / "00000009.json").open("w") as file:  # of a run that was killed after minibatch 12
+        json.dump([read("whole")[9], [10, 9], [11, 9]], file)
+    pd.run(regression, minibatches=14, resume=oldest.locate(""), out=b, **options)
+    assert written == [("losses/00000009.json", 3), *[("losses/00000012.json", 2)] * 2]
+    pd.run(regression, resume=b, **options)
+    assert read("b") == read("whole")
 
 
-DAMAGED = None, "", "[[0, 1.0", "\0" * 9, "{}", "[[0]]", '[["a", 1]]', "[[1e400, 1]]", "[" * 99_999, "[[0, 1], [2, 1]]"
+DAMAGED = None, "", "[[0, 1.0", "\0" * 9, "{}", "[[0]]", '[["a", 1]]', "[[1e400, 1]]", "[" * 99_999, "[[4, 1]]"
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=lambda text: str(text)[:9])
-def test_damaged_losses_and_profiles_are_warned_of(text: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "losses.json"
+def test_damaged_losses_and_profiles_are_warned_of(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipedream.apps.training.run_folder._FILE_LOSSES", 3)
+    first, file = (tmp_path / "losses" / f"0000000{number}.json" for number in (0, 3))
+    file.parent.mkdir()
+    first.write_text("[[1, 0.5], [2, NaN]]")
+    point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=5), stores.open_store(tmp_path))  # type: ignore[arg-type]
     if text is not None:
         file.write_text(text)
-    point = ResumePoint(None, SimpleNamespace(extra={}, minibatches=3), stores.open_store(tmp_path))  # type: ignore[arg-type]
     (tmp_path / "profile.json").write_text(text or "")
     with pytest.warns(UserWarning, match=r"going on without the profile .*profile.json \("):
         assert point.profile is None
-    with pytest.warns(UserWarning, match=f"{file} lacks losses of the 3 minibatches before the checkpoint"):
-        assert len(point.losses) == (2 if text == "[[0, 1], [2, 1]]" else 0)
-    file.write_text("[[1, 0.5], [2, NaN], [3, 1.0]]")
-    assert [number for number, _ in point.losses] == [1, 2], "an earlier run in another folder had the first"
+    with pytest.warns(UserWarning, match=rf"losses of the 5 minibatches .* lacking \({file}: .*; the weights are not"):
+        assert [number for number, _ in point.losses] == [1, 2]
+    file.write_text("[[3, 0.5], [4, 0.5], [5, 1.0]]")
+    assert [number for number, _ in point.losses] == [1, 2, 3, 4], "an earlier run in another folder had the first"
 
 
 def test_a_checkpoint_without_the_order_of_the_data_is_refused(tmp_path: Path) -> None:

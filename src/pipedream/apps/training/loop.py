@@ -1,6 +1,5 @@
 """The training loop of one run, with its evaluations, checkpoints and statistics."""
 
-import json
 import signal
 import time
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from pipedream.apps.training.checkpoint_cost import CheckpointCost
 from pipedream.apps.training.recipe import Recipe
+from pipedream.apps.training.run_folder import write_losses
 from pipedream.core.cold import count_warm_up
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.progress import LogTimes, format_time_left, is_live
@@ -84,14 +84,15 @@ class TrainingLoop:
             fill_minibatches = 2 * max(self.pipeline.plan.in_flight)
             self._cost = CheckpointCost(fill_minibatches, lambda text: gather_texts(text, world_group()))
         self._paused_s = 0.0  # in evaluations
+        self._saved_losses = 0  # those of earlier minibatches are in the run folder
         self._train_began_s = self.began_s
         self._evaluated_at = -1
         self._restarts, self._progress = Restarts(self.pipeline.rank), Progress(self.console)
 
-    def resume(self, losses: list[tuple[int, float]]) -> None:
-        """Continues the statistics of the loaded checkpoint, with the losses before it."""
+    def resume(self, losses: list[tuple[int, float]], *, in_place: bool) -> None:
+        """Continues the statistics of a loaded checkpoint and the losses before it, in their run folder or another."""
         saved = self.pipeline.extra
-        self.losses = losses
+        self.losses, self._saved_losses = losses, self.pipeline.drain() if in_place else 0
         self.began_s -= saved.get("seconds", 0.0)
         self.train_s = saved.get("train_seconds", 0.0)
         self.evaluations = list(saved.get("evaluations", ()))
@@ -176,14 +177,15 @@ class TrainingLoop:
         now_s = time.perf_counter()
         extra = {"seconds": now_s - self.began_s, "train_seconds": now_s - self._train_began_s}
         extra |= {name: getattr(self, name) for name in ("evaluations", "seconds_to_target", "samples_per_s")}
-        self.pipeline.save(self.checkpoints.folder, keep=self.checkpoints.keep, wait=wait, extra=extra)
-        if self.pipeline.rank == 0:
-            losses = self.list_losses()
+        minibatches = self.pipeline.drain()
+        if self.pipeline.rank == 0:  # before the checkpoint, which may be complete when this process is killed
             try:
-                self.checkpoints.folder.above().write_text("losses.json", json.dumps(losses))
+                write_losses(self.checkpoints.folder.above(), self.list_losses(), self._saved_losses, minibatches)
             except (ArtifactError, OSError) as error:
                 advice = f"checkpoints in {self.checkpoints.folder} are intact: resume from there"
                 raise WorkerError(0, "saving the losses so far", str(error), advice) from None
+            self._saved_losses = minibatches
+        self.pipeline.save(self.checkpoints.folder, keep=self.checkpoints.keep, wait=wait, extra=extra)
 
     def list_figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {

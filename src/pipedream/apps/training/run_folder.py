@@ -5,6 +5,7 @@ report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
 checkpoints/    to resume from (`--resume`); named by `CHECKPOINTS`
+losses/         those before the newest checkpoint, to resume (`write_losses`)
 plan.json, profile.json, predicted.json, measured.json, losses.json
 """
 
@@ -14,6 +15,7 @@ import platform
 import shlex
 import sys
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,6 +52,8 @@ from pipedream.services.weights.files import save_weights
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
+
+_FILE_LOSSES = 5000  # in each file of losses/: 10 ms to write
 
 
 def cut_last_segment(measured: Timeline, drains: list[int]) -> Timeline:
@@ -273,20 +277,44 @@ class ResumePoint:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) of minibatches before the checkpoint, from losses.json."""
+        """(number, loss) of minibatches before the checkpoint, from the files that `write_losses` has written."""
         if self.folder is None:
             return []
-        first, rows, problem = self.manifest.minibatches, [], ""
-        path = self.folder.locate("losses.json")
-        try:
-            text = self.folder.read_text("losses.json")
-            rows = [(int(number), float(loss)) for number, loss in json.loads(text) if int(number) < first]
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            problem = f": {error}"
-        if [number for number, _ in rows] != list(range(rows[0][0] if rows else 0, first)):
-            text = f"{path} lacks losses of the {first} minibatches before the checkpoint{problem}"
-            warnings.warn(f"{text}; the weights are not affected", stacklevel=2)
+        rows: list[tuple[int, float]] = []
+        problems = []
+        stop = self.manifest.minibatches
+        for begin in range(0, stop, _FILE_LOSSES):
+            name, numbers = _name_losses(begin), range(begin, min(begin + _FILE_LOSSES, stop))
+            try:
+                saved = json.loads(self.folder.read_text(name))
+                pairs = [(int(number), float(loss)) for number, loss in saved if int(number) in numbers]
+                # An earlier run in another folder may have the first ones.
+                first = 0 if rows else len(numbers) - len(pairs)
+                if not isinstance(saved, list) or [number for number, _ in pairs] != [*numbers[first:]]:
+                    raise ValueError("some are missing")
+            except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+                problems.append(f"{self.folder.locate(name)}: {error}")
+                continue
+            rows += pairs
+        if problems:
+            text = f"losses of the {stop} minibatches before the checkpoint are lacking"
+            warnings.warn(f"{text} ({'; '.join(problems)}); the weights are not affected", stacklevel=2)
         return rows
+
+
+def write_losses(folder: CheckpointStore, losses: Sequence[tuple[int, float]], begin: int, stop: int) -> None:
+    """Writes the losses of minibatches begin <= number < stop into a run folder.
+
+    Each file of losses/ has those of `_FILE_LOSSES` minibatches and is named by the first one, so that a save writes
+    at most that many again, and a run that goes back replaces what it trains again.
+    """
+    for first in range(begin - begin % _FILE_LOSSES, stop, _FILE_LOSSES):
+        rows = losses[bisect_left(losses, (first,)) : bisect_left(losses, (first + _FILE_LOSSES,))]
+        folder.write_text(_name_losses(first), json.dumps(rows))
+
+
+def _name_losses(first: int) -> str:
+    return f"losses/{first:08d}.json"
 
 
 def find_checkpoints(folder: Folder) -> list[CheckpointStore]:

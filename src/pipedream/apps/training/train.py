@@ -123,7 +123,8 @@ def run_job(
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
             pipeline.load(str(job.resumed))
-            loop.resume(job.resumed.losses if process.rank == 0 else [])
+            losses = job.resumed.losses if process.rank == 0 else []
+            loop.resume(losses, in_place=job.is_resumed_in_place)
             manifest = job.resumed.manifest
             console.print(f"resuming from {job.resumed}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n")
         for callback in recipe.callbacks if planned.lost else ():
