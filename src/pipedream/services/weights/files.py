@@ -9,8 +9,10 @@ import copy
 import json
 import os
 import pickle
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +151,7 @@ def fit_names(
     shared: Mapping[str, Iterable[str]],
     where: str | os.PathLike[str],
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors of a file under the model's names, without reading them.
+    """Returns the tensors of a file under the model's names, without reading them; warns of those with other names.
 
     A Hugging Face file may hold only the inner model (without ``base_model_prefix``) or the model around it, and has
     shared parameters once.
@@ -166,24 +168,35 @@ def fit_names(
     saved = model.state_dict(keep_vars=True)
     sources: dict[str, str] = {}
     missing: list[str] = []
+    known_names = set(saved)
     for name in dict.fromkeys(names):
         candidates = [name, *shared.get(name, ())]
         if prefix:
             candidates += [f"{prefix}.{candidate}" for candidate in candidates]
             candidates += [candidate.removeprefix(f"{prefix}.") for candidate in candidates]
+        known_names.update(candidates)
         source = next((candidate for candidate in candidates if candidate in weights), None)
         if source is not None:
             sources[name] = source
         elif name in saved:
             missing.append(name)
     if missing:
-        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         examples = ", ".join(map(repr, sorted(weights)[:3]))
         raise CaptureError(
-            f"the weights in {os.fspath(where)} lack {', '.join(map(repr, missing[:5]))}{rest}, and have names such as "
+            f"the weights in {os.fspath(where)} lack {_list_some(missing)}, and have names such as "
             f"{examples}; give weights of this {type(model).__name__}"
         )
+    unknown = [name for name in weights if name not in known_names]
+    for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():  # of older Hugging Face files
+        unknown = [name for name in unknown if not re.search(pattern, name)]
+    if unknown and os.environ.get("RANK", "0") == "0":
+        text = f"not in this {type(model).__name__}, and left out: {_list_some(unknown)} of {os.fspath(where)}"
+        warnings.warn(f"{text}; give weights of this model if they should be used", stacklevel=2)
     return _Renamed(weights, sources)
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

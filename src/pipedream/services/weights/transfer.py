@@ -98,6 +98,8 @@ def load(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model; give "
                 "one of this model"
             )
+        if value.is_complex() and not tensor.is_complex():
+            raise CaptureError(f"{name!r} is complex in the state dict, not in the model; give one of this model")
         loaded_ids.add(id(tensor))
         if tensor.is_meta:
             slots.replace(tensor, value.to(device, copy=True))
