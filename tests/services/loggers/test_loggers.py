@@ -152,6 +152,9 @@ def test_tensorboard_gets_scalars_by_name(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    (tmp_path / "file").touch()
+    with pytest.raises(pd.PipelineError, match=f"cannot write {tmp_path}/file/a: "):
+        trained(pd.loggers.TensorBoardLogger(tmp_path / "file" / "a"))
     heard, evaluations = trained(pd.loggers.TensorBoardLogger(tmp_path))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [done.number for done in heard]

@@ -149,7 +149,8 @@ class CSVLogger:
         if self._row:
             self._write()
         if self._file is not None:
-            self._file.close()
+            with writing(self._path):
+                self._file.close()
             self._file = None
 
     def _write(self) -> None:
@@ -190,7 +191,7 @@ class TensorBoardLogger:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         _check_installed("tensorboard")
-        self._folder = str(folder)
+        self._folder = Path(folder)
         self._writer: Any = None
         self._params = ""
 
@@ -198,18 +199,20 @@ class TensorBoardLogger:
         self._params = json.dumps(params, indent=1, default=str)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        with writing(self._folder):
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder, purge_step=step or None)
-            if self._params:
-                self._writer.add_text("hyperparameters", f"```\n{self._params}\n```", step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+                self._writer = SummaryWriter(str(self._folder), purge_step=step or None)
+                if self._params:
+                    self._writer.add_text("hyperparameters", f"```\n{self._params}\n```", step)
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
 
     def finalize(self, status: str) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with writing(self._folder):
+                self._writer.close()
             self._writer = None
 
 
