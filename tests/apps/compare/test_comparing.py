@@ -260,6 +260,10 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     assert rows["pipedream"].losses == ((8, 0.75), (16, 0.5))
     assert rows["data-parallel+diloco:30"].approximation == "sums=diloco:30"
     assert comparison.verdict in (out / "compare.html").read_text().replace("&#x27;", "'")
+    for text in ("[" * 99_999, "{}", "[[0, 0.75]"):
+        (out / "pipedream" / "summary.json").write_text(text)
+        with pytest.raises(pd.PipelineError, match=r"cannot read the results in .*pipedream: .*; remove it"):
+            continued(options)
     with pytest.raises(pd.PipelineError, match="has a comparison with minibatches 4, and 5 was asked for"):
         continued(compare_options.ComparisonOptions(schedules=options.schedules, minibatches=5))
 

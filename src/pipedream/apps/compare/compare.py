@@ -259,7 +259,7 @@ def open_folder(recipe: str, out: str | os.PathLike[str] | None, settings: Mappi
         return folder
     try:
         saved = json.loads(read_text(folder / STATE))["settings"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise PlanError(f"{folder} is not empty, and has no comparison to continue; name a new folder") from None
     for name, value in settings.items():
         if saved.get(name) != value:

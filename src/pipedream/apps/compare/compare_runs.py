@@ -27,7 +27,7 @@ from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.apps.training.recipe import load_recipe
 from pipedream.apps.training.train import train_recipe
 from pipedream.core.artifact import read_text, write_text
-from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, RecipeError, WorkerError
+from pipedream.core.errors import BAD_CALL, ArtifactError, PipelineError, PlanError, RecipeError, WorkerError
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.activity import Terminated
 from pipedream.runtime.comm import process_group
@@ -138,24 +138,32 @@ class Runs:
 
 
 def read_run(folder: Path, variant: Variant) -> Variant | None:
-    """Returns the variant with the figures of its run folder; None if the run has not ended."""
+    """Returns the variant with the figures of its run folder; None if the run has not ended.
+
+    Raises:
+        ArtifactError: a file is damaged.
+    """
     try:
         summary, losses = (json.loads(read_text(folder / name)) for name in ("summary.json", "losses.json"))
+        if summary["interrupted"]:
+            return None
+        batch, sent = Plan.load(folder / "plan.json").batch, folder / _SENT
+        return replace(
+            variant,
+            samples_per_s=summary["throughput"]["measured_per_s"],
+            bytes_per_sample=int(read_text(sent)) / (summary["minibatches"] * batch) if sent.exists() else None,
+            bubble=summary["bubble"]["measured"],
+            peak_bytes=summary["memory"]["measured_bytes"],
+            seconds_to_target=summary["seconds_to_target"],
+            metrics=summary["metrics"],
+            losses=tuple((batch * (number + 1), loss) for number, loss in losses),
+        )
     except FileNotFoundError:
         return None
-    if summary["interrupted"]:
-        return None
-    batch, sent = Plan.load(folder / "plan.json").batch, folder / _SENT
-    return replace(
-        variant,
-        samples_per_s=summary["throughput"]["measured_per_s"],
-        bytes_per_sample=int(read_text(sent)) / (summary["minibatches"] * batch) if sent.exists() else None,
-        bubble=summary["bubble"]["measured"],
-        peak_bytes=summary["memory"]["measured_bytes"],
-        seconds_to_target=summary["seconds_to_target"],
-        metrics=summary["metrics"],
-        losses=tuple((batch * (number + 1), loss) for number, loss in losses),
-    )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"cannot read the results in {folder}: {error}; remove it, and the run is repeated"
+        ) from None
 
 
 def run_job(kind: str, recipe: str, options: dict[str, Any]) -> None:
