@@ -105,8 +105,12 @@ def test_windows(simulated: Simulated) -> None:
         window = lanes.start_window(run, 12)
         assert (window.first, window.last, window.start_s) == (0, last, 0.0)
     assert window.end_s == short.makespan_s
-    for spans in ((), timeline.spans[40:]):  # of a long run the first are dropped
+    evaluation = tuple(Span(0, "F", 0, k, 900.0 + k, 901.0 + k) for k in range(20))
+    for spans in ((), timeline.spans[40:], (*timeline.spans[40:], *evaluation)):  # of a long run the first are dropped
         assert lanes.start_window(replace(timeline, spans=spans), 12) is None
+    evaluated = replace(timeline, spans=(*timeline.spans, *evaluation))
+    assert lanes.start_window(evaluated, 12, begin=0) == lanes.start_window(timeline, 12)
+    assert lanes.start_window(timeline, 12, begin=1) is None
 
 
 # -- colours ----------------------------------------------------------------------------------------------------------

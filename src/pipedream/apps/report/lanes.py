@@ -33,6 +33,7 @@ def assign_rows(spans: Sequence[Span]) -> list[int]:
     return lanes
 
 
+_BACKWARDS = ("B", "I", "W")
 _AWAITED = {"F": "inputs", "B": "gradients", "I": "gradients", "W": "gradients", "U": "other ranks"}
 
 
@@ -49,11 +50,15 @@ def match_waits(timeline: Timeline) -> dict[Span, tuple[str, Span]]:
     return waits
 
 
-def start_window(timeline: Timeline, count: int) -> Window | None:
-    """Returns the first `count` microbatches of a run; None without forwards, or where the first spans were dropped."""
+def start_window(timeline: Timeline, count: int, begin: int | None = None) -> Window | None:
+    """Returns the first `count` microbatches of a run; None without forwards, or where the first spans were dropped.
+
+    Args:
+        begin: the run's first microbatch, if known.
+    """
     starts = _find_starts(timeline)
-    passed = min((span.index for span in timeline.spans if span.kind in ("F", "B", "I", "W")), default=0)
-    if not starts or passed < min(starts):
+    passed = min((span.index for span in timeline.spans if span.kind in _BACKWARDS), default=0)
+    if not starts or passed < min(starts) or begin not in (None, min(starts)):
         return None
     window = _make_window(timeline, starts, min(starts), count)
     return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
@@ -71,7 +76,13 @@ def middle_window(timeline: Timeline, count: int) -> Window | None:
 
 
 def _find_starts(timeline: Timeline) -> dict[int, float]:
-    return {span.index: span.start_s for span in timeline.spans if span.kind == "F" and span.stage == 0}
+    """Returns the starts of forwards at the input stage; evaluations, whose numbers begin at 0, have no backwards."""
+    trained = {span.index for span in timeline.spans if span.kind in _BACKWARDS and span.stage == 0}
+    starts: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.kind == "F" and span.stage == 0 and (not trained or span.index in trained):
+            starts[span.index] = min(span.start_s, starts.get(span.index, span.start_s))
+    return starts
 
 
 def _make_window(timeline: Timeline, starts: dict[int, float], first: int, count: int) -> Window:

@@ -1,5 +1,6 @@
 """The pages of a run folder: its report and the trace."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from pipedream.apps.report.html import save_page
@@ -17,7 +18,8 @@ def write(folder: Path, files: RunFiles) -> None:
         ArtifactError: a file cannot be written.
     """
     save_trace(files.measured, folder / "trace.json")
-    window = start_window(files.measured[0], _SHOWN_MICROBATCHES)
+    first, phases = files.measured[0], files.summary.get("phases") or [{"begin": 0}]
+    window = start_window(first, _SHOWN_MICROBATCHES, phases[0]["begin"] * first.minibatch_microbatches)
     save_page(
         folder / "report.html",
         files.summary,
@@ -25,7 +27,7 @@ def write(folder: Path, files: RunFiles) -> None:
         profile=files.profile,
         predicted=files.predicted,
         measured=files.steady,
-        start=None if window is None else files.measured[0].between(window.start_s, window.end_s),
+        start=replace(first, spans=()) if window is None else first.between(window.start_s, window.end_s),
         losses=files.losses,
         title=f"{files.summary['recipe']}, {files.summary['schedule']}",
     )
