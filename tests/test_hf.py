@@ -217,9 +217,10 @@ UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
     "scheduler": (
         "on_log",
         lambda _, __, scheduler, ___: setattr(scheduler, "base_lrs", [1e-9 for _ in scheduler.base_lrs]),
-        "on_log changed the optimizer, its schedule",
+        "on_log changed the optimizer or its schedule",
     ),
-    "clipping": ("on_step_end", clip, "or max_grad_norm, which no stage follows"),
+    "clipping": ("on_step_end", clip, r"on_step_end set args.max_grad_norm, which .* make a new Trainer"),
+    "accumulation": ("on_step_end", lambda *of: setattr(of[-1], "gradient_accumulation_steps", 2), "make a new Trai"),
     "half an update": ("on_step_begin", setting("should_training_stop"), "stops within an update; stop in on_step_end"),
     "gradients": ("on_pre_optimizer_step", clip, "Acting.on_pre_optimizer_step: not possible in a pipeline"),
     "parts of an update": ("on_substep_end", clip, "Acting.on_substep_end: not possible in a pipeline"),
@@ -304,7 +305,9 @@ def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool)
     saving = SAVING | {"include_num_input_tokens_seen": "all"}
     callbacks = [acting("on_step_end", 1, setting("should_epoch_stop"))] if stops else []
     assert_same(tmp_path, callbacks=callbacks, **EPOCHS | saving)
-    assert_same(tmp_path, resume="checkpoint-4", **EPOCHS | saving)
+    assert_same(
+        tmp_path, resume="checkpoint-4", **EPOCHS | saving | {"num_train_epochs": 3 + stops}
+    )  # another schedule
 
 
 FOLLOWED: dict[str, str] = {

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -31,12 +32,16 @@ from pipedream.runtime.results import Done
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
 
+_STATE_FILE = "trainer_state.json"  # the Trainer's own, there
 _STATE = "pipeline"  # the pipeline's part of a folder checkpoint-N
 
 # The tests have a table of the other arguments, which act as in the plain Trainer.
 REFUSED_ARGUMENTS = (
     "auto_find_batch_size compute_loss_func deepspeed enable_jit_checkpoint fp16 fsdp label_smoothing_factor "
     "model_init optim_target_modules parallelism_config push_to_hub use_liger_kernel"
+)
+_OWN_ARGUMENTS = (  # which have other values here, or are read ahead of the steps
+    "gradient_accumulation_steps bf16 max_grad_norm ignore_data_skip save_only_model include_num_input_tokens_seen"
 )
 FOLLOWED_METHODS = (
     "train evaluate predict evaluation_loop prediction_step log save_model end get_train_dataloader "
@@ -98,10 +103,30 @@ class Trainer(transformers.Trainer):
             args.distributed_state.num_processes = 1
             args.distributed_state.distributed_type = type(args.distributed_state.distributed_type).NO
         super().__init__(model, args, **others)
+        self._values = [dict(vars(self.args)), dict(vars(self._user_args))]
+        self._optimizer_args: Any = None  # of the first train(), as in the plain Trainer
         self.accelerator.device_placement = False
         cast(Any, self.callback_handler).call_event = self._call_event
 
+    def _follow_arguments(self, where: str) -> None:
+        """Lets both copies of the arguments have what was set in one; refuses what the Trainer was built from."""
+        both, changed = (self.args, self._user_args), dict[str, Any]()
+        for args, before in zip(both, self._values, strict=True):
+            changed |= {
+                n: v for n, v in vars(args).items() if n not in before or (v is not before[n] and v != before[n])
+            }
+        built = {*_OWN_ARGUMENTS.split(), *REFUSED_ARGUMENTS.split()}
+        if names := sorted(built & changed.keys()):
+            raise PipelineError(
+                f"{where} set args.{names[0]}, which a pipeline follows only if it is set before the Trainer is made; "
+                "make a new Trainer"
+            )
+        for args in both:
+            vars(args).update(changed)
+        self._values = [dict(vars(args)) for args in both]
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+        self._follow_arguments("what ran before train()")
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # type: ignore[no-untyped-call]
         self._checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
@@ -147,9 +172,10 @@ class Trainer(transformers.Trainer):
         )
         if self.pipeline is not None and before != self._list_rates():
             raise PipelineError(
-                f"a callback's {event} changed the optimizer, its schedule or max_grad_norm, which no stage follows; "
+                f"a callback's {event} changed the optimizer or its schedule, which no stage follows; "
                 "set them in TrainingArguments, or use pipedream.Pipeline(scheduler=...)"
             )
+        self._follow_arguments(f"a callback's {event}")
         stops = control.should_training_stop or control.should_epoch_stop
         if stops and event == "on_step_begin" and self._accumulated > 1:
             raise PipelineError("a callback's on_step_begin stops within an update; stop in on_step_end")
@@ -159,7 +185,7 @@ class Trainer(transformers.Trainer):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         rates = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         schedule = vars(self.lr_scheduler).items() if self.lr_scheduler is not None else ()
-        return repr((rates, [item for item in schedule if item[0] != "optimizer"], self._user_args.max_grad_norm))
+        return repr((rates, [item for item in schedule if item[0] != "optimizer"]))
 
     def _collect_weights(self, pipeline: Pipeline) -> dict[str, Any]:
         """Returns the whole model's weights on every rank."""
@@ -173,6 +199,7 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Opens the pipeline; returns a dummy optimizer, which only carries the learning rates that callbacks see."""
         self.model.train()
+        self._optimizer_args = self._optimizer_args or copy.copy(self.args)
         self.pipeline = self._open.enter_context(self._make_pipeline())
         self._group = torch.distributed.new_group(backend="gloo") if self.pipeline.distributed else None
         if self._checkpoint is not None:
@@ -218,9 +245,9 @@ class Trainer(transformers.Trainer):
 
     def _make_optimizer(self, named: list[tuple[str, Any]]) -> Any:
         """Makes a stage's optimizer with the groups of `transformers.Trainer`: with weight decay, and without."""
-        decaying = set(self.get_decay_parameter_names(self.model))
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        decays = {True: self.args.weight_decay, False: 0.0}
+        decaying, args = set(self.get_decay_parameter_names(self.model)), self._optimizer_args
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
+        decays = {True: args.weight_decay, False: 0.0}
         groups = [
             {"params": [value for name, value in named if (name in decaying) is decays_here], "weight_decay": decay}
             for decays_here, decay in decays.items()
@@ -228,14 +255,19 @@ class Trainer(transformers.Trainer):
         return kind([group for group in groups if group["params"]], **options)
 
     def _make_scheduler(self, optimizer: Any) -> Any:
-        options: Any = self.args.lr_scheduler_kwargs
-        return transformers.get_scheduler(
-            self.args.lr_scheduler_type,
-            optimizer=optimizer,
-            num_warmup_steps=self.args.get_warmup_steps(self.state.max_steps),
-            num_training_steps=self.state.max_steps,
-            scheduler_specific_kwargs=options,
-        )
+        def make(steps: int) -> Any:
+            options: Any = self.args.lr_scheduler_kwargs
+            warmup = self.args.get_warmup_steps(steps)
+            kind = self.args.lr_scheduler_type
+            return transformers.get_scheduler(kind, optimizer, warmup, steps, scheduler_specific_kwargs=options)
+
+        saved = self._checkpoint and transformers.TrainerState.load_from_json(str(self._checkpoint / _STATE_FILE))
+        if not saved or saved.max_steps == self.state.max_steps:
+            return make(self.state.max_steps)
+        before, scheduler = make(saved.max_steps), make(self.state.max_steps)
+        pairs = zip(before.lr_lambdas, scheduler.lr_lambdas, strict=True)
+        scheduler.lr_lambdas = [partial(_change_schedule, saved.global_step, *pair) for pair in pairs]
+        return scheduler
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], *others: Any) -> torch.Tensor:
         """Returns the loss of a minibatch that the pipeline has trained."""
@@ -299,6 +331,13 @@ class Trainer(transformers.Trainer):
             if self.args.should_save:
                 shutil.rmtree(folder / _STATE, ignore_errors=True)  # of an earlier run, which the Trainer overwrites
             self.pipeline.save(folder / _STATE, extra={"late": late})
+
+
+def _change_schedule(
+    resumed_at: int, before: Callable[[int], float], after: Callable[[int], float], step: int
+) -> float:
+    """Returns a rate's factor: at first that of the checkpoint's schedule, as in the plain Trainer."""
+    return before(step) if step == resumed_at else after(step)
 
 
 class _Stream:
