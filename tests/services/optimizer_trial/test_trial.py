@@ -21,7 +21,7 @@ from pipedream.services.optimizer_trial.trial import check_steps_apart
 Named = list[tuple[str, nn.Parameter]]
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
-REFUSED = r"gradients of other stages change the step of '\d\.[wb]'.* one stage|'\d\.[wb]' other options in its stage"
+REFUSED = r" of other stages change the step of '\d\.[wb]'.* one stage|'\d\.[wb]' other options in its stage"
 
 
 class Own(torch.optim.Optimizer):
@@ -128,6 +128,7 @@ TOGETHER: dict[str, Any] = {
     "wrapped": partial(Wrapper, clips=True),
     "by group": grouped(lambda name: name.endswith("b")),
     "stops at large gradients": by_norm(lambda group, norm: float(norm < 5.0)),
+    "rate by number": by_norm(lambda group, norm: 0.01 * len(group["params"])),
     "rates by place": lambda named: SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, (_, p) in enumerate(named)]),
 }
 

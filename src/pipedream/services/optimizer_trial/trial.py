@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from pipedream.capture.preserve_state import read_python_generators
 from pipedream.core.errors import ScheduleError, WorkerError
 from pipedream.tensors.collectives import refusing_collectives
 from pipedream.tensors.elementwise import steps_each_element
@@ -25,8 +26,9 @@ def check_steps_apart(
 ) -> None:
     """Raises a `ScheduleError` if one optimizer for all stages would step otherwise than one for each.
 
-    For each pair of stages there is a run in which one has other gradients and the other has not. `preserving` gives
-    all runs the same random numbers, and restores the factory. An optimizer that cannot step copies is accepted.
+    For each pair of stages there is a run in which one has other gradients and the other has not, and one in which it
+    is not there. `preserving` gives all runs the same random numbers, and restores the factory. An optimizer that
+    cannot step copies is accepted.
     """
     trained = [stage for stage in stages if stage]
     handles = {name: handle for stage in trained for name, handle in stage.items()}
@@ -35,10 +37,12 @@ def check_steps_apart(
     reference: dict[str, torch.Tensor] = {}
     if len(trained) > 1:
         _check_options(factory, trained, handles, device, preserving)
-    for changed in (set[str](), *changes) if len(trained) > 1 else ():
+    none = set[str]()
+    runs = [(none, none), *((names, none) for names in changes), *((none, names) for names in changes)]
+    for changed, missing in runs if len(trained) > 1 else ():
         try:
             with preserving(), refusing_collectives("the optimizer"):
-                kind, weights = _step_copies(factory, handles, changed, device)
+                kind, weights = _step_copies(factory, handles, changed, missing, device)
         except WorkerError:
             raise
         except Exception:
@@ -48,8 +52,9 @@ def check_steps_apart(
         reference = reference or weights
         for name in [name for name in weights if name not in changed]:
             if not torch.allclose(weights[name], reference[name], rtol=1e-9, atol=1e-12, equal_nan=True):
+                what = "weights" if missing else "gradients"
                 raise ScheduleError(
-                    f"{kind} lets gradients of other stages change the step of {name!r}, but each stage has its own "
+                    f"{kind} lets {what} of other stages change the step of {name!r}, but each stage has its own "
                     "optimizer; use one stage (shape='data-parallel'), clip_grad_norm= to clip, or another optimizer"
                 )
 
@@ -93,21 +98,37 @@ def _copy_small(handles: Mapping[str, Parameter], device: torch.device) -> dict[
     return copies
 
 
+def _read_generators(device: torch.device) -> tuple[Any, ...]:
+    on_cuda = [torch.cuda.get_rng_state(device).tolist()] if device.type == "cuda" else []
+    return torch.get_rng_state().tolist(), *on_cuda, *read_python_generators()
+
+
 def _step_copies(
-    factory: Callable[[Any], Any], handles: Mapping[str, Parameter], changed: set[str], device: torch.device
+    factory: Callable[[Any], Any],
+    handles: Mapping[str, Parameter],
+    changed: set[str],
+    missing: set[str],
+    device: torch.device,
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Returns the optimizer's class, and small weights after its steps; none if it steps each element by itself."""
+    """Returns the optimizer's class, and small weights after its steps.
+
+    None if it steps each element by itself, or if weights are missing and it draws random numbers for each in turn.
+    """
     copies = _copy_small(handles, device)
-    directions = [torch.randn_like(copy) for copy in copies.values()]
+    directions = {name: torch.randn_like(copy) for name, copy in copies.items()}
+    copies = {name: copy for name, copy in copies.items() if name not in missing}
     optimizer, ids = factory(list(copies.items())), {id(copy) for copy in copies.values()}
+    before = _read_generators(device)
     if steps_each_element(optimizer) or any(
         id(p) not in ids for group in optimizer.param_groups for p in group["params"]
     ):
         return "", {}
     getattr(optimizer, "train", lambda: None)()
     for step in range(_STEPS):
-        for (name, copy), direction in zip(copies.items(), directions, strict=True):
+        for name, copy in copies.items():
             usual, other = (1 + step / 10) * 10.0 ** -(step % 3), (-1) ** step * 100.0 ** (step % 5 - 2)
-            copy.grad = direction * (other if name in changed else usual)
+            copy.grad = directions[name] * (other if name in changed else usual)
         optimizer.step()
+    if missing and before != _read_generators(device):
+        return "", {}
     return type(optimizer).__name__, {name: copy.detach() for name, copy in copies.items()}
