@@ -104,10 +104,14 @@ class Streams:
             for service in self._services:
                 service.end_stream()
 
-    def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:
-        """Ends the stream after the minibatches in flight; does nothing at ranks that do not read the data."""
+    def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> bool:
+        """Ends the stream after the minibatches in flight; does nothing at ranks that do not read the data.
+
+        Returns whether this rank reads it.
+        """
         for source in self._sources.values():
             source.stop(stop_reason)
+        return bool(self._sources)
 
     def resume(self) -> None:
         for source in self._sources.values():

@@ -17,6 +17,12 @@ from pipedream.runtime.results import Done
 from pipedream.runtime.session.phase_order import PhaseEnd, find_data_end, find_next_phase, find_phase
 from pipedream.runtime.session.session import Session
 
+_LATE = 100  # minibatches, more than are in flight when a rank that reads the data stops
+_STOP_UNHEARD = (
+    "should_stop was set on a rank that does not read the data, and is ignored there; set it on every rank, by numbers "
+    "that are equal on all, as those that a callback's on_minibatch gets"
+)
+
 
 class Training:
     """The training stream of a session, which a change of phase drains.
@@ -123,7 +129,7 @@ class Training:
         if state is None and continues:
             state = self._streams.data_state(*self.position)
         until = self.epoch + self._count_epochs(epochs, until_epoch)
-        opened_end: int | None = None
+        opened_end, unheard = None, 0
         while True:
             end = find_data_end(self._ends[self.phase :], self.epoch, until)
             if end != opened_end:
@@ -136,8 +142,10 @@ class Training:
                 done = self.ready.popleft()
                 self._workers_here.activity.loop_minibatches = done.number + 1
                 yield done
-                if self.should_stop:
-                    self._streams.stop(StopReason.STOP)
+                if self.should_stop and not self._streams.stop(StopReason.STOP):
+                    unheard += 1
+                    if unheard == _LATE:
+                        warnings.warn(_STOP_UNHEARD, stacklevel=3)
             is_stopped = self.stop_reason is StopReason.STOP
             is_last = self.stop_reason is StopReason.DATA and end == until
             if is_stopped or is_last or self.stop_reason is StopReason.INTERRUPT:
@@ -147,6 +155,8 @@ class Training:
                 break
             if self.stop_reason is StopReason.DRAIN:
                 self._streams.resume()
+        if 1 < unheard < _LATE and is_last and not is_stopped:
+            warnings.warn(_STOP_UNHEARD, stacklevel=3)
         self._segment = None
         self.is_running = False
         self.should_stop |= is_stopped
