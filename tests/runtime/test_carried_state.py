@@ -70,6 +70,11 @@ def counted(module: Any, x: Tensor) -> Tensor:
     return x * (1 - 0.5**module.carried)
 
 
+def counted_late(module: Any, x: Tensor) -> Tensor:
+    module.carried += 1
+    return x if module.carried < 4 else x / 2
+
+
 def in_training(module: Any, x: Tensor) -> Tensor:
     return of_each_sample(module, x) if module.training else x
 
@@ -84,6 +89,7 @@ CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "object": (SimpleNamespace, IN_OBJECT),
     "in place": (lambda: torch.zeros(6).double(), IN_PLACE),
     "counter": (int, counted),
+    "late": (int, counted_late),
     "inner module": (nn.Identity, lambda module, x: of_each_sample(module.inner, x)),
     "buffer": (lambda: "buffer", in_training),
     "running buffer": (lambda: nn.Buffer(torch.zeros(6).double()), running),
@@ -140,6 +146,39 @@ def test_whole_minibatches_train_as_in_a_plain_loop(kind: str) -> None:
     state = train(make(CARRIED[kind]), "1f1b", 1)
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(state[name], weight, rtol=1e-8, atol=1e-10)
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda: {"n": 0}, lambda box: box.update(n=box["n"] + 1), lambda box: box["n"]),
+    "nested list": (lambda: {"a": [[]]}, lambda box: box["a"][0].append(1), lambda box: len(box["a"][0])),
+    "object": (lambda: SimpleNamespace(n=0), lambda box: setattr(box, "n", box.n + 1), lambda box: box.n),
+    "class": (lambda: type("Own", (), {"n": 0}), lambda box: setattr(box, "n", box.n + 1), lambda box: box.n),
+}
+
+
+class Around(nn.Module):
+    """Its forward, which every stage runs, halves its output from the fourth call on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.inner = nn.Linear(6, 6), nn.Linear(6, 3), nn.Module()
+        make_box, self.write, self.read = HELD[kind]
+        self.inner.box = make_box()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.inner.box)
+        x = self.b(self.a(x).tanh())
+        return x / 2 if self.read(self.inner.box) > 3 else x
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_a_forward_around_the_cuts_keeps_is_each_stages_own(kind: str) -> None:
+    plain, model = (torch.manual_seed(1) and Around(kind).double() for _ in range(2))
+    training.loop(plain, batches())
+    state = training.train(
+        model, plan_of(model, batches()[0][0], ("b",)), batches(), schedule="1f1b", microbatches=1
+    ).state
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)

@@ -36,7 +36,10 @@ class Captured:
         names = [layer.name for layer in self.graph.layers]
         if self.model is None:
             return list(zip(names[first:last], self.layers[first:last], strict=True))
-        return [(names[first], ModelSlice(self.model, self.graph, first, last))]
+        kept = next((layer.kept for layer in self.layers if isinstance(layer, ModelSlice)), None)
+        return [
+            (names[first], ModelSlice(self.model, self.graph, first, last, SliceTables(self.model, self.graph, kept)))
+        ]
 
     def arguments(self, inputs: Any) -> tuple[Any, ...]:
         """Returns what layer 0 is called with for the model's inputs."""

@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from pipedream.core.errors import CaptureError
 
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)
 _NAMED = (list, dict, set, deque, type)  # of a function's global variables, those that may change in place
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -46,26 +46,41 @@ class Attributes:
 
 
 def read_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes by value, and of others what changes if they are replaced or written."""
-    return {name: mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
+    """Returns attributes of a module and its class by value, of others what changes if they are written or replaced."""
+    attributes = {name: mark(value) for name, value in module.__dict__.items() if name not in MODULE_ATTRIBUTES}
+    of_class = {} if type(module).__module__.startswith("torch.") else vars(type(module))
+    return {name: mark(value) for name, value in of_class.items() if isinstance(value, (*PLAIN, *_NAMED))} | attributes
 
 
-def mark(value: Any) -> Any:
+def list_values(modules: Iterable[nn.Module]) -> list[Any]:
+    """Returns what modules hold in plain attributes, and their classes."""
+    modules = list(modules)
+    values = [value for m in modules for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
+    return values + list(dict.fromkeys(map(type, modules)))
+
+
+def mark(value: Any, depth: int = _DEPTH) -> Any:
     """Returns what changes if a value is replaced or written."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque, set)) else ()
-    return id(value), *map(id, items)
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes()
+    if isinstance(value, (nn.Module, type)) or not depth:
+        return id(value)
+    items = value if isinstance(value, (list, tuple, deque, set)) else getattr(value, "__dict__", {}).values()
+    items = value.values() if isinstance(value, dict) else items
+    return id(value), *(mark(item, depth - 1) for item in [*items])
 
 
 class Objects:
     """What Python objects hold now, to be restored: containers, tensors, generators, and instances' attributes."""
 
-    def __init__(self, roots: Iterable[Any], generators: bool = True) -> None:
-        self._skipped = () if generators else _GENERATORS
+    def __init__(self, roots: Iterable[Any], skips: Callable[[Any], bool] = lambda value: False) -> None:
+        self._skips = skips
         self._restore: list[Callable[[], object]] = []
+        self._contents: list[tuple[Any, Any]] = []  # containers, and copies
         self._ids: set[int] = set()
         for root in roots:
             self._note(root, _DEPTH)
@@ -74,10 +89,14 @@ class Objects:
         for restore in self._restore:
             restore()
 
+    def holds(self) -> bool:
+        """Returns whether containers and instances still hold the same objects."""
+        return all(_list_ids(content) == _list_ids(saved) for content, saved in self._contents)
+
     def _note(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or id(value) in self._ids or not depth:
             return
-        if isinstance(value, (nn.Module, nn.Parameter, *self._skipped)):
+        if isinstance(value, (nn.Module, nn.Parameter)) or self._skips(value):
             return
         self._ids.add(id(value))
         inner: Iterable[Any] = ()
@@ -88,6 +107,8 @@ class Objects:
             state = row[1](value)
             inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
             self._restore.append(partial(row[2], value, state))
+            if isinstance(value, Collection) and not isinstance(value, np.ndarray):
+                self._contents.append((value, state))
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, FunctionType):
@@ -102,12 +123,14 @@ class Objects:
                 members = (item for item in vars(value).values() if isinstance(item, (*_NAMED, FunctionType)))
                 inner = [getattr(item, "__wrapped__", item) for item in members]  # torch wraps an optimizer's step
                 counts = {name: item for name, item in vars(value).items() if type(item) in (int, float)}
+                self._contents.append((vars(value), dict(vars(value))))
                 self._restore += [partial(_reset, value, name, item) for name, item in counts.items()]
         elif isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
         elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, _CODE):
-            inner = list(value.__dict__.values())
-            self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__), add="update"))
+            self._contents.append((value.__dict__, saved := dict(value.__dict__)))
+            inner = list(saved.values())
+            self._restore.append(partial(_refill, value.__dict__, saved, add="update"))
         for item in inner:
             self._note(item, depth - 1)
 
@@ -165,8 +188,7 @@ def preserve_state(
     """
     devices, attributes = list(devices), Attributes(modules, children=True)
     every = attributes.every
-    attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
-    objects = Objects([*attribute_values, *others])
+    objects = Objects([*list_values(every), *others])
     parameters = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
     weights = [_Weight(p, copies_on_cpu) for p in parameters.values() if not is_stand_in(p)]
     copies: dict[int, torch.Tensor] = {}

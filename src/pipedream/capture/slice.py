@@ -7,14 +7,19 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 
+from pipedream.capture.preserve_state import GENERATORS, Objects, list_values
 from pipedream.capture.slice_forward import Places, SliceForward
 from pipedream.capture.split import list_skipped_calls
 from pipedream.capture.structure import name_next_call, wrapping_calls
@@ -27,12 +32,28 @@ _Change = tuple[nn.Module, str, Any, Any]  # attribute, value before, value now
 _LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
 """Model -> what its last slice has set in its latest forward."""
 
+_NOT_HELD = (*GENERATORS, FunctionType, partial)
+_MAX_COPIED = 1024  # numbers
+
+
+@dataclass
+class Kept:
+    """What the slices of a model in one process have left in containers and objects.
+
+    Attributes:
+        first: what they held before each slice's first forward.
+    """
+
+    latest: _Attributes | None = None
+    left: dict[_Attributes, Objects] = field(default_factory=dict)
+    first: list[Objects] = field(default_factory=list)
+
 
 class SliceTables:
     """What slices of a model share; `inside`: paths of calls in a call, `in_leaves`: ids of modules in leaf calls."""
 
-    def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
-        calls = graph.calls
+    def __init__(self, model: nn.Module, graph: LayerGraph, kept: Kept | None = None) -> None:
+        calls, self.kept = graph.calls, kept or Kept()
         self.starts = {call.name: call.start for call in calls}
         self.leaves = [call for call, after in zip_longest(calls, calls[1:]) if after is None or after.start > call.end]
         self.inside: dict[str, list[str]] = {}
@@ -44,6 +65,8 @@ class SliceTables:
         self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.tensors.update(model.named_buffers(remove_duplicate=False))
         self.in_leaves = {id(m) for call in self.leaves for m in self.modules[call.path].modules()}
+        called = self.in_leaves | {id(model), *(id(self.modules[call.path]) for call in calls)}
+        self.uncalled = [m for m in self.every if id(m) not in called]
         self.evaluation = None if graph.evaluation is None else SliceTables(model, graph.evaluation)
 
 
@@ -99,7 +122,9 @@ class ModelSlice(nn.Module):
         seeded = [call for call in own_calls if call.path in graph.seeded]
         self.seeded = {call.path for call in seeded}
         around = {c.path for c in graph.calls for moment in (begin, stop) if c.start < moment < c.end}
-        self._attributes = _Attributes(model, [model, *(modules[path] for path in sorted(around))])
+        self.kept = tables.kept
+        whole = [model, *(modules[path] for path in sorted(around)), *tables.uncalled]
+        self._attributes = _Attributes(model, whole, self.kept)
         self.open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         self.described = () if self.is_last else tuple(call.name for call in list_skipped_calls(graph.calls, stop))
         self.received = [] if self.is_first else _list_crossing(graph, begin)
@@ -240,27 +265,29 @@ def _make_evaluating(
 
 
 class _Attributes:
-    """Attributes that a slice's forwards set on modules whose forwards run on other stages, too.
+    """What a slice's forwards leave on modules whose forwards run on other stages, too: attributes, and what they hold.
 
     A slice finds what its own forwards have set, as if it had the model to itself.
 
     Otherwise slices in one process would count ``self.step += 1`` several times, and find each other's placeholders.
     """
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], kept: Kept) -> None:
+        self._model, self._kept = model, kept
         self._set_here: list[tuple[nn.Module, dict[str, Any]]] = [(module, {}) for module in modules]
 
     @contextmanager
     def during(self, *, remain: bool) -> Iterator[None]:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
+        self._take_kept()
         before = [dict(module.__dict__) for module, _ in self._set_here]
         for module, attributes in self._set_here:
             module.__dict__.update(attributes)
         try:
             yield
         finally:
+            self._kept.left[self], self._kept.latest = self._read_kept(), self
             changes: list[_Change] = []
             for (module, attributes), was in zip(self._set_here, before, strict=True):
                 for name, value in module.__dict__.items():
@@ -271,6 +298,27 @@ class _Attributes:
                 _LEFT[self._model] = changes
             else:
                 _take_back(changes)
+
+    def _take_kept(self) -> None:
+        """Lets containers and objects hold what this slice has left there, unless they were changed since."""
+        kept = self._kept
+        if kept.latest is None or not kept.left[kept.latest].holds():  # by the user: for all slices
+            kept.left, kept.first = {}, []
+        elif kept.latest is not self:
+            for objects in [kept.left[self]] if self in kept.left else reversed(kept.first):
+                objects.restore()
+        if self not in kept.left:
+            kept.first.append(self._read_kept())
+
+    def _read_kept(self) -> Objects:
+        return Objects(list_values(module for module, _ in self._set_here), _is_not_held)
+
+
+def _is_not_held(value: Any) -> bool:
+    """Whether slices share a value: what is too large to copy at each forward, or no module's own."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is not torch.Tensor or value.is_cuda or value.numel() > _MAX_COPIED
+    return isinstance(value, _NOT_HELD) or (isinstance(value, np.ndarray) and value.size > _MAX_COPIED)
 
 
 def _take_back(changes: Iterable[_Change]) -> None:

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.capture.preserve_state import MODULE_ATTRIBUTES, Attributes, Objects, copy_back, mark, read_attributes
+from pipedream.capture.preserve_state import (
+    GENERATORS,
+    Attributes,
+    Objects,
+    copy_back,
+    list_values,
+    mark,
+    read_attributes,
+)
 
 
 class CarriedState:
@@ -19,8 +27,7 @@ class CarriedState:
         self._modules = modules
         self._attributes = Attributes(modules.values())
         self._old = self._read()
-        values = (v for m in modules.values() for name, v in m.__dict__.items() if name not in MODULE_ATTRIBUTES)
-        self._objects = Objects(values, generators=False)
+        self._objects = Objects(list_values(modules.values()), lambda value: isinstance(value, GENERATORS))
         pairs = [(module._buffers, _list_buffers(module)) for module in modules.values()]
         copies = [{n: b.detach().clone() for n, b in old.items() if b is not None} for _, old in pairs]
         self._buffers = [(*pair, copy) for pair, copy in zip(pairs, copies, strict=True)]

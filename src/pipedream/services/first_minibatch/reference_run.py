@@ -29,6 +29,7 @@ from pipedream.services.first_minibatch.metric_means import Row, explain_mean
 from pipedream.services.first_minibatch.model_runner import ModelRunner, Run
 from pipedream.services.first_minibatch.plain_model import PlainModel
 
+_REPEATS = 4  # of a minibatch, by which what forwards count should show
 Outputs = Sequence[tuple[int, Fingerprint]]
 _SPLIT_ADVICE = "say where the samples are (batch_dim=...), give tensors with one entry per sample instead of lists"
 
@@ -190,10 +191,12 @@ class ReferenceRun:
         modules = self.runner.modules if is_split else self.runner.in_replicas
         if not modules:
             return
-        sequence = parts if is_split else [*parts, *parts]
-        isolated = self.runner.run(sequence, isolated=modules)
-        if is_split and isolated.losses == run.losses:
+        isolated = self.runner.run(parts, isolated=modules)
+        keeps = isolated.changed["attributes"]  # what may show only after some forwards
+        if is_split and isolated.losses == run.losses and not keeps:
             return
+        sequence = [*parts] * (_REPEATS if keeps else 1 if is_split else 2)
+        isolated = self.runner.run(sequence, isolated=modules)
         again = self.runner.run(sequence)
         noise = max(abs(a - b) for a, b in zip(run.losses, again.losses, strict=False))
         limit = 4 * noise + 0.01 * again.numbers.tolerance * max(map(abs, again.losses))
