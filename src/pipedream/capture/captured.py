@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipedream.capture.slice import ModelSlice, SliceTables
+from pipedream.capture.slice import Kept, ModelSlice, SliceTables
 from pipedream.capture.split import Ties, group_ties
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph, layer_table
@@ -36,7 +36,8 @@ class Captured:
         names = [layer.name for layer in self.graph.layers]
         if self.model is None:
             return list(zip(names[first:last], self.layers[first:last], strict=True))
-        kept = next((layer.kept for layer in self.layers if isinstance(layer, ModelSlice)), None)
+        kept = next((layer.kept for layer in self.layers if isinstance(layer, ModelSlice)), Kept())
+        kept.stages += 1
         return [
             (names[first], ModelSlice(self.model, self.graph, first, last, SliceTables(self.model, self.graph, kept)))
         ]

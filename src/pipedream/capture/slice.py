@@ -41,9 +41,11 @@ class Kept:
     """What the slices of a model in one process have left in containers and objects.
 
     Attributes:
+        stages: how many there are in this process; a single one keeps nothing, which would take a millisecond.
         first: what they held before each slice's first forward.
     """
 
+    stages: int = 0
     latest: _Attributes | None = None
     left: dict[_Attributes, Objects] = field(default_factory=dict)
     first: list[Objects] = field(default_factory=list)
@@ -280,14 +282,16 @@ class _Attributes:
     def during(self, *, remain: bool) -> Iterator[None]:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
-        self._take_kept()
+        if is_shared := self._kept.stages != 1:
+            self._take_kept()
         before = [dict(module.__dict__) for module, _ in self._set_here]
         for module, attributes in self._set_here:
             module.__dict__.update(attributes)
         try:
             yield
         finally:
-            self._kept.left[self], self._kept.latest = self._read_kept(), self
+            if is_shared:
+                self._kept.left[self], self._kept.latest = self._read_kept(), self
             changes: list[_Change] = []
             for (module, attributes), was in zip(self._set_here, before, strict=True):
                 for name, value in module.__dict__.items():
