@@ -1,14 +1,23 @@
-"""A plan that continues without one of its workers, and the cluster that is left."""
+"""A plan that continues without one of its workers, the cluster that is left, and what is trained after it all."""
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import drawn
 import pytest
+import torch
+from built import Built
 from hypothesis import given, strategies as st
 from programs import program_of
+from torch import Tensor, nn
 
 import pipedream as pd
+from pipedream.services.checkpoint import folders
 from pipedream.services.failure.restarts import drop_worker, remove_worker
+from pipedream.testing import Training
 
 
 @given(st.data())
@@ -61,3 +70,64 @@ def test_a_worker_of_several_stages_needs_another_in_each() -> None:
     reduced = drop_worker(plan, 1)
     assert sorted(reduced.worker_order) == [0, 1]
     assert drop_worker(reduced, 0) is None
+
+
+BATCHES = 6
+SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 1, 1), (2,)]
+METHODS = dict.fromkeys(("1f1b", "gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipemare"), SHAPES)
+METHODS |= {"chimera": [(1, 1), (1,) * 4], "roundpipe": [(1, 1), (1, 1, 1)]}
+
+
+def count_trained(gradients: list[Tensor], begin: int, size: int) -> int:
+    """Returns the minibatch after these updates, each of which is the mean of whole minibatches, once and in order."""
+    for gradient in gradients:
+        samples = gradient.nonzero().flatten().tolist()
+        assert samples == list(range(begin * size, begin * size + max(size, len(samples))))
+        torch.testing.assert_close(gradient[samples] * len(samples) * len(gradient), torch.ones_like(gradient[samples]))
+        begin, rest = divmod(samples[-1] + 1, size)
+        assert rest == 0, "a part of a minibatch"
+    return begin
+
+
+@given(data=st.data())
+def test_whatever_is_lost_each_update_sums_over_its_minibatches(data: st.DataObject) -> None:
+    """ReCoVer's invariant, arXiv 2605.11215.
+
+    A worker is lost within an update, up to three times; the run continues from its newest checkpoint, on the same
+    plan or a smaller one. Samples are rows of the identity, and layers multiply by 1 + w: the gradient of w shows them.
+    """
+    method, size = data.draw(st.sampled_from(list(METHODS))), data.draw(st.integers(3, 6))
+    zeros, rows = torch.zeros(BATCHES * size).double(), torch.eye(BATCHES * size).double().split(size)
+    layers = (Built(lambda module, x: x + x * module.weight, weight=nn.Parameter(zeros.clone())) for _ in range(4))
+    batches = [(batch, -torch.ones_like(batch)) for batch in rows]
+    how: dict[str, Any] = {"model": nn.Sequential(*layers), "data": batches, "loss": nn.functional.l1_loss}
+    shape, every = data.draw(st.sampled_from(METHODS[method])), data.draw(st.integers(1, 4))
+    training, begin = Training(**how, optimizer=torch.optim.SGD, plan=shape, schedule=method), 0
+    with TemporaryDirectory() as folder:
+        for losses_left in range(data.draw(st.integers(1, 3)), -1, -1):
+            plan, noted = training.resolved_plan, list[list[Tensor]]()
+            workers = sum(plan.replicas)  # each has an optimizer; later ones are trials
+            last = data.draw(st.integers(0, BATCHES * workers)) if losses_left else -1
+
+            def make(parameters: Any, noted: Any = noted, workers: int = workers, last: int = last) -> Any:
+                def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                    assert sum(map(len, noted)) != last, "a worker is lost"
+                    gradients.append(optimizer.param_groups[0]["params"][0].grad.clone())
+
+                optimizer, gradients = torch.optim.SGD(parameters, lr=0.0), list[Tensor]()
+                if len(noted) < workers:
+                    noted.append(gradients)
+                    optimizer.register_step_pre_hook(note)
+                return optimizer
+
+            saving: Any = {"folder": Path(folder), "save_at": range(every, BATCHES, every)}
+            with suppress(pd.errors.WorkerError):
+                replace(training, optimizer=make).pipeline(**saving, resume=Path(folder) if begin else None)
+            trained = [count_trained(gradients, begin, size) for gradients in noted]
+            begin = max((checkpoint.minibatches for checkpoint in folders.list_checkpoints(folder)), default=0)
+            assert begin <= min(trained), "a checkpoint of updates that were not made"
+            reduced = drop_worker(plan, data.draw(st.integers(0, plan.workers - 1)))
+            plans: list[Any] = [shape for shape in METHODS[method] if sum(shape) < plan.workers]
+            plans += [] if reduced is None or method == "chimera" else [reduced]
+            training = replace(training, plan=data.draw(st.sampled_from([training.plan, *plans])))
+    assert trained == [BATCHES] * workers
