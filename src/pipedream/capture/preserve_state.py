@@ -81,6 +81,7 @@ class Objects:
         self._skips = skips
         self._restore: list[Callable[[], object]] = []
         self._contents: list[tuple[Any, Any]] = []  # containers, and copies
+        self._tensors: list[tuple[Any, Any]] = []  # and arrays, and what changes if they are written
         self._ids: set[int] = set()
         for root in roots:
             self._note(root, _DEPTH)
@@ -90,8 +91,9 @@ class Objects:
             restore()
 
     def holds(self) -> bool:
-        """Returns whether containers and instances still hold the same objects."""
-        return all(_list_ids(content) == _list_ids(saved) for content, saved in self._contents)
+        """Returns whether containers and instances still hold the same objects, and tensors were not written."""
+        same = all(_list_ids(content) == _list_ids(saved) for content, saved in self._contents)
+        return same and all(mark(tensor) == old for tensor, old in self._tensors)
 
     def _note(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or id(value) in self._ids or not depth:
@@ -103,11 +105,14 @@ class Objects:
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
                 self._restore.append(partial(copy_back, value, value.detach().clone()))
+                self._tensors.append((value, mark(value)))
         elif row := next((row for row in _STATES if isinstance(value, row[0])), None):
             state = row[1](value)
             inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
             self._restore.append(partial(row[2], value, state))
-            if isinstance(value, Collection) and not isinstance(value, np.ndarray):
+            if isinstance(value, np.ndarray):
+                self._tensors.append((value, mark(value)))
+            elif isinstance(value, Collection):
                 self._contents.append((value, state))
         elif isinstance(value, tuple):
             inner = value

@@ -34,6 +34,7 @@ _LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
 
 _NOT_HELD = (*GENERATORS, FunctionType, partial)
 _MAX_COPIED = 1024  # numbers
+_WATCHED = 4  # forwards of each slice; looking at what modules hold takes up to milliseconds
 
 
 @dataclass
@@ -41,14 +42,22 @@ class Kept:
     """What the slices of a model in one process have left in containers and objects.
 
     Attributes:
-        stages: how many there are in this process; a single one keeps nothing, which would take a millisecond.
+        stages: how many there are in this process.
+        watched: forwards that were looked at.
+        is_written: one of them has written into a container or object; if none has, none is looked at any more.
         first: what they held before each slice's first forward.
     """
 
     stages: int = 0
+    watched: int = 0
+    is_written: bool = False
     latest: _Attributes | None = None
     left: dict[_Attributes, Objects] = field(default_factory=dict)
     first: list[Objects] = field(default_factory=list)
+
+    @property
+    def is_watching(self) -> bool:
+        return self.stages != 1 and (self.is_written or self.watched < _WATCHED * max(self.stages, 1))
 
 
 class SliceTables:
@@ -282,16 +291,17 @@ class _Attributes:
     def during(self, *, remain: bool) -> Iterator[None]:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
-        if is_shared := self._kept.stages != 1:
-            self._take_kept()
+        held = self._take_kept() if self._kept.is_watching else None
         before = [dict(module.__dict__) for module, _ in self._set_here]
         for module, attributes in self._set_here:
             module.__dict__.update(attributes)
         try:
             yield
         finally:
-            if is_shared:
+            if held is not None:
                 self._kept.left[self], self._kept.latest = self._read_kept(), self
+                self._kept.watched += 1
+                self._kept.is_written |= not held.holds()
             changes: list[_Change] = []
             for (module, attributes), was in zip(self._set_here, before, strict=True):
                 for name, value in module.__dict__.items():
@@ -303,16 +313,21 @@ class _Attributes:
             else:
                 _take_back(changes)
 
-    def _take_kept(self) -> None:
-        """Lets containers and objects hold what this slice has left there, unless they were changed since."""
+    def _take_kept(self) -> Objects:
+        """Lets containers and objects hold what this slice has left there, unless they were changed since.
+
+        Returns what they hold then.
+        """
         kept = self._kept
         if kept.latest is None or not kept.left[kept.latest].holds():  # by the user: for all slices
             kept.left, kept.first = {}, []
         elif kept.latest is not self:
             for objects in [kept.left[self]] if self in kept.left else reversed(kept.first):
                 objects.restore()
+        held = self._read_kept()
         if self not in kept.left:
-            kept.first.append(self._read_kept())
+            kept.first.append(held)
+        return held
 
     def _read_kept(self) -> Objects:
         return Objects(list_values(module for module, _ in self._set_here), _is_not_held)
