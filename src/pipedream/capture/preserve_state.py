@@ -21,7 +21,8 @@ _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)
-_NAMED = (list, dict, set, deque, type)  # of a function's global variables, those that may change in place
+_HOLDERS = (list, dict, set, deque)
+_NAMED = (*_HOLDERS, type)  # of a function's global variables, those that may change in place
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -53,10 +54,8 @@ def read_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def list_values(modules: Iterable[nn.Module]) -> list[Any]:
-    """Returns what modules hold in plain attributes, and their classes."""
-    modules = list(modules)
-    values = [value for m in modules for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
-    return values + list(dict.fromkeys(map(type, modules)))
+    """Returns what modules hold in plain attributes."""
+    return [value for m in modules for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
 
 
 def mark(value: Any, depth: int = _DEPTH) -> Any:
@@ -77,7 +76,12 @@ def mark(value: Any, depth: int = _DEPTH) -> Any:
 class Objects:
     """What Python objects hold now, to be restored: containers, tensors, generators, and instances' attributes."""
 
-    def __init__(self, roots: Iterable[Any], skips: Callable[[Any], bool] = lambda value: False) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        modules: Iterable[nn.Module] = (),
+        skips: Callable[[Any], bool] = lambda value: False,
+    ) -> None:
         self._skips = skips
         self._restore: list[Callable[[], object]] = []
         self._contents: list[tuple[Any, Any]] = []  # containers, and copies
@@ -85,6 +89,9 @@ class Objects:
         self._ids: set[int] = set()
         for root in roots:
             self._note(root, _DEPTH)
+        for kind in dict.fromkeys(map(type, modules)):  # not what their methods use, which is half of a library
+            for item in self._note_members(kind):
+                self._note(item, _DEPTH - 1)
 
     def restore(self) -> None:
         for restore in self._restore:
@@ -124,12 +131,7 @@ class Objects:
             self._restore += [partial(setattr, cell, "cell_contents", item) for cell, item in cells]
             self._restore.append(partial(value.__globals__.update, names))
         elif isinstance(value, type):
-            if not value.__module__.startswith("torch"):
-                members = (item for item in vars(value).values() if isinstance(item, (*_NAMED, FunctionType)))
-                inner = [getattr(item, "__wrapped__", item) for item in members]  # torch wraps an optimizer's step
-                counts = {name: item for name, item in vars(value).items() if type(item) in (int, float)}
-                self._contents.append((vars(value), dict(vars(value))))
-                self._restore += [partial(_reset, value, name, item) for name, item in counts.items()]
+            inner = self._note_members(value, type, FunctionType)
         elif isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
         elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, _CODE):
@@ -138,6 +140,16 @@ class Objects:
             self._restore.append(partial(_refill, value.__dict__, saved, add="update"))
         for item in inner:
             self._note(item, depth - 1)
+
+    def _note_members(self, owner: type, *kinds: type) -> list[Any]:
+        """Notes the numbers of a class; returns its containers and members of these kinds."""
+        if owner.__module__.startswith("torch"):
+            return []
+        members = (item for item in vars(owner).values() if isinstance(item, (*_HOLDERS, *kinds)))
+        counts = {name: item for name, item in vars(owner).items() if type(item) in (int, float)}
+        self._contents.append((vars(owner), dict(vars(owner))))
+        self._restore += [partial(_reset, owner, name, item) for name, item in counts.items()]
+        return [getattr(item, "__wrapped__", item) for item in members]  # torch wraps an optimizer's step
 
 
 def _reset(owner: type, name: str, item: Any) -> None:
@@ -168,7 +180,8 @@ _STATES: Sequence[tuple[Any, Callable[[Any], Any], Callable[..., object]]] = (
     (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
     (np.ndarray, np.copy, np.copyto),
     ((list, deque), list, partial(_refill, add="extend")),
-    (MutableMapping, dict, partial(_refill, add="update")),
+    # Hugging Face has dicts that make what is asked for.
+    (MutableMapping, lambda m: dict(dict.items(m) if isinstance(m, dict) else m), partial(_refill, add="update")),
     (MutableSet, set, partial(_refill, add="__ior__")),
 )
 """What can be restored: its type, how it is copied, and how it is set to a copy."""
@@ -193,7 +206,7 @@ def preserve_state(
     """
     devices, attributes = list(devices), Attributes(modules, children=True)
     every = attributes.every
-    objects = Objects([*list_values(every), *others])
+    objects = Objects([*list_values(every), *others], every)
     parameters = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
     weights = [_Weight(p, copies_on_cpu) for p in parameters.values() if not is_stand_in(p)]
     copies: dict[int, torch.Tensor] = {}

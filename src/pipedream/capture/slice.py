@@ -330,7 +330,8 @@ class _Attributes:
         return held
 
     def _read_kept(self) -> Objects:
-        return Objects(list_values(module for module, _ in self._set_here), _is_not_held)
+        modules = [module for module, _ in self._set_here]
+        return Objects(list_values(modules), modules, _is_not_held)
 
 
 def _is_not_held(value: Any) -> bool:

@@ -27,7 +27,8 @@ class CarriedState:
         self._modules = modules
         self._attributes = Attributes(modules.values())
         self._old = self._read()
-        self._objects = Objects(list_values(modules.values()), lambda value: isinstance(value, GENERATORS))
+        every = modules.values()
+        self._objects = Objects(list_values(every), every, lambda value: isinstance(value, GENERATORS))
         pairs = [(module._buffers, _list_buffers(module)) for module in modules.values()]
         copies = [{n: b.detach().clone() for n, b in old.items() if b is not None} for _, old in pairs]
         self._buffers = [(*pair, copy) for pair, copy in zip(pairs, copies, strict=True)]
