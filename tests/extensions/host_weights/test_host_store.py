@@ -95,7 +95,7 @@ def pipeline(
 def training(
     workers: int, schedule: str = "roundpipe", model: Any = make, cuts: tuple[int, ...] = CUTS, **options: Any
 ) -> pd.testing.Training:
-    how = {"epochs": 3, "evaluate_at": (5,), "seed": 3, "microbatches": 3, "options": {"check": True}} | options
+    how = {"epochs": 3, "evaluate_at": (5,), "seed": 3, "microbatches": 3} | options
     how |= {"loss": F.cross_entropy, "optimizer": OPTIMIZER, "schedule": schedule}
     return pd.testing.Training(model=model, data=batches(), plan=plan(workers, model(), cuts), **how)
 
