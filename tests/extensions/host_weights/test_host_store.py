@@ -88,7 +88,7 @@ def pipeline(
 ) -> pd.Pipeline:
     model = make() if model is None else model
     planned = options.pop("plan", None) or plan(workers, model, cuts, options.pop("sample", None))
-    options = {"microbatches": 3, "loss": F.cross_entropy, "optimizer": OPTIMIZER} | options
+    options = {"microbatches": 3, "loss": F.cross_entropy, "optimizer": OPTIMIZER, "check": False} | options
     return pd.Pipeline(model, planned, schedule=schedule, **options)
 
 
@@ -272,7 +272,7 @@ class Slow(torch.optim.SGD):
     """Steps once the forwards of the next minibatch have begun; the last step does not wait."""
 
     def __init__(self, named: Any, begins: Begins, microbatches: int, updates: int) -> None:
-        super().__init__(named, lr=0.1)
+        super().__init__(named, lr=0.05, momentum=0.9)  # as in `OPTIMIZER`
         self._begins, self._microbatches, self._rest = begins, microbatches, updates
 
     def step(self, closure: Any = None) -> None:
@@ -294,7 +294,7 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
         is_last_stage = all(name.startswith("3") for name, _ in named)
         return Slow(named, begins, 3, len(data)) if is_last_stage else OPTIMIZER(named)
 
-    with pipeline(workers, DELAYED, model, (1, 2, 3), optimizer=optimizer, check=False) as run:
+    with pipeline(workers, DELAYED, model, (1, 2, 3), optimizer=optimizer) as run:
         assert [done.number for done in run.train(data)] == [0, 1, 2]
         spans = run.timeline().spans
     steps = {span.index: span for span in spans if (span.kind, span.stage) == ("step", 3)}
