@@ -166,18 +166,6 @@ def test_more_samples_in_order_are_trained_after_those_done(tmp_path: Path) -> N
     assert train(map_style(10, drop_last=True), tmp_path / "dropped", None) == list(range(40)), "the epoch is over"
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 3), ("pipedream", 1)])
-def test_another_plan_and_other_microbatches_go_on(schedule: str, microbatches: int, tmp_path: Path) -> None:
-    loader = map_style(8, shuffle=True)
-    whole = train(loader, tmp_path / "whole", 12)
-    first = train(loader, tmp_path, 3)
-    trained, _ = pipeline()
-    with trained:  # what was loaded can be saved before anything is read
-        trained.load(tmp_path)
-        trained.save(tmp_path / "again")
-    assert [*first, *train(loader, tmp_path / "again", None, 2, schedule, microbatches)] == whole
-
-
 def test_a_loop_that_is_left_goes_on_with_other_batches() -> None:
     trained, layer = pipeline()
     with trained, warnings.catch_warnings():
