@@ -291,17 +291,17 @@ class _Attributes:
     def during(self, *, remain: bool) -> Iterator[None]:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
-        held = self._take_kept() if self._kept.is_watching else None
+        before_forward = self._take_kept() if self._kept.is_watching else None
         before = [dict(module.__dict__) for module, _ in self._set_here]
         for module, attributes in self._set_here:
             module.__dict__.update(attributes)
         try:
             yield
         finally:
-            if held is not None:
+            if before_forward is not None:
                 self._kept.left[self], self._kept.latest = self._read_kept(), self
                 self._kept.watched += 1
-                self._kept.is_written |= not held.holds()
+                self._kept.is_written |= not before_forward.holds()
             changes: list[_Change] = []
             for (module, attributes), was in zip(self._set_here, before, strict=True):
                 for name, value in module.__dict__.items():
@@ -324,10 +324,10 @@ class _Attributes:
         elif kept.latest is not self:
             for objects in [kept.left[self]] if self in kept.left else reversed(kept.first):
                 objects.restore()
-        held = self._read_kept()
+        before_forward = self._read_kept()
         if self not in kept.left:
-            kept.first.append(held)
-        return held
+            kept.first.append(before_forward)
+        return before_forward
 
     def _read_kept(self) -> Objects:
         modules = [module for module, _ in self._set_here]
