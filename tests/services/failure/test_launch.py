@@ -167,7 +167,7 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
     monkeypatch.setattr(agent, "_GRACE_S", 1.0 if frozen else 60.0)
     monkeypatch.setattr(agent, "_KILLED_S", 0.0)
     monkeypatch.setattr(agent, "is_kill_pending", lambda pid: frozen)
-    monkeypatch.setattr(agent, "_send_signal", lambda *of, **how: None if frozen else sleeper.kill())
+    monkeypatch.setattr(agent, "_send_signal", lambda *of, **how: frozen or os.kill(sleeper.pid, signal.SIGKILL))
     launcher._end([worker])
     assert not frozen or len(waits) < 9
     assert (worker.is_running, worker.status, len(launcher._left)) == (False, -signal.SIGKILL, frozen)
