@@ -162,12 +162,14 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
     """It is reaped later; one that has begun to end is waited for."""
     sleeper, launcher = subprocess.Popen(["sleep", "600"]), agent.Agent()
     worker = agent.Worker(1, sleeper.pid, Path("none"))
-    waits = list[float]()
+    waits, kill = list[float](), agent._send_signal
     monkeypatch.setattr(agent.time, "sleep", waits.append)
     monkeypatch.setattr(agent, "_GRACE_S", 1.0 if frozen else 60.0)
     monkeypatch.setattr(agent, "_KILLED_S", 0.0)
     monkeypatch.setattr(agent, "is_kill_pending", lambda pid: frozen)
-    monkeypatch.setattr(agent, "_send_signal", lambda *of, **how: frozen or os.kill(sleeper.pid, signal.SIGKILL))
+    monkeypatch.setattr(
+        agent, "_send_signal", lambda workers, *of, **how: None if frozen else kill(workers, signal.SIGKILL)
+    )
     launcher._end([worker])
     assert not frozen or len(waits) < 9
     assert (worker.is_running, worker.status, len(launcher._left)) == (False, -signal.SIGKILL, frozen)
