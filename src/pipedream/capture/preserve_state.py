@@ -85,7 +85,8 @@ class Objects:
         self._skips = skips
         self._restore: list[Callable[[], object]] = []
         self._contents: list[tuple[Any, Any]] = []  # containers, and copies
-        self._tensors: list[tuple[Any, Any]] = []  # and arrays, and what changes if they are written
+        self._arrays: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Any, Any]] = []  # and what changes if they are written
         self._ids: set[int] = set()
         for root in roots:
             self._note(root, _DEPTH)
@@ -100,6 +101,7 @@ class Objects:
     def holds(self) -> bool:
         """Returns whether containers and instances still hold the same objects, and tensors were not written."""
         same = all(_list_ids(content) == _list_ids(saved) for content, saved in self._contents)
+        same = same and all(array.tobytes() == saved.tobytes() for array, saved in self._arrays)
         return same and all(mark(tensor) == old for tensor, old in self._tensors)
 
     def _note(self, value: Any, depth: int) -> None:
@@ -118,7 +120,7 @@ class Objects:
             inner = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
             self._restore.append(partial(row[2], value, state))
             if isinstance(value, np.ndarray):
-                self._tensors.append((value, mark(value)))
+                self._arrays.append((value, state))
             elif isinstance(value, Collection):
                 self._contents.append((value, state))
         elif isinstance(value, tuple):
