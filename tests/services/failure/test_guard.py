@@ -69,13 +69,8 @@ def heartbeats(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[g
 def bare_guard(rank: int = 0, **parts: Any) -> guard.Guard:
     """Returns a guard without threads, which has these parts."""
     rank_guard = guard.Guard.__new__(guard.Guard)
-    for name, part in {
-        "rank": rank,
-        "stopped": threading.Event(),
-        "store_is_rank_0s": False,
-        "activity": activity.Activity(),
-        **parts,
-    }.items():
+    usual = {"rank": rank, "stopped": threading.Event(), "store_is_rank_0s": False, "activity": activity.Activity()}
+    for name, part in (usual | parts).items():
         setattr(rank_guard, f"_{name}", part)
     return rank_guard
 

@@ -36,10 +36,7 @@ ONE = "continuing with one worker fewer, 1, after: %s"
         ({"max_restarts": 5}, [143], 143, [2], []),
         ({}, ["the message above"], 1, [2], []),
         (
-            {"max_restarts": 1, "fewest": 1},
-            ["-", "-b", "c"],
-            1,
-            [2, 2, 1],
+            *({"max_restarts": 1, "fewest": 1}, ["-", "-b", "c"], 1, [2, 2, 1]),
             ["restart 1 of 1 after: -", ONE % "-b", "c"],
         ),
         ({"max_restarts": 1, "fewest": 1}, ["a", "b", "c"], 1, [2, 2, 1], ["restart 1 of 1 after: a", ONE % "b", "c"]),
@@ -167,9 +164,7 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
     monkeypatch.setattr(agent, "_GRACE_S", 1.0 if frozen else 60.0)
     monkeypatch.setattr(agent, "_KILLED_S", 0.0)
     monkeypatch.setattr(agent, "is_kill_pending", lambda pid: frozen)
-    monkeypatch.setattr(
-        agent, "_send_signal", lambda workers, *of, **how: None if frozen else kill(workers, signal.SIGKILL)
-    )
+    monkeypatch.setattr(agent, "_send_signal", lambda to, *_, **how: None if frozen else kill(to, signal.SIGKILL))
     launcher._end([worker])
     assert not frozen or len(waits) < 9
     assert (worker.is_running, worker.status, len(launcher._left)) == (False, -signal.SIGKILL, frozen)

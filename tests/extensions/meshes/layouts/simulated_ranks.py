@@ -61,12 +61,7 @@ class _Rank:
 
 
 def check_step(
-    step: Any,
-    model: nn.Module,
-    sample: torch.Tensor,
-    loss: Loss | None,
-    result: Any,
-    ranks: GroupRank | SimulatedRanks,
+    step: Any, model: nn.Module, sample: torch.Tensor, loss: Loss | None, result: Any, ranks: GroupRank | SimulatedRanks
 ) -> None:
     """Compares a traced step in parts, those of `result`, with one process: all tensors, and bytes sent."""
     values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}

@@ -143,10 +143,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     ),
     # The boundary lies between two layers that both cut its second dimension.
     "halves": lambda: (nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), draw_rows),
-    "matrices": lambda: (
-        nn.Sequential(nn.Linear(D, 4 * D, False), nn.Tanh(), nn.Linear(4 * D, 4, False)),
-        draw_rows,
-    ),
+    "matrices": lambda: (nn.Sequential(nn.Linear(D, 4 * D, False), nn.Tanh(), nn.Linear(4 * D, 4, False)), draw_rows),
     "lstm": _make_recurrent,
     "gru": partial(_make_recurrent, nn.GRU),
     "rnn": partial(_make_recurrent, nn.RNN, nonlinearity="relu"),
