@@ -203,13 +203,7 @@ def test_the_model_and_the_sample_are_left_as_they_were() -> None:
 
 def test_a_model_in_evaluation_mode_is_measured_in_training_mode() -> None:
     modes: list[bool] = []
-
-    class Spy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            modes.append(self.training)
-            return x
-
-    spy = Spy().eval()
+    spy = Built(lambda module, x: (modes.append(module.training), x)[1]).eval()
     profile_of(spy, nn.BatchNorm1d(4).eval())
     assert (set(modes), spy.training) == ({True}, False)
     modes.clear()

@@ -65,8 +65,8 @@ def describe_slowness(slowness: float, whose: str) -> str:
 def format_number(value: float | None) -> str:
     """Returns a number with four significant digits, or as a whole number from 1000 on; '-' for None.
 
-    >>> format_number(12.0), format_number(0.03125), format_number(1234567)
-    ('12', '0.03125', '1234567')
+    >>> [format_number(value) for value in (12.0, 0.03125, 1234567, math.nan)]
+    ['12', '0.03125', '1234567', 'nan']
     """
     if value is None:
         return "-"

@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 from pipedream.apps.report import charts, lanes
 from pipedream.apps.report.style import COLOURS, LINES, page_style, ticks
 from pipedream.core.schedule.timeline import Span
-from pipedream.core.units import format_number
 from tests.apps.report.conftest import SVG, Simulated
 
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
@@ -73,10 +72,6 @@ def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) ->
         assert f"{steps[0]:.0e}"[0] in "125"
     # Not fewer than need be: half as many would be the next rounder step.
     assert len(marks) >= most // 5
-
-
-def test_figures() -> None:
-    assert [format_number(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]
 
 
 # -- lanes and windows of a timeline ----------------------------------------------------------------------------------

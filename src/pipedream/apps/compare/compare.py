@@ -8,8 +8,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from hashlib import sha256
 from math import ceil
@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 from pipedream.apps.compare.compare_options import ComparisonOptions
 from pipedream.apps.compare.compare_runs import Runs
+from pipedream.apps.compare.torch_baselines import check_torch_trains
 from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
+from pipedream.apps.training.recipe import Recipe, load_recipe
 from pipedream.apps.training.run_folder import measure_steady
+from pipedream.apps.training.train import check_trains
 from pipedream.core.artifact import encode, read_text, write_text
 from pipedream.core.cold import WARM_UP
-from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.errors import PlanError, RecipeError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.codec import CODECS
@@ -104,30 +107,47 @@ def compare_recipe(
         comparison = RecipeComparison(Path(recipe).stem, workers, (), settings, is_delayed, finished=False)
         comparer = _Comparer(options, runs, comparison, progress)
         profile = comparer.profile_together()
+        loaded = load_recipe(recipe, seed=options.seed)
         for link in options.rates:
             cluster = options.make_cluster(link) if link else detect_cluster(options.device, workers=workers)[0]
-            if network is not None:
-                network.limit(link)
             ways = _list_delayed(phases, options, cluster) if is_delayed else _list_ways(options, cluster)
-            for way in ways:
-                comparer.add(way, profile, link)
-    comparer.write(finished=True)
+            comparer.rows += [comparer.plan(way, link, profile, loaded) for way in ways]
+        del loaded  # each run loads its own
+        comparer.train()
     progress(f"{folder / 'compare.html'}, picture in {folder / 'compare.svg'}")
     return comparer.comparison, folder
 
 
 @dataclass
+class _Row:
+    """A row of a comparison.
+
+    Attributes:
+        plan: None if the row cannot train the recipe.
+        is_known: whether the variant has figures, or says why it has none.
+    """
+
+    way: _Way
+    variant: Variant
+    plan: Plan | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_known: bool = False
+
+
+@dataclass
 class _Comparer:
-    """Adds runs to a comparison, and writes it after each."""
+    """Trains the rows of a comparison, and writes it after each."""
 
     options: ComparisonOptions
     runs: Runs
     comparison: RecipeComparison
     progress: Callable[[str], None]
+    rows: list[_Row] = field(default_factory=list)
 
     def profile_together(self) -> Profile:
         """Profiles the recipe on all workers at once, as they will train, unless the folder has its profile."""
-        self.write()
+        if not (self.runs.folder / STATE).exists():
+            self.write()
         file, workers = self.runs.folder / "profile" / "profile.json", self.comparison.workers
         if not file.exists():
             self.progress("profiling the model ...")
@@ -135,34 +155,63 @@ class _Comparer:
             self.runs.run("profile", processes, "profile", runs=10, microbatches=parts)
         return Profile.load(file)
 
-    def add(self, way: _Way, profile: Profile, link: float | None) -> None:
-        """Runs a way to train over a link, unless its run folder is complete, and adds its figures."""
+    def plan(self, way: _Way, link: float | None, profile: Profile, recipe: Recipe) -> _Row:
+        """Returns a row over a link, with what an earlier call has measured, or why it cannot train the recipe."""
         variant = Variant(way.name, link, approximation=way.request.choices.approximations)
         try:
-            variant = self._run(way, make_plan(profile, way.request), variant)
-        except (PlanError, ScheduleError) as error:
-            variant = replace(variant, why=str(error))
-        self.write(variant)
+            plan = make_plan(profile, way.request)
+            if way.kind == "pipeline":
+                depth = plan.schedule if way.request.schedule == AUTO else plan.depth_mode
+                variant = replace(variant, plan=f"{plan.config}, {depth}", predicted_per_s=predict_samples_per_s(plan))
+            if plan.ranks == 1 and self.rows:
+                return _Row(way, variant, plan)
+            accumulated = dict(way.options).get("accumulated", 1)
+            splits = plan.microbatches > 1 or properties_of(plan.schedule or "pipedream").splits_minibatch
+            minibatches = accumulated * (1 if splits else max(plan.replicas))  # of an update
+            folder, samples = re.sub(r"[\W_]+", "_", self._label(variant, plan)), minibatches * plan.batch
+            variant = replace(variant, folder=folder, samples_per_update=samples)
+            if measured := self.runs.read(variant, is_here=self.comparison.delayed):
+                return _Row(way, measured, plan, is_known=True)
+            self._check(way, plan, recipe)
+        except (PlanError, RecipeError, ScheduleError) as error:
+            return _Row(way, replace(variant, why=str(error)), is_known=True)
+        return _Row(way, variant, plan, self._choose_length(plan, minibatches) | dict(way.options))
 
-    def _run(self, way: _Way, plan: Plan, variant: Variant) -> Variant:
-        if way.kind == "pipeline":
-            depth = plan.schedule if way.request.schedule == AUTO else plan.depth_mode
-            variant = replace(variant, plan=f"{plan.config}, {depth}", predicted_per_s=predict_samples_per_s(plan))
-        if plan.ranks == 1 and self.comparison.variants:  # one worker is as fast over any link
-            measured = self.comparison.variants[0]
-            return replace(measured, name=variant.name, link=variant.link, plan=variant.plan)
-        is_linked = self.runs.network is not None and plan.ranks > 1
-        label = f"{way.name} over {format_link(variant.link)}" if is_linked else way.name
+    def _check(self, way: _Way, plan: Plan, recipe: Recipe) -> None:
+        """Raises what keeps a plan from training the recipe, before anything is trained."""
+        if way.kind != "pipeline":
+            check_torch_trains(way.kind, recipe, plan)
+            return
+        # Built on the CPU, as other processes need the GPU's memory; a recipe may work on the GPU alone.
+        with nullcontext() if self.options.device == "cpu" else suppress(RecipeError):
+            check_trains(recipe, plan=plan, compensation=dict(way.options).get("compensation"))
+
+    def train(self) -> None:
+        """Trains the rows that have no figures."""
+        self.write()
+        for row in self.rows:
+            if not row.is_known:
+                row.variant, row.is_known = self._train(row), True
+                self.write()
+        self.write(finished=True)
+
+    def _train(self, row: _Row) -> Variant:
+        variant, plan = row.variant, row.plan
+        assert plan is not None
+        if not variant.folder:  # one worker is as fast over any link
+            return replace(self.rows[0].variant, name=variant.name, link=variant.link, plan=variant.plan)
+        label = self._label(variant, plan)
         self.progress(f"{label} ...")
-        accumulated = dict(way.options).get("accumulated", 1)
-        splits = plan.microbatches > 1 or properties_of(plan.schedule or "pipedream").splits_minibatch
-        minibatches = accumulated * (1 if splits else max(plan.replicas))  # of an update
-        variant = replace(variant, folder=re.sub(r"[\W_]+", "_", label), samples_per_update=minibatches * plan.batch)
-        settings = self._choose_length(plan, minibatches) | dict(way.options)
-        variant = self.runs.train(variant, plan, way.kind, is_here=self.comparison.delayed, **settings)
+        if self.runs.network is not None:
+            self.runs.network.limit(variant.link)
+        variant = self.runs.train(variant, plan, row.way.kind, is_here=self.comparison.delayed, **row.options)
         rate = f"{variant.samples_per_s:.4g} samples/s" if variant.samples_per_s else f"{len(variant.losses)} updates"
         self.progress(f"{label}: {variant.why or rate}")
         return variant
+
+    def _label(self, variant: Variant, plan: Plan) -> str:
+        is_linked = self.runs.network is not None and plan.ranks > 1
+        return f"{variant.name} over {format_link(variant.link)}" if is_linked else variant.name
 
     def _choose_length(self, plan: Plan, minibatches: int) -> dict[str, int | None]:
         """Returns the epochs and minibatches of a run whose updates have so many.
@@ -183,9 +232,9 @@ class _Comparer:
         count = minibatches * updates
         return {"epochs": options.epochs if options.seconds is None and period == 1 else count, "minibatches": count}
 
-    def write(self, *variants: Variant, finished: bool = False) -> None:
-        """Adds variants, and writes the comparison."""
-        variants = (*self.comparison.variants, *variants)
+    def write(self, *, finished: bool = False) -> None:
+        """Writes the comparison of the rows so far."""
+        variants = tuple(row.variant for row in self.rows if row.is_known)
         self.comparison = replace(self.comparison, variants=variants, finished=finished)
         state, folder = {"verdict": self.comparison.verdict} | dict(encode(self.comparison)), self.runs.folder
         write_text(folder / STATE, json.dumps(state, indent=1) + "\n")

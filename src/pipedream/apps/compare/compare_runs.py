@@ -27,7 +27,7 @@ from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.apps.training.recipe import load_recipe
 from pipedream.apps.training.train import train_recipe
 from pipedream.core.artifact import read_text, write_text
-from pipedream.core.errors import BAD_CALL, ArtifactError, PipelineError, PlanError, RecipeError, WorkerError
+from pipedream.core.errors import BAD_CALL, ArtifactError, PipelineError, PlanError, WorkerError
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.activity import Terminated
 from pipedream.runtime.comm import process_group
@@ -88,27 +88,29 @@ class Runs:
         return folder
 
     def train(self, variant: Variant, plan: Plan, kind: str, *, is_here: bool = False, **more: Any) -> Variant:
-        """Trains on a plan, unless the run folder is complete; returns the variant with its figures.
+        """Trains on a plan; returns the variant with its figures, or why it has none.
 
         Args:
             is_here: all workers run in this process, and continue what the folder holds.
         """
         folder, more = self.folder / variant.folder, {"plan": str(self.folder / f"{variant.folder}.plan.json"), **more}
-        measured = read_run(folder, variant)
-        if measured is None:
-            plan.save(Path(more["plan"]))
-            if is_here:
-                more["resume"] = str(folder)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                more |= {"checkpoint_every": 0} if kind == "pipeline" else {}
-            try:
-                self.run(kind, 0 if is_here else plan.ranks, variant.folder, **more)
-            except PipelineError as error:
-                return replace(variant, why=" ".join(str(error).split()))
-            measured = read_run(folder, variant) or variant
+        plan.save(Path(more["plan"]))
+        if is_here:
+            more["resume"] = str(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            more |= {"checkpoint_every": 0} if kind == "pipeline" else {}
+        try:
+            self.run(kind, 0 if is_here else plan.ranks, variant.folder, **more)
+        except PipelineError as error:
+            return replace(variant, why=" ".join(str(error).split()))
+        return self.read(variant, is_here=is_here) or variant
+
+    def read(self, variant: Variant, *, is_here: bool) -> Variant | None:
+        """Returns the variant with its figures, as `train` does; None if its run has not ended."""
+        measured = read_run(self.folder / variant.folder, variant)
         # The seconds and bytes of one process are not those of several workers.
-        return replace(variant, metrics=measured.metrics, losses=measured.losses) if is_here else measured
+        return replace(variant, metrics=measured.metrics, losses=measured.losses) if measured and is_here else measured
 
     def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str]) -> tuple[int, str]:
         """Runs ``python ARGUMENTS`` on each host; returns the status of the first that failed, and its output."""
@@ -199,8 +201,6 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
     rival: Any
     if kind == "1f1b":
         captured = capture_recipe(recipe, device=str(task.device))
-        if captured.model is not None:
-            raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
         rival = OneFOneB(task, [captured.stage(stage.first, stage.last) for stage in plan.stages])
     elif kind == "ddp":
         rival = DataParallel(task, options.get("accumulated", 1), str(plan.choices.sums))

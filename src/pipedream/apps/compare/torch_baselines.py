@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipedream.capture import call_model
 from pipedream.core.errors import RecipeError
 from pipedream.core.malloc import keep_freed_memory
+from pipedream.core.plan.plan import Plan
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, find_sharding
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
@@ -274,8 +275,6 @@ class OneFOneB(PlainLoop):
 
     def __init__(self, task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> None:
         recipe, rank, workers, device, parts = task
-        if recipe.clip_grad_norm is not None:
-            raise RecipeError("the recipe clips the norm of all stages' gradients, which Schedule1F1B does not know")
         self._is_last, self._targets = rank == workers - 1, list[Any]()
         module = nn.Sequential(*[layer for _, layer in stages[rank]]).to(device)
         super().__init__(task, module, [
@@ -342,6 +341,15 @@ class OneFOneB(PlainLoop):
         for batches in super()._read_epoch(epoch, order):
             if count_samples(self._read(batches[0])[0]) == self._batch:  # Schedule1F1B takes tensors of one shape only
                 yield batches
+
+
+def check_torch_trains(kind: str, recipe: Any, plan: Plan) -> None:
+    """Raises a RecipeError if torch's way of a kind of `run_job` cannot train a recipe, as far as one worker sees."""
+    if kind == "1f1b" and recipe.clip_grad_norm is not None:
+        raise RecipeError("the recipe clips the norm of all stages' gradients, which Schedule1F1B does not know")
+    if kind == "1f1b" and plan.graph is not None:
+        raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
+    PlainLoop(Task(recipe, 0, 1, torch.device("cpu")))
 
 
 def _read_batches(loader: Any, order: DataOrder, epoch: int, replica: int = 0, replicas: int = 1) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
 from operator import mul
@@ -84,6 +84,19 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
     if interrupt is not None:
         raise interrupt
     return files.summary
+
+
+@keywords(TrainingOptions)
+def check_trains(recipe: Recipe, options: TrainingOptions) -> None:
+    """Builds a recipe's pipeline in this process, which trains nothing.
+
+    Raises:
+        PipelineError: what keeps the recipe from training with these options.
+    """
+    process = Process.join(options)
+    planned = plan_job(resolve(lambda seed: replace(recipe, loggers=()), options, process), process)
+    with _build_pipeline(planned, str(process.device)) as pipeline:
+        _check_evaluations(pipeline, recipe, options)
 
 
 def _collect_shared_settings(job: Job) -> dict[str, str]:
