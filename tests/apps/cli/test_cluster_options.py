@@ -17,7 +17,7 @@ DIGITS = str(Path(__file__).parents[3] / "examples" / "digits.py")
 
 
 def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> pd.Cluster:
-    return make_cluster(workers, bandwidth or ("1",) * len(workers), 0.0, None)
+    return make_cluster(workers, bandwidth or ("1B/s",) * len(workers), 0.0, None)
 
 
 def run(**options: Any) -> object:
@@ -31,8 +31,8 @@ def named(text: str) -> pd.Cluster:
 def test_unequal_machines_are_joined_by_plus() -> None:
     joined = cluster("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
     assert joined.levels == (pd.Level(4, 12e9, sizes=(4, 4, 2)), pd.Level(3, 1.25e9))
-    assert cluster("2,2", bandwidth=("2,1",)).levels == (pd.Level(2, 2.0), pd.Level(2, 1.0))
-    assert cluster("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
+    assert cluster("2,2", bandwidth=("2e0,1B/s",)).levels == (pd.Level(2, 2.0), pd.Level(2, 1.0))
+    assert cluster("1+2,1+1,2", bandwidth=("3000", "2000", "1e0")).workers == 3
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ OF_A_PLAN = "but a plan has its own stages, workers, links and update delay"
         ("plan profile.json --workers 3 --in-flight deep", "write noam, full, auto or counts as in 3,2,1"),
         ("plan profile.json --workers 3 --update-delay 2", "Invalid value"),
         ("plan profile.json --workers 4 4 --bandwidth 1e9", "gives 2 levels of the network and --bandwidth 1"),
-        ("plan profile.json --workers 4 --bandwidth 1e9 2e9", "gives 1 levels of the network and --bandwidth 2"),
-        ("plan profile.json --workers 4 --bandwidth 0", "'0' is not a bandwidth; write for example 1e9"),
+        ("plan profile.json --workers 4 --bandwidth 1e9 --memory 2.5", "--memory 2.5 is 2.00 B; did you mean 2.5GB?"),
+        ("sweep profile.json --workers 4 --bandwidth 1e9,400", "--bandwidth 400 is 400 B/s; did you mean 400Mbit/s?"),
         ("plan profile.json --workers two", "--workers two was asked for; give a whole number from 1 on"),
         ("plan profile.json --workers 1000000", "width must be between 1 and 100000, found 1000000"),
         ("plan profile.json --workers 2 --plot a.svg", "No such option: --plot"),
@@ -106,7 +106,7 @@ def test_levels_of_the_network(network: str, answer: Answer) -> None:
 
 
 def test_levels_recomputation_and_the_bound(answer: Answer, refused: Refused) -> None:
-    planned = answer(*PLAN, 2, 2, "--bandwidth", "1e9", 100, "--strategy", "search")
+    planned = answer(*PLAN, 2, 2, "--bandwidth", "1e9", "100B/s", "--strategy", "search")
     assert (planned["bound_s"], planned["gap"]) == (planned["slowest_stage_s"], 0.0)
     assert "on consecutive workers" in planned["note"]
     # Three layers at the input, two minibatches in flight: 36 kB, or 21 if only one of them keeps its activations.

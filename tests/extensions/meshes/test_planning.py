@@ -102,7 +102,7 @@ def test_plans_on_one_mesh_that_cannot_win_are_not_simulated(seed: int, monkeypa
 def test_a_layer_that_no_rank_holds_is_planned(tmp_path: Path, run_command: Run, refused: Refused) -> None:
     """And the plan says why it has meshes; so does the command."""
     file, out = one_of(MESHES).save(tmp_path / "cut.profile.json"), tmp_path / "plan.json"
-    options = ("plan", file, "--workers", 4, "--bandwidth", "1e9", "--memory", 190, "--mesh")
+    options = ("plan", file, "--workers", 4, "--bandwidth", "1e9", "--memory", "190B", "--mesh")
     answer = json.loads(run_command(*options, "auto", "-o", out, "--json")[1])
     assert (answer["kind"], answer["config"], answer["ranks"]) == ("mixed", "1x2-1x2", 4)
     assert (answer["kinds"]["pipeline"], answer["kinds"]["tensor"]["mesh"]) == (None, "model:4")

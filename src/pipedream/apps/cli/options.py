@@ -153,7 +153,7 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
         for width, rate in zip(widths, rates, strict=True):
             sizes = tuple(map(int, width.split("+")))
             uneven = sizes if len(sizes) > 1 else ()
-            levels.append(Level(max(sizes), units.parse_rate(rate), latency_s, sizes=uneven))
+            levels.append(Level(max(sizes), read_rate(rate), latency_s, sizes=uneven))
         return Cluster(tuple(levels), read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
@@ -162,13 +162,28 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
 def read_memory(text: str | None) -> int | None:
     """Reads --memory."""
     try:
-        return None if text is None else units.parse_bytes(text)
+        size = units.parse_bytes(text)
     except ValueError as error:
         raise PlanError(str(error)) from None
 
 
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster's file, or takes a paper's by name: pipedream-a:4."""
+    _check_unit("--memory", text, units.format_bytes(size), "GB")
+    return size
+
+
+def read_rate(text: str) -> float:
+    """Reads --bandwidth. Raises ValueError for no bandwidth, PlanError for a small number without a unit."""
+    rate = units.parse_rate(text)
+    _check_unit("--bandwidth", text, units.format_rate(rate), "Mbit/s")
+    return rate
+
+
+def _check_unit(flag: str, text: str, meaning: str, unit: str) -> None:
+    """Raises a PlanError for a number below 1000 without a unit, which is not meant in bytes."""
+    if text.replace(".", "", 1).isdecimal() and float(text) < 1000:
+        raise PlanError(f"{flag} {text} is {meaning}; did you mean {text}{unit}?")
     name, _, count = path.name.partition(":")
     if path.exists() or path.name != str(path) or "." in name:
         return Cluster.load(path)  # which reports what is wrong with it

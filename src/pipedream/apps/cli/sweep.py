@@ -4,7 +4,6 @@ from pathlib import Path
 
 from pipedream.apps.cli import options as common
 from pipedream.apps.sweep import sweep as sweeping
-from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
@@ -49,7 +48,7 @@ def sweep(
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
     common.check_outputs(csv=csv)
     try:
-        rates = [units.parse_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
+        rates = [common.read_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
         cluster = Cluster((Level(int(counts[0]), rates[0], latency),), common.read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None

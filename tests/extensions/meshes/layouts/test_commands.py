@@ -203,7 +203,7 @@ def test_a_model_with_its_own_loss(run_command: RunCommand) -> None:
         ("layout product.json --mesh m:2 --memory much", "'much' is not a size"),
         ("layout product.json --mesh m:2 --memory 3B", "memory of 3 bytes was given, but an element has 4; give"),
         (
-            "layout product.json --mesh m1:4,m2:2 --memory 296",
+            "layout product.json --mesh m1:4,m2:2 --memory 296B",
             "no layout on the mesh m1:4,m2:2 fits 74 elements on a rank: the least is 75, by a:m2,c:m1, 1 too many; "
             "give each rank 75 (a memory of 296 bytes is 74 elements)",
         ),
