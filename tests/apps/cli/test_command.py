@@ -87,9 +87,9 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
         ("show pipedraem_2bw", "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         ("train none.py", "the recipe none.py does not exist"),
         ("train mine.py --plan none.json", "none.json does not exist"),
-        ("train imports.py --workers 1", "does not import: ModuleNotFoundError: No module named 'nothing"),
-        ("train imports.py --workers 1", "imports.py:1"),
-        ("show 1f1b --csv no/such/file", "there is no folder no/such; make it first"),
+        ("train imports.py --workers 1", "No module named 'nothing_of_that_name' (at imports.py:1"),
+        ("train plan.json --workers 2", "the recipe plan.json is not a Python file; give one that ends in .py"),
+        ("train wrong.py --workers 2", "does not import: SyntaxError: '(' was never closed (wrong.py, line 1)"),
         ("checkpoint verify nowhere", "there is no complete checkpoint in nowhere"),
     ],
 )

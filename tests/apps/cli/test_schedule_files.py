@@ -33,7 +33,8 @@ def test_show_writes_and_reads(run_command: Run, answer: Answer, tmp_path: Path,
     rows = answer("show", file, "--minibatches", 2)
     assert rows["proof"]["peak_in_flight"] == [3, 2, 1]
     assert "F7" in rows["grid"][1], "a second minibatch"
-    assert "updates without a flush" in refused("show", "pipedream", "--csv", file)
+    refusal = refused("show", "pipedream", "--csv", file, "--svg", tmp_path / "new" / "drawn.svg")
+    assert ("updates without a flush" in refusal, (tmp_path / "new" / "drawn.svg").is_file()) == (True, True)
     assert "is for 3 workers, and 2 were asked for" in refused("show", file, "--stages", 2)
     assert "the file itself says which stages a worker has" in refused("show", file, "--chunks", 2)
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")

@@ -100,15 +100,14 @@ def check_flags(**options: Any) -> None:
 
 
 def check_outputs(**paths: Path | None) -> None:
-    """Checks that each option's file can be written; a folder that is missing is not made."""
+    """Checks that each option's file can be written, and makes its folder."""
     for name, path in paths.items():
         if path is None:
             continue
         with writing(path):
             if path.is_dir():
                 raise PlanError(f"--{name} {path} was asked for, which is a folder; name a file in it")
-            if not path.parent.is_dir():
-                raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
+            path.parent.mkdir(parents=True, exist_ok=True)
         if name == "svg":
             from pipedream.apps.report.svg import check_picture  # here, because few commands draw
 

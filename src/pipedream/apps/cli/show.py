@@ -101,10 +101,10 @@ def show(
     proof = verify(lowered)
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
     checked = check_claims(built.name, built.plan.workers, built.microbatches, chunks) if verify_it else None
-    if csv is not None:
-        write_text(csv, schedules.format_schedule(built, ".csv"))
     if svg is not None:
         save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
+    if csv is not None:
+        write_text(csv, schedules.format_schedule(built, ".csv"))
     if as_json:
         # As in the CSV of `pipedream simulate`, and each op's microbatch; updates have none.
         rows = [row for row in timeline.rows() if row["kind"] in WORK]
