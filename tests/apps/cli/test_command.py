@@ -74,7 +74,6 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
     ("arguments", "message"),
     [
         ("plan mine.py --workers 2", "measure one first: pipedream profile mine.py -o mine.profile.json"),
-        ("plan none.json --workers 2", "none.json does not exist; give the file of a Profile"),
         ("plan profile.json", "the number of workers is missing; give --workers N"),
         ("plan profile.json --workers 2 --bandwidth 1Gbps", "'1Gbps' is not a bandwidth; write"),
         ("plan profile.json --workers 9 --straight", "ask for at most 6 stages"),
@@ -84,7 +83,6 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
         ("simulate", "give a plan's file or --uniform P"),
         ("plan --check mine.py", "so it is not a Plan; give the right file"),
         ("show 1fb1", "; did you mean 1f1b?"),
-        ("show pipedraem_2bw", "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         ("train none.py", "the recipe none.py does not exist"),
         ("train mine.py --plan none.json", "none.json does not exist"),
         ("train imports.py --workers 1", "No module named 'nothing_of_that_name' (at imports.py:1"),
@@ -95,6 +93,7 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
 )
 def test_first_mistakes(files: Path, arguments: str, message: str, refused: Refused) -> None:
     Path("mine.py").write_text("def recipe(): ...", encoding="utf-8")
+    Path("wrong.py").write_text("def recipe(", encoding="utf-8")
     Path("imports.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
     error = refused(*arguments.split())
     assert message in error
@@ -153,11 +152,9 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
     ("options", "message"),
     [
         ("--workers 2 --schedule chimera", "--elastic may leave 1 worker, "),
-        ("--workers 4 --schedule chimera --min-workers 2", "--elastic may leave 3 workers, "),
         ("--workers 4 --schedule chimera --min-workers 4", ""),
         ("--workers 3 --schedule interleaved", ""),
         ("--workers 3 --phases 1f1b:10,chimera", "--elastic may leave 1 worker, "),
-        ("--workers 3 --phases 1f1b:10,pipedream", ""),
         ("--plan chimera.json", "--elastic may leave 1 worker, "),
         ("--plan code.json", "the plan names the method 'code.py'"),
     ],
@@ -182,6 +179,14 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
     status, _, error = run_command("train", "recipe.py", "--elastic", *options.split())
     assert (status, len(started)) == ((2, 0) if message else (0, 1))
     assert message in error if message else not error
+
+
+def test_many_more_workers_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, run_command: Run) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    for name in ("launch", "import_for_workers"):
+        monkeypatch.setattr(f"pipedream.services.failure.launch.{name}", lambda *_, **__: 0)
+    for count, words in ((8, ""), (9, "pipedream: 9 workers take turns on 1 core, each with memory for torch; give ")):
+        assert run_command("train", __file__, "--workers", count)[2].partition("fewer")[0] == words
 
 
 def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from pipedream.apps.cli import options as common
 from pipedream.apps.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.apps.training.options import TrainingOptions
-from pipedream.core.errors import PipelineError, ScheduleError
+from pipedream.apps.training.recipe import check_recipe_file
+from pipedream.core.errors import ScheduleError
 from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.garbage import pause_collection
 from pipedream.core.hardware.cluster import Cluster
@@ -104,8 +105,7 @@ def train(
     options = replace(options, shape=shape.read() or options.shape)
     common.check_flags(plan=plan, **options.plan_settings | vars(links))
     common.check_flags(phases=options.phases, schedule=options.schedule, microbatches=options.microbatches)
-    if not Path(recipe).is_file():
-        raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
+    check_recipe_file(recipe)  # before workers import torch
     options = replace(
         options,
         plan=None if plan is None else Plan.load(plan),

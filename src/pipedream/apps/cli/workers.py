@@ -10,6 +10,8 @@ import typer
 from pipedream.core.garbage import pause_collection
 from pipedream.services.joining.launcher import read_launcher
 
+_MANY = 8  # workers on a core
+
 
 def is_worker() -> bool:
     """Returns whether torchrun, srun, mpirun or `start_workers` started this process."""
@@ -34,6 +36,10 @@ def start_workers(
     """
     from pipedream.services.failure.launch import import_for_workers, launch
 
+    cores = len(os.sched_getaffinity(0))
+    if count > _MANY * cores:
+        text = f"pipedream: {count} workers take turns on {cores} core{'s' * (cores > 1)}, each with memory for torch"
+        print(f"{text}; give fewer, or use several machines", file=sys.stderr, flush=True)
     with pause_collection(freeze="torch" not in sys.modules):  # what is there now may be a caller's
         import_for_workers(modules, count)
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]

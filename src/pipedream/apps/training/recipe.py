@@ -125,18 +125,32 @@ class Recipe(ModelOptions):
         return None
 
 
+def check_recipe_file(path: str) -> Path:
+    """Returns the path of a recipe's file, which is read but not run.
+
+    Raises:
+        RecipeError: no such file, or no Python.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise RecipeError(f"the recipe {path} does not exist; give the path of a Python file with a function recipe()")
+    if file.suffix != ".py":
+        raise RecipeError(f"the recipe {path} is not a Python file; give one that ends in .py")
+    with blaming(f"the recipe {path} does not import"):
+        compile(file.read_bytes(), file, "exec", dont_inherit=True)
+    return file
+
+
 def load_recipe(path: str, *, seed: int = 0) -> Recipe:
     """Imports a recipe's file and calls its function, with `seed` if it takes one.
 
     Raises:
         RecipeError: no such file, it does not import, or the function is missing, fails or returns something else.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise RecipeError(f"the recipe {path} does not exist; give the path of a Python file with a function recipe()")
+    file = check_recipe_file(path)
     spec = spec_from_file_location(f"recipe_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"the recipe {path} is not a Python file; give one that ends in .py")
+    assert spec is not None
+    assert spec.loader is not None, "the suffix has one"
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # so that pickle finds what the recipe defines
     sys.path.insert(0, str(file.resolve().parent))
