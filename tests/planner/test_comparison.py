@@ -166,12 +166,23 @@ def test_what_does_not_fit_is_named() -> None:
     whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
     assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
-    assert "; give more memory or workers" in str(comparison)
     assert "this would fit" not in str(comparison), "a rival gets no search of its own"
     short = str(comparison.keep_best())
     assert re.search(r"^DDP on 4 workers: none of [^;]*, a worker has 7.00 kB$", short, re.MULTILINE)
     with pytest.raises(pd.PipelineError, match="none of the plans"):
         compare(heavy, pd.Cluster.flat(4, memory_bytes=1000), schedule="1f1b")
+
+
+def test_a_faster_plan_that_does_not_fit_is_named() -> None:
+    """The verdict says so, with its seconds by simulation; with as much memory as it needs, the plan is chosen."""
+    layers = (pd.LayerProfile(1.0, 2.0, 1000, 10, 60_000),) * 2 + (pd.LayerProfile(0.1, 0.2, 10, 30_000, 10),)
+    profile, links = pd.Profile.of_chain(layers, batch=8), pd.Cluster.flat(4, 1e4)
+    free, tight = (compare(profile, replace(links, memory_bytes=limit)) for limit in (None, 230_000))
+    large, fastest = tight.too_large, free.candidates[0]
+    assert large is not None
+    assert (large.config, large.seconds, free.too_large) == (fastest.config, fastest.seconds, None)
+    assert "; the pipeline 3-1 would take 2.00 s (24 samples per update), but does not fit" in tight.verdict
+    assert compare(profile, replace(links, memory_bytes=large.peak_bytes)).candidates[0].config == large.config
 
 
 def test_the_first_line_is_the_verdict(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:

@@ -150,12 +150,14 @@ class Comparison(Tabular):
         references: plans that could not, because another shape or method was asked for, or because it has another
             number of samples per update.
         exact: the same with exact gradients, if the plan approximates them because it was allowed to.
+        too_large: a faster plan that does not fit the memory.
     """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     references: tuple[Candidate, ...] = ()
     exact: Comparison | None = None
+    too_large: Candidate | None = None
 
     @property
     def verdict(self) -> str:
@@ -180,7 +182,11 @@ class Comparison(Tabular):
         method = "" if len(best.replicas) == 1 else f" with {best.schedule}"
         if best is chosen and not self.plan.choices.sums.is_exact:
             method += f" with sums={self.plan.choices.sums} (approximate)"
-        return f"use {best.words}{method}: {self._format_seconds(best)}{self._describe_others(best)}"
+        others = self._describe_others(best)
+        if (large := self.too_large) is not None and large.seconds < best.seconds * (1 - _TIE):
+            others += f"; {large.words} would take {format_seconds(large.seconds)}{self._format_update(large)}, but "
+            others += f"does not fit: its fullest worker needs {format_bytes(large.peak_bytes)}"
+        return f"use {best.words}{method}: {self._format_seconds(best)}{others}"
 
     def fastest_in_words(self) -> str:
         """Says how the plan was chosen."""

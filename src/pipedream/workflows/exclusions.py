@@ -136,7 +136,7 @@ schedule:has_one_stage_a_worker | chunks
 schedule:is_schedule_file | shape:has_replicas update_delay
     a schedule in PyTorch's notation has no replicas
     leave out OTHERS; the file determines the shape
-cluster | workers bandwidth latency memory
+cluster | workers bandwidth latency
     the cluster determines these
     leave out OTHERS, or the cluster
 plan | shape update_delay chunks cluster bandwidth latency memory mesh

@@ -80,7 +80,8 @@ def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
     references = tuple(_list_references(profile, request, comparison.candidates))
-    return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
+    too_large = _find_too_large(profile, request, first)
+    return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references, too_large=too_large)
 
 
 def _compare(
@@ -241,6 +242,19 @@ def _simulate(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:
         return planner.with_score(candidate, methods.score_if_quick(plan))
     except PipelineError as error:
         return replace(candidate, why=str(error))
+
+
+def _find_too_large(profile: Profile, request: PlanRequest, chosen: planner.Candidate) -> planner.Candidate | None:
+    """Returns the best plan of one search without memory limits, if it is faster than the chosen one."""
+    cluster, automatic = request.workers_and_links, request.shape in ("any", "pipeline") and request.cuts is None
+    searched = automatic and request.schedule != AUTO and request.strategy == "simulate" and not chosen.is_meshed
+    if set(cluster.memories) == {None} or not searched:
+        return None
+    unlimited = replace(request, cluster=cluster.without_memory_limits(), strategy="search")
+    plan = plan_once(profile, unlimited).plan
+    candidate = _simulate(make_candidate(plan, str(request.shape)), plan)
+    is_over = replace(plan, cluster=cluster).first_stage_over_memory is not None
+    return candidate if is_over and candidate.seconds < chosen.seconds else None
 
 
 def _list_references(

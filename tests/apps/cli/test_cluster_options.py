@@ -80,9 +80,10 @@ def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, answer: Answer, 
 
 def test_a_plan_for_a_papers_cluster(files: Path, run_command: Run) -> None:
     replace(pd.Profile.load("profile.json"), device="Titan X").save("profile.json")
-    for cluster in (("--cluster", "pipedream-c:3"), ("--workers", "2+1", "2", "--bandwidth", "1e9", "1e8")):
-        assert run_command("plan", "profile.json", *cluster, "-o", "out.json")[0] == 0
-        assert pd.Plan.load("out.json").cluster.workers == 3
+    limits = "--cluster pipedream-c:3", "--cluster pipedream-c:3 --memory 9GB", "--workers 2+1 2 --bandwidth 1e9 1e8"
+    for limit, cluster in zip((12 * 10**9, 9 * 10**9, None), limits, strict=True):
+        assert run_command("plan", "profile.json", *cluster.split(), "-o", "out.json")[0] == 0
+        assert pd.Plan.load("out.json").cluster.memories == (limit,) * 3
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_a_plan_for_a_papers_cluster(files: Path, run_command: Run) -> None:
         ("--bandwidth 1Gbit/s", (pd.Level(4, 1.25e8),), None),
         ("--bandwidth 1e9 1e8 --latency 0.001", (pd.Level(2, 1e9, 1e-3), pd.Level(2, 1e8, 1e-3)), None),
         ("--latency 0", (pd.Level(4, 1.25e9),), None),
-        ("--cluster four", (pd.Level(4, 7.0),), None),
+        ("--cluster four --memory 3GB", (pd.Level(4, 7.0),), 3 * 10**9),
     ],
 )
 def test_training_gets_the_cluster_that_is_described(

@@ -71,14 +71,17 @@ class ClusterFlags:
         unset="10Gbit/s",
     )
     latency: float = Panel.CLUSTER.option(0.0, "One-way latency of a message.")
-    memory: str | None = Panel.CLUSTER.option(None, "Memory per worker, e.g. 16GB.", metavar="BYTES", unset="no limit")
+    memory: str | None = Panel.CLUSTER.option(
+        None, "Memory per worker, e.g. 16GB.", metavar="BYTES", unset="the cluster's, or no limit"
+    )
     cluster: Path | None = CLUSTER
 
     def read(self, workers: int | None = None) -> Cluster:
         """Returns the cluster; `workers` counts them if no flag does."""
         check_flags(**vars(self))
         if self.cluster is not None:
-            return read_cluster(self.cluster)
+            cluster, limit = read_cluster(self.cluster), read_memory(self.memory)
+            return cluster if limit is None else cluster.with_memory(lambda _: limit)
         widths = self.workers or ([] if workers is None else [str(workers)])
         return make_cluster(widths, self.bandwidth or [], self.latency, self.memory)
 
@@ -160,14 +163,12 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
 
 def read_memory(text: str | None) -> int | None:
     """Reads --memory."""
+    if text is None:
+        return None
     try:
         size = units.parse_bytes(text)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def read_cluster(path: Path) -> Cluster:
-    """Reads a cluster's file, or takes a paper's by name: pipedream-a:4."""
     _check_unit("--memory", text, units.format_bytes(size), "GB")
     return size
 
@@ -183,6 +184,10 @@ def _check_unit(flag: str, text: str, meaning: str, unit: str) -> None:
     """Raises a PlanError for a number below 1000 without a unit, which is not meant in bytes."""
     if text.replace(".", "", 1).isdecimal() and float(text) < 1000:
         raise PlanError(f"{flag} {text} is {meaning}; did you mean {text}{unit}?")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads a cluster's file, or takes a paper's by name: pipedream-a:4."""
     name, _, count = path.name.partition(":")
     if path.exists() or path.name != str(path) or "." in name:
         return Cluster.load(path)  # which reports what is wrong with it

@@ -43,7 +43,7 @@ class LinkFlags:
     )
     latency: float | None = option_of(common.ClusterFlags, "latency", default=None, unset=_MEASURED)
     memory: str | None = option_of(
-        common.ClusterFlags, "memory", unset="what the machines have, or no limit if links are given"
+        common.ClusterFlags, "memory", unset="the cluster's, what the machines have, or no limit if links are given"
     )
 
     def join(self, processes: int) -> Cluster | None:
@@ -123,8 +123,7 @@ def train(
         options = replace(options, plan=None, shape=TrainingOptions.shape, cluster=None)
     if linked := links.join(processes):
         options = replace(options, cluster=linked)
-    if options.cluster is None:
-        options = replace(options, memory_bytes=common.read_memory(links.memory))
+    options = replace(options, memory_bytes=common.read_memory(links.memory))
     with pause_collection(freeze="torch" not in sys.modules):
         from pipedream.apps.training.recipe import Recipe, load_recipe
         from pipedream.apps.training.train import train_recipe

@@ -307,9 +307,9 @@ def _choose_methods(job: Job, plan: Plan, profile: Profile | None) -> PlannedJob
 def _choose_cluster(job: Job, process: Process) -> Cluster:
     """Returns the given cluster, or that of this run's processes."""
     options = job.options
-    if options.cluster is not None:
-        return options.cluster
-    cluster, message = detect_cluster(str(process.device), workers=job.workers)
+    cluster, message = options.cluster, ""
+    if cluster is None:
+        cluster, message = detect_cluster(str(process.device), workers=job.workers)
     if message:
         process.console.print(message)
     return cluster if options.memory_bytes is None else cluster.with_memory(lambda _: options.memory_bytes)

@@ -43,7 +43,7 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
-        memory_bytes: memory of each worker, if there is no cluster; by default what the machines have.
+        memory_bytes: memory of each worker; by default the cluster's, or what the machines have.
         quiet: print nothing.
     """
 
