@@ -21,11 +21,9 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
     [
         ("plan profile.json --workers 2 --cost-model classic", "plan --cost-model", "benchmarks/paper_tables"),
         ("plan profile.json --cost-model=pipedream --workers 2", "plan --cost-model", "leave it out"),
-        ("plan --cost-model", "plan --cost-model", "leave it out"),
         ("plan profile.json --workers 2 --batch 64", "plan --batch", "paper_tables/graph_txt.py takes it"),
         ("plan profile.json --workers 2 -oout.txt", "plan --output=out.txt", "name a JSON file"),
         ("plan profile.json --workers 2 --output=a/out.txt", "plan --output=a/out.txt", "name a JSON file"),
-        ("plan net.txt --workers 2", "reading a graph.txt (net.txt)", CONVERT),
         ("plan net --workers 2", "reading a graph.txt (net)", CONVERT),
         ("check plan.json", "check", "pipedream plan --check PLAN does it"),
         ("schedules", "schedules", "pipedream show lists the methods"),
@@ -33,7 +31,6 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
         ("partition recipe.py --ranks 4", "partition", "pipedream layout --ranks N"),
         ("sweep profile.json --workers 2 --plot a.svg", "sweep --plot", "--csv FILE"),
         ("probe --disk /tmp", "probe --disk", "leave it out"),
-        ("sweep net.txt --workers 2", "reading a graph.txt (net.txt)", CONVERT),
         ("plan net.txt --check plan.json", "reading a graph.txt (net.txt)", CONVERT),
     ],
 )
