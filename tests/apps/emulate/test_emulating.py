@@ -56,7 +56,6 @@ def test_layers_of_a_stage_become_one_that_is_not_of_the_model() -> None:
     [
         (lambda: scale_plan(plan_of(1), dilation=0.0), "give a positive number"),
         (lambda: scale_plan(plan_of(1), byte_scale=-1.0), "give a positive number"),
-        (lambda: scale_plan(plan_of(1), dilation=float("inf")), "give a positive number"),
         (lambda: pd.emulate(plan_of(1, 1)), r"2 workers, found 1 process.*pipedream emulate"),
     ],
 )
