@@ -422,15 +422,6 @@ def test_a_loss_or_metric_of_output_and_targets_states_the_rule(name: str) -> No
     assert losses[0] == losses[1]
 
 
-def test_autocast_by_name() -> None:
-    losses = []
-    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
-        animal = zoo.make("mlp", torch.float32)
-        with pipeline_of(animal, autocast=dtype) as pipeline:
-            losses.append([done.loss for done in pipeline.train(animal.batches)])
-    assert losses[0] == losses[1] == losses[2]
-
-
 @pytest.mark.parametrize("call", ["evaluate", "predict", "state_dict", "save_pretrained"])
 def test_averaged_weights_that_nobody_keeps_are_refused(call: str, tmp_path: Path) -> None:
     animal = zoo.make("mlp")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pipedream.capture.preserve_state import Attributes
 from pipedream.capture.structure import is_stand_in
+from pipedream.tensors.trees import tree_leaves, tree_map
 
 
 @contextmanager

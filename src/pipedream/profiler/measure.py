@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
@@ -27,6 +26,7 @@ from pipedream.profiler.update import (
     measure_update,
     named_parameters,
 )
+from pipedream.tensors.trees import tree_map
 
 PreserveState = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.user_code import call_model, notes_of
 from pipedream.profiler.sizes import Allocations, Sizes, measure_sizes
 from pipedream.profiler.stopwatch import Watch
+from pipedream.tensors.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

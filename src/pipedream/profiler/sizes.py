@@ -9,13 +9,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_leaves
 
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import TiedParameters
 from pipedream.core.model.weight_shapes import Matrices, join_matrices
 from pipedream.tensors.outside_func import HooksOutsideFunc
 from pipedream.tensors.parts import local_part
+from pipedream.tensors.trees import tree_leaves
 
 _MARK = "pipedream: a section begins"
 

@@ -114,7 +114,7 @@ def profile(
         )
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
-    inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
+    inputs = sample if isinstance(sample, tuple) else dict(sample) if isinstance(sample, Mapping) else (sample,)
     if any(map(is_sparse, tensors_in(sample))):
         raise ProfileError(f"a tensor of the sample is sparse or nested, which cannot be an input; {DENSE}")
     shared: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from pipedream.core.hardware.devices import Device
@@ -34,6 +34,7 @@ from pipedream.profiler.update import (
     naming_failure,
     step_once,
 )
+from pipedream.tensors.trees import tree_leaves, tree_map
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
