@@ -1,7 +1,6 @@
 """`pipedream show`."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -52,7 +51,7 @@ def show(
     minibatches: int | None = common.MINIBATCHES,
     in_flight: str | tuple[int, ...] = common.IN_FLIGHT,
     forward_s: float | None = option(None, "Time of a forward.", unset="1.0"),
-    backward_s: float | None = option(None, "Time of a backward.", unset="1.0; 2.0 where the backward is split"),
+    backward_s: float | None = option(None, "Time of a backward.", unset="2.0"),
     verify_it: bool = option(
         False,
         "Print the proof too: in flight, weight versions, staleness; and compare the method's claims with the "
@@ -90,19 +89,16 @@ def show(
     elif schedule is not None:
         raise PlanError(f"--schedule {schedule} was given with the method {name}; give one of them, or a plan's file")
     else:
-        equal = schedules.uniform(name, stages, 1.0 if forward_s is None else forward_s, chunks=chunks)
-        equal = equal.with_depth(in_flight)
+        chosen_s = (1.0 if forward_s is None else forward_s, 2.0 if backward_s is None else backward_s)
+        equal = schedules.uniform(name, stages, *chosen_s, chunks=chunks).with_depth(in_flight)
         run = schedules.run_of(name, equal, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
-        seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
-        equal = replace(equal, stages=tuple(replace(stage, backward_s=seconds) for stage in equal.stages))
-        run = replace(run, schedule=schedules.build(name, equal, run.schedule.microbatches))
     built = run.schedule
     lowered = lower(built)
     proof = verify(lowered)
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
     checked = check_claims(built.name, built.plan.workers, built.microbatches, chunks) if verify_it else None
     if svg is not None:
-        save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
+        save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages", versions=True), svg)
     if csv is not None:
         write_text(csv, schedules.format_schedule(built, ".csv"))
     if as_json:

@@ -113,7 +113,7 @@ def simulate(
     timeline = simulate_run(chosen, schedule=run.schedule, minibatches=run.minibatches)
     if svg is not None:
         title = f"{run.schedule.name} on {chosen.workers} workers"
-        save_picture(timeline_svg(timeline, title=title), svg)
+        save_picture(timeline_svg(timeline, title=title, versions=True), svg)
     if csv is not None:
         write_text(csv, timeline.to_csv())
     if trace is not None:
