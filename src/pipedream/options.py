@@ -14,6 +14,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -317,15 +318,19 @@ class keywords(Generic[_Fields, _Options]):
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         *others, last = inspect.signature(function).parameters.values()
         names = {parameter.name for parameter in others}
+        options_of = inspect.signature(self._options).parameters
 
         @wraps(function)
         def called(*positional: Any, **named: Any) -> _Result:
             make: Callable[..., _Options] = self._options
             fields = {name: value for name, value in named.items() if name not in names}
+            if unknown := next((name for name in fields if name not in options_of), ""):
+                near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown, options_of, n=1))
+                where = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{where}() got an unexpected keyword argument {unknown!r}{near}")
             options = make(*positional[len(others) :], **fields)
             first = positional[: len(others)]
             return function(*first, **{name: named[name] for name in names & set(named)}, **{last.name: options})
 
-        fields = inspect.signature(self._options).parameters.values()
-        called.__signature__ = inspect.Signature([*others, *fields])  # type: ignore[attr-defined]
+        called.__signature__ = inspect.Signature([*others, *options_of.values()])  # type: ignore[attr-defined]
         return called
