@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +37,10 @@ def test_a_pipeline_shows_its_options() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
+    with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'epoch'; did you mean 'epochs'\?"):
         pd.run(lambda: None, epoch=1)  # type: ignore[call-arg, arg-type, return-value]
+    with pytest.raises(TypeError, match=r"Pipeline\(\) got an .* 'clip_grad_nrom'; did you mean 'clip_grad_norm'\?"):
+        pd.Pipeline(None, None, clip_grad_nrom=1)  # type: ignore[call-arg]
     intervals = ({"checkpoint_every": every} for every in (-1, "seldom", "1.5"))
     for wrong in ({"epochs": 0}, {"keep": 0}, {"minibatches": 1.5}, *intervals, {"stuck_after_s": -1.0}):
         (name,) = wrong
@@ -44,6 +48,20 @@ def test_what_makes_no_sense_is_refused() -> None:
             TrainingOptions(**wrong)  # type: ignore[arg-type]
     with pytest.raises(pd.PipelineError, match="scheduler is 3, which cannot be called; metrics is not a dict"):
         PipelineOptions(optimizer=torch.optim.SGD, scheduler=3, metrics=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_run_prints_its_slowest_layers_or_all(
+    verbose: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    widths, data = [8, 8, 512, 512, 8, 512, 512, 8], [(torch.zeros(4, 8), torch.zeros(4, 8))]
+    model = torch.nn.Sequential(*map(torch.nn.Linear, widths, widths[1:]))
+    recipe = pd.Recipe(model, torch.nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), data)
+    pd.run(lambda: recipe, workers=1, out=tmp_path, verbose=verbose)
+    printed = capsys.readouterr().out.partition("Profile of Sequential")[2].partition("Plan ")[0]
+    rows = [line.split()[0] for line in printed.partition("total")[0].splitlines()[2:]]
+    assert (len(rows), rows == sorted(rows), {"2", "5"} <= {*rows}) == (7 if verbose else 5, True, True)
+    assert ("the slowest 5 of 7 layers" in printed, "total" in printed) == (not verbose, True)
 
 
 @pytest.mark.parametrize(("option", "of_recipe", "expected"), [(False, "eager", "eager"), (True, "eager", True)])

@@ -43,6 +43,8 @@ from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.profile import MAX_RANKS, profile as profile_model
 
+_SLOWEST = 5  # layers of a profile that are printed
+
 
 @dataclass(frozen=True)
 class Process:
@@ -260,7 +262,9 @@ def _choose_plan(job: Job, process: Process, survivors: Survivors) -> tuple[Plan
             _say_left_out(options.choices, plan, process)
         else:
             options.choices.check(plan.replicas)
-        process.console.print(f"\n{profile}")
+        is_short = options.verbose or len(profile.layers) <= _SLOWEST
+        more = "\nall layers are in the report, and here with --verbose"
+        process.console.print(f"\n{profile}" if is_short else f"\n{profile.describe(_SLOWEST)}{more}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
     if is_given:

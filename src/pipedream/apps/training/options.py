@@ -119,6 +119,7 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
         kind=list[str],
         read=tuple,
     )
+    verbose: bool = Panel.RUN.option(False, "Print all layers of the profile, not only the slowest five.")
     quiet: bool = False
 
     def __post_init__(self) -> None:

@@ -399,6 +399,12 @@ class Profile(Tabular, Artifact):
         ]
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, most: int | None = None) -> str:
+        """Returns the table of all layers, or of the `most` slowest, with the totals and the notes."""
+        slowest = sorted(range(len(self.layers)), key=lambda i: -self.layers[i].forward_s - self.layers[i].backward_s)
+        shown = sorted(slowest[:most])
         how = f"median of {self.runs} runs" if self.runs else "not run"
         head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, {how}\n"
         heads = ["layer", "kind", "forward", "backward", "spread", "output", "kept", "weights"]
@@ -409,13 +415,15 @@ class Profile(Tabular, Artifact):
                 *map(format_seconds, (cost.forward_s, cost.backward_s, cost.forward_spread_s + cost.backward_spread_s)),
                 *map(format_bytes, (cost.output_bytes, cost.activation_bytes, cost.parameter_bytes)),
             ]
-            for layer, cost in zip(self.graph.layers, self.layers, strict=True)
+            for layer, cost in ((self.graph.layers[i], self.layers[i]) for i in shown)
         ]
         kept_bytes = sum(cost.activation_bytes for cost in self.layers)
         total = ["total", "", *map(format_seconds, (self.forward_s, self.backward_s)), "", ""]
         total += map(format_bytes, (kept_bytes, self.parameter_bytes))
         rows = [align([heads, *fold(cells), total], "llr")]
         rows.append("kept: by the forward, for the backward; spread: between the quartiles of the runs")
+        if len(shown) < len(self.layers):
+            rows.append(f"the slowest {most} of {len(self.layers)} layers")
         if self.trained_bytes < self.parameter_bytes:
             rows.append(f"frozen: {format_bytes(self.parameter_bytes - self.trained_bytes)} of the weights")
         if self.optimizer:
