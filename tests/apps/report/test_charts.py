@@ -57,9 +57,6 @@ def test_labels_are_whole_and_do_not_cover_each_other(title: str) -> None:
             assert right <= a or b <= left or bottom <= c or d <= top, (boxes[i], (a, b, c, d))
 
 
-# -- ticks of an axis -------------------------------------------------------------------------------------------------
-
-
 @given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))
 def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) -> None:
     marks = ticks(low, low + length, most)
@@ -72,9 +69,6 @@ def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) ->
         assert f"{steps[0]:.0e}"[0] in "125"
     # Not fewer than need be: half as many would be the next rounder step.
     assert len(marks) >= most // 5
-
-
-# -- lanes and windows of a timeline ----------------------------------------------------------------------------------
 
 
 @given(times=st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30))
@@ -106,9 +100,6 @@ def test_windows(simulated: Simulated) -> None:
     evaluated = replace(timeline, spans=(*timeline.spans, *evaluation))
     assert lanes.start_window(evaluated, 12, begin=0) == lanes.start_window(timeline, 12)
     assert lanes.start_window(timeline, 12, begin=1) is None
-
-
-# -- colours ----------------------------------------------------------------------------------------------------------
 
 
 ON = [("on-op", name) for name in COLOURS if name[0] in "FBIWU"] + [

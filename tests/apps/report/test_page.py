@@ -182,9 +182,6 @@ def test_any_key_may_be_missing(data: st.DataObject, digits_plan: pd.Plan) -> No
     assert "None" not in words
 
 
-# -- timelines as pictures ---------------------------------------------------------------------------------------------
-
-
 def _find_boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:
     return [box for box in tree.iter(f"{SVG}rect") if box.get("class") == kind]
 

@@ -60,9 +60,6 @@ def assert_equal(pipeline: pd.Pipeline, expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(dict(pipeline.state_dict()), expected, rtol=0, atol=1e-10)
 
 
-# -- epochs ---------------------------------------------------------------------------------------------------
-
-
 class Shuffled(Sampler[int]):
     """Shuffles by the epoch."""
 
@@ -229,9 +226,6 @@ def test_a_data_set_can_be_sent_while_its_epochs_are_watched() -> None:
     assert (data_set.epoch, copy.epoch) == (3, 5)
 
 
-# -- losses that count ----------------------------------------------------------------------------------------
-
-
 def anneal(self: Any, output: Tensor, targets: Tensor) -> Tensor:
     self.calls += 1
     return F.cross_entropy(output, targets) * self.calls / 10
@@ -293,9 +287,6 @@ def test_a_loss_may_count_for_the_log() -> None:
         assert_equal(pipeline, train_plainly(batches()))
 
 
-# -- metrics that write ---------------------------------------------------------------------------------------
-
-
 def _mask(output: Tensor, targets: Tensor) -> Tensor:
     output[:, 0] = 0
     targets[targets == 1] = 0
@@ -317,9 +308,6 @@ def test_a_metric_may_write_into_what_it_gets(loss: Any, metric: Any, schedule: 
     parts = zip(inputs.split(4), targets.split(4), strict=True)
     halves = [metric(net()(half).detach(), part.clone()) for half, part in parts]
     assert values[0] == pytest.approx(float(sum(halves)) / 2)
-
-
-# -- hooks on parameters --------------------------------------------------------------------------------------
 
 
 def _step_at_once(model: nn.Module) -> None:

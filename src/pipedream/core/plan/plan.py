@@ -333,11 +333,12 @@ def _format_plan(plan: Plan) -> str:
         f"Plan {plan.config}{f' of {plan.model}' if plan.model else ''}: {plan.workers} workers, depth "
         f"{plan.depth_mode}, {format_seconds(plan.period_s)} per {plan.unit} when full"
     )
+    has_updates = any(stage.update_s for stage in plan.stages)
     columns: list[tuple[str, Callable[[int, Stage], str]]] = [
         ("workers", lambda s, stage: str(stage.replicas)),
         ("forward", lambda s, stage: format_seconds(stage.forward_s)),
         ("backward", lambda s, stage: format_seconds(stage.backward_s)),
-        ("update", lambda s, stage: format_seconds(stage.update_s)),
+        ("update", lambda s, stage: format_seconds(stage.update_s) if has_updates else "-"),
         ("sends", lambda s, stage: format_bytes(stage.output_bytes) if s < len(plan.stages) - 1 else "-"),
         ("weights", lambda s, stage: format_bytes(stage.parameter_bytes)),
         ("in flight", lambda s, stage: str(plan.in_flight[s])),
@@ -347,6 +348,8 @@ def _format_plan(plan: Plan) -> str:
     if plan.microbatches == 1 and len(set(plan.rate_factors)) > 1:  # otherwise there is one rate
         columns.insert(-1, ("lr factor", lambda s, stage: format_number(plan.rate_factors[s])))
         legend.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
+    if not has_updates:
+        legend.append("update: no optimizer was profiled")
     if plan.cluster.kinds:
         devices = [dict.fromkeys(plan.cluster.devices[w] for w in plan.workers_of(s)) for s in range(len(plan.stages))]
         columns.append(("on", lambda s, stage: "+".join(devices[s])))
