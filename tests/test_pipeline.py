@@ -245,6 +245,16 @@ def test_batches_and_plans_that_make_no_sense() -> None:
     for data, words in (([animal.batches[0][0]], "needs batches"), (iter(animal.batches), "can be iterated only once")):
         with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match=words):
             list(pipeline.train(data, epochs=2))
+    with pytest.raises(pd.PipelineError, match=r"after the pipeline's with block; train in it"):
+        list(pipeline.train(animal.batches))
+    with pytest.raises(pd.PipelineError, match="the class Linear was given"):
+        pd.Pipeline(nn.Linear, pd.Plan.uniform(2), loss=F.mse_loss, optimizer=SGD)
+    refusal = pytest.raises(pd.PipelineError, match=r"batch of 2, but Sequential takes 1 input; give loss=\.\.\.")
+    with refusal, pipeline_of(animal, loss=None) as pipeline:
+        list(pipeline.train([[*batch] for batch in animal.batches]))
+    refusal = pytest.raises(pd.PipelineError, match=r"given; the metric 'mean' was called with \(output, targets\)")
+    with refusal, pipeline_of(animal, metrics={"mean": lambda output: output.mean()}) as pipeline:
+        list(pipeline.train(animal.batches))
 
 
 WHERE = {

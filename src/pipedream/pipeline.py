@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pipedream.capture import Captured, list_cuda_devices, preserve_state
+from pipedream.capture import Captured, describe_surplus, list_cuda_devices, preserve_state
 from pipedream.core.artifact import copy_json
 from pipedream.core.checkpoint import PipelineRequest
 from pipedream.core.errors import PipelineError, ScheduleError
@@ -120,7 +120,7 @@ class Pipeline:
         self._training = Training(self._session, [p.end for p in self.prepared], self._report_done, self._report_phase)
         self._report_phase(0)
         self.ready, self.drains = self._training.ready, self._training.drains
-        self._options, self._adapt_batch = options, _make_batch_adapter(options)
+        self._options, self._adapt_batch = options, _make_batch_adapter(model, options)
         self._checkpoint: CheckpointStore | None = None
         self.check_savable, self.is_saving = self._saver.check_savable, self._saver.writer.is_writing
         self._callbacks, self.extra = tuple(options.callbacks), cast(Mapping[str, Any], {})
@@ -149,10 +149,10 @@ class Pipeline:
         """
         training, local = self._training, self._local
         continues = training.is_running or training.epoch_batches > 0
+        self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, local.rate[0]))
         self._finish()
         local.note_call("train()", training.number)
         training.begin()
-        self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, local.rate[0]))
         with watching_epochs(loader, lambda: training.position, lambda: local.data.begun, local.report):
             for done in training.run(loader, self._adapt_batch, epochs, until_epoch, continues=continues):
                 yield done
@@ -491,9 +491,18 @@ def _check_gradients_split(model: Any) -> None:
             )
 
 
-def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
+def _make_batch_adapter(model: Any, options: PipelineOptions) -> BatchAdapter:
+    def take_batch(batch: Any) -> Any:
+        arguments = tuple(batch) if type(batch) is list else batch
+        if surplus := describe_surplus(model, arguments):
+            raise PipelineError(
+                f"loss is None, so the model gets the whole batch of {len(arguments)}, but {surplus}; give loss=..., "
+                "such as torch.nn.functional.cross_entropy"
+            )
+        return arguments
+
     return BatchAdapter(
-        options.inputs,
+        take_batch if options.inputs is None and options.loss is None else options.inputs,
         options.targets,
         is_torch_loss(options.loss),
         own_loss=options.loss is None,

@@ -14,7 +14,11 @@ from pipedream.capture.captured import (
 )
 from pipedream.capture.chain import find_chain
 from pipedream.capture.compare import split
-from pipedream.capture.errors import check_model
+from pipedream.capture.errors import (
+    check_model,
+    check_module as check_module,
+    describe_surplus as describe_surplus,
+)
 from pipedream.capture.preserve_state import list_cuda_devices as list_cuda_devices, preserve_state as preserve_state
 from pipedream.capture.stand_ins import has_stand_ins, stand_ins as stand_ins
 from pipedream.core.user_code import call_model as call_model

@@ -108,7 +108,7 @@ def _record(
         try:
             recording = record(model, args, kwargs, changed_by_forward)
         except Exception as error:
-            raise explain_failure(model, training, error) from error
+            raise explain_failure(model, inputs, training, error) from error
     if recording.changed_by_forward <= changed_by_forward:
         return recording
     # It has to know these buffers from its start: what is computed with them belongs to one stage.
@@ -170,7 +170,7 @@ class _Trial:
                 raise _LayerFailed(error.call, error) from error
             except Exception as error:
                 if not first:  # it begins as the model does, so no cut is at fault
-                    raise explain_failure(self.model, training, error) from error
+                    raise explain_failure(self.model, self.inputs, training, error) from error
                 raise _LayerFailed(graph.layers[first].name, error) from error
             if self.rounds > 1:
                 attributes[first] = Attributes([self.model])

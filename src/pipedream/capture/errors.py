@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,8 +118,30 @@ class SliceErrors:
         )
 
 
+def check_module(model: Any) -> None:
+    """Raises a CaptureError for what is no module."""
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type)
+        what = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+        advice = f"write {model.__name__}(...)" if is_class else "put it into the forward of a module"
+        raise CaptureError(f"the model should be a torch.nn.Module, but {what} was given; {advice}")
+
+
+def describe_surplus(model: nn.Module, arguments: Any) -> str:
+    """Returns how many inputs a model takes, if there are more positional arguments; an empty text otherwise."""
+    positional, most = inspect.Parameter.POSITIONAL_OR_KEYWORD, 0
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return ""
+        most += parameter.kind <= positional
+    if not isinstance(arguments, tuple) or len(arguments) <= most or model._forward_pre_hooks:
+        return ""
+    return f"{type(model).__name__} takes {most} input{'s' * (most != 1)}"
+
+
 def check_model(model: nn.Module) -> None:
     """Raises a CaptureError for a model that cannot be looked into, or that another tool distributes."""
+    check_module(model)
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else f"the model {type(model).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
@@ -147,8 +170,12 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def explain_failure(model: nn.Module, training: bool, error: Exception) -> CaptureError:
+def explain_failure(model: nn.Module, inputs: Any, training: bool, error: Exception) -> CaptureError:
     """Returns the error to raise when the forward raised one on the sample."""
+    if surplus := describe_surplus(model, inputs):
+        return CaptureError(
+            f"{surplus}, but the sample has {len(inputs)}; if the last is the target, give the sample without it"
+        )
     advice = (
         "it depends on the value of a tensor, and here tensors have none: profile it on a device that computes"
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)

@@ -15,6 +15,7 @@ from pipedream.capture import (
     build_captured,
     call_model,
     capture,
+    check_module,
     find_layers,
     list_cuda_devices,
     preserve_state,
@@ -103,6 +104,7 @@ def profile(
         ProfileError: a layer fails on the sample, or options exclude each other.
         PlanError: the layout does not fit the model or a mesh.
     """
+    check_module(model)
     options = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
     check_options(options, error=ProfileError)
     if meshes == NO_MESH:
@@ -217,6 +219,7 @@ def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
 
     Raises PlanError if the plan was made for another model.
     """
+    check_module(model)
     names = [name for stage in plan.stages for name in stage.names]
     if plan.graph is not None:
         return _find_graph_layers(model, plan.graph)

@@ -287,7 +287,7 @@ def metric_scores(
 
 
 def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
-    """Calls a loss or a metric; if it fails and may have expected targets instead of the batch, adds a note."""
+    """Calls a loss or a metric; if it fails, adds a note, as it may have expected targets instead of the batch."""
     try:
         return function(output, batch)
     except Exception as error:
@@ -297,6 +297,8 @@ def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, 
                 f"the {name} was called with the output and what targets=... returns, by default the whole batch, here "
                 f"a {type(batch).__name__}{size}; with targets=lambda batch: batch[1] it gets (output, targets)"
             )
+        else:
+            error.add_note(f"the {name} was called with (output, targets)")
         raise
 
 
