@@ -55,7 +55,7 @@ class Loggers:
         self._called = self._loggers if rank == 0 else ()
         self._workers = workers
         self._status = status
-        self._begun = False
+        self._begun = self._is_final = False
         self._since_s: float | None = None
         self._samples = 0
         for logger in self._loggers:
@@ -67,6 +67,8 @@ class Loggers:
 
     def begin(self, params: Callable[[], Mapping[str, Any]]) -> None:
         """Logs the hyperparameters, once."""
+        if self._is_final:
+            raise PipelineError("train() was called after the pipeline's with block; train in it, or make a new one")
         loggers = () if self._begun else self._called
         self._begun = True
         for logger in loggers:
@@ -98,6 +100,7 @@ class Loggers:
         self._since_s = None
 
     def finalize(self, status: str) -> None:
+        self._is_final = True
         for logger in self._called:
             if hasattr(logger, "finalize"):
                 logger.finalize(status)
