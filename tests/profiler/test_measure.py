@@ -73,7 +73,6 @@ def test_optimizer_state_is_measured() -> None:
     profile = profile_of(module, sample=(torch.ones(2, 3),), optimizer=optimizer, runs=2)
     # Two moments, and one step count a parameter.
     assert (profile.optimizer, profile.optimizer_bytes) == ("Adam", 2 * 4 * 12 + 2 * 4)
-    assert profile.update_s > 0
 
 
 @pytest.fixture
@@ -173,24 +172,13 @@ def test_forward_backward_and_loss_stand_in_their_own_columns(clock: SimpleNames
     assert (profile.forward_s, profile.backward_s, profile.loss_s) == (0.0, 0.0, 13.0)
 
 
-def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_backward() -> None:
-    calls: list[str] = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            calls.append("backward")
-            return gradient
-
-    watch = Built(lambda _, x: Watched.apply(x))
-    profile_of(nn.Flatten(), nn.Linear(4, 4).requires_grad_(False), watch)
-    assert calls == []
-    profile_of(nn.Flatten(), nn.Linear(4, 4), watch, runs=2, warmup=1)
-    assert calls == ["backward"] * 8  # three runs, two watched for bytes, three of half of the sample
+def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_backward(
+    clock: SimpleNamespace,
+) -> None:
+    for trains in (False, True):
+        ticking = Built(lambda _, x: Ticks.apply(x, clock, 0.0, 1.0))
+        profile = profile_of(nn.Flatten(), ticking, nn.Linear(4, 4).requires_grad_(trains), ticking)
+        assert [layer.backward_s for layer in profile.layers] == [0.0, 0.0, 0.0, float(trains)]
 
 
 def test_the_model_and_the_sample_are_left_as_they_were() -> None:
@@ -216,7 +204,6 @@ def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:
     target = torch.tensor([0, 1, 1])
     options = {"loss": lambda output: F.cross_entropy(output, target), "autocast": torch.bfloat16, "runs": 3}
     profile = profile_of(nn.Linear(4, 2), sample=(torch.randn(3, 4),), **options)
-    assert profile.loss_s > 0
     assert (profile.dtype, profile.device[:5], profile.layers[0].output_bytes) == ("bfloat16", "cpu: ", 3 * 2 * 2)
     assert set(profile.versions) == {"python", "torch", "pipedream"}
     assert pd.Profile.from_json(profile.to_json()) == profile
@@ -253,7 +240,6 @@ WRONG_RATE = partial(torch.optim.SGD, rate=1)
         (lambda: profile_of(GOOD, graph=chain(GOOD, GOOD)), "found 1 modules, 2 layers"),
         (measure_worn, r"^the layer 'b' \(Fails\) should run .* raised ValueError: worn out"),
         (lambda: pd.profile(GOOD, torch.ones(8, 4), microbatches=0), "microbatches=0 was given; give at least 1"),
-        (lambda: pd.profile(GOOD, torch.ones(8, 4), microbatches=4, device="meta"), "leave out microbatches=4"),
     ],
 )
 def test_each_failure_names_its_place(fails: Callable[[], object], words: str) -> None:
@@ -280,22 +266,12 @@ def test_the_fixed_part_of_known_seconds() -> None:
     assert fixed_s(fails, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [0.0] * 3
 
 
-def waits(clock: SimpleNamespace, fixed_s: float, each_s: float) -> nn.Module:
-    """Takes some time whatever the batch, and some for each sample."""
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        clock.now_s += fixed_s + each_s * x.shape[0]
-        return x * module.weight
-
-    return Built(forward, weight=nn.Parameter(torch.ones(1)))
-
-
 def test_a_layer_of_known_fixed_time_is_measured(clock: SimpleNamespace) -> None:
-    model = nn.Sequential(waits(clock, 4.0, 0.0), waits(clock, 0.0, 1.0), waits(clock, 2.0, 0.5))
-    profile = pd.profile(model, torch.ones(8, 2), warmup=1, runs=3)
+    parts = (4.0, 0.0), (0.0, 1.0), (2.0, 0.5)
+    layers = [Built(lambda _, x, f=f, k=k: Ticks.apply(x, clock, f + k * len(x), 0.0)) for f, k in parts]
+    profile = pd.profile(nn.Sequential(*layers), torch.ones(8, 2), warmup=1, runs=3)
     assert [layer.forward_s for layer in profile.layers] == [4.0, 8.0, 6.0]
     assert [layer.forward_fixed_s for layer in profile.layers] == [4.0, 0.0, 2.0]
-    assert pd.Profile.from_json(profile.to_json()) == profile
 
 
 def _period_s(plan: pd.Plan) -> float:

@@ -151,6 +151,7 @@ class Comparison(Tabular):
             number of samples per update.
         exact: the same with exact gradients, if the plan approximates them because it was allowed to.
         too_large: a faster plan that does not fit the memory.
+        doubt: why the seconds of the profile decide nothing; '' if they do.
     """
 
     plan: Plan
@@ -158,10 +159,13 @@ class Comparison(Tabular):
     references: tuple[Candidate, ...] = ()
     exact: Comparison | None = None
     too_large: Candidate | None = None
+    doubt: str = ""
 
     @property
     def verdict(self) -> str:
         """The way to use, in a sentence."""
+        if self.doubt:
+            return f"none, as {self.doubt}"
         if self.exact is None:
             return self._recommend()
         how = self.plan.choices.approximations

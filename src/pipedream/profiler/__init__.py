@@ -2,6 +2,7 @@
 
 from pipedream.profiler.device import (
     choose_device_type as choose_device_type,
+    count_threads as count_threads,
     dtype_of as dtype_of,
     release_cache as release_cache,
 )

@@ -14,6 +14,11 @@ def choose_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def count_threads() -> int:
+    """Returns the threads that run a layer together on a CPU."""
+    return torch.get_num_threads()
+
+
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """Returns a floating-point dtype by its name, such as ``bfloat16``. Raises ProfileError."""
     if name is None or isinstance(name, torch.dtype):

@@ -24,6 +24,7 @@ from pipedream.core.units import format_bytes
 from pipedream.options import keywords
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.workflows import methods
+from pipedream.workflows.disturbance import find_doubt
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
@@ -73,15 +74,16 @@ def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str
     """
     if request.allow_approximate:
         return _compare_approximations(profile, replace(request, allow_approximate=False), names)
-    profile, request = _fill_in_cluster(request, profile)
-    comparison, profile, request = _compare(profile, request, names)
+    of_request, request = _fill_in_cluster(request, profile)
+    comparison, profile, request = _compare(of_request, request, names)
     best_plan = _strip_search_costs(comparison.plan, profile, request)
     first, *rest = comparison.candidates
     if first.period_s is None:
         first = _simulate(first, comparison.plan)
     references = tuple(_list_references(profile, request, comparison.candidates))
     too_large = _find_too_large(profile, request, first)
-    return replace(comparison, plan=best_plan, candidates=(first, *rest), references=references, too_large=too_large)
+    comparison = replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
+    return replace(comparison, too_large=too_large, doubt=find_doubt(of_request))
 
 
 def _compare(

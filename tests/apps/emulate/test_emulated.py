@@ -13,19 +13,12 @@ from pipedream.extensions.split_backward import split
 MIB = 1 << 20
 
 
-class Clock:
-    """Time that passes only in sleep."""
-
-    now_s = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(emulated, "time", SimpleNamespace(perf_counter=lambda: clock.now_s, sleep=clock.sleep))
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Returns time that passes only in sleep."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+    clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
+    monkeypatch.setattr(emulated, "time", clock)
     return clock
 
 
@@ -35,7 +28,7 @@ def stage(replicas: int = 1) -> pd.Stage:
 
 
 @pytest.mark.parametrize(("microbatches", "replicas"), [(1, 2), (2, 1)])
-def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, replicas: int, clock: Clock) -> None:
+def test_passes_wait_and_make_what_is_sent(microbatches: int, replicas: int, clock: SimpleNamespace) -> None:
     """Gradients of a replicated stage come one after the other."""
     layer = emulated.EmulatedStage(stage(replicas), microbatches, sends=True)
     came: list[float] = []
@@ -55,7 +48,7 @@ def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int, 
     assert sum(weights.grad.nbytes for weights in layer.parameters() if weights.grad is not None) == 3 * MIB
 
 
-def test_a_split_backward_waits_half_and_half(clock: Clock) -> None:
+def test_a_split_backward_waits_half_and_half(clock: SimpleNamespace) -> None:
     """The first half leaves the weights alone; where nothing that arrived wants a gradient, it has nothing to do."""
     for wants, halves in ((True, (0.04, 0.04)), (False, (0.0, 0.08))):
         layer = emulated.EmulatedStage(stage(replicas=2), 1, sends=True, splits_backward=True)

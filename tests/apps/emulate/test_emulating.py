@@ -67,7 +67,6 @@ def test_what_makes_no_sense_is_refused(scale: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (plan_of(1), {}),
         (replace(plan_of(1), schedule="gpipe", microbatches=2), {}),
         (plan_of(1), {"schedule": "spectrain_v2"}),  # what waits in place of stepping has no velocity
     ],
@@ -80,7 +79,6 @@ def test_one_worker_needs_no_others(plan: pd.Plan, options: dict[str, Any], tmp_
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "weights.pt").exists()
     assert plan.schedule or summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
-    assert summary["slowness"] >= 1
 
 
 def _emulate(plan: pd.Plan, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
