@@ -443,6 +443,13 @@ def test_averaged_weights_that_nobody_keeps_are_refused(call: str, tmp_path: Pat
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("wrong", [{"epochs": 1.5}, {"epochs": 0}, {"until_epoch": True}], ids=str)
+def test_a_part_of_an_epoch_is_refused(wrong: dict[str, Any]) -> None:
+    animal = zoo.make("mlp")
+    with pipeline_of(animal) as pipeline, pytest.raises(pd.PipelineError, match="; give a whole number from 1 on"):
+        next(pipeline.train(animal.batches, **wrong))
+
+
 FROZEN = {
     "linear": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
     "BatchNorm": nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),

@@ -135,8 +135,7 @@ class Pipeline:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
         It is one stream, not drained between epochs. After a `break` the minibatches in flight finish (the loggers see
-        them, the loop does not), and the next call continues from `position`; the rest of an epoch counts as its first
-        epoch.
+        them, the loop does not), and the next call continues from `position`, with the rest of that epoch first.
 
         Args:
             loader: batches, iterated once per epoch, only by the input stage's workers.
@@ -148,6 +147,7 @@ class Pipeline:
             KeyboardInterrupt: Ctrl-C or SIGTERM, after the minibatches in flight have finished.
         """
         training, local = self._training, self._local
+        _check_counts(epochs=epochs, until_epoch=until_epoch)
         continues = training.is_running or training.epoch_batches > 0
         self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, local.rate[0]))
         self._finish()
@@ -377,6 +377,13 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _check_counts(**counts: int | None) -> None:
+    """Raises a PipelineError for a count that is not a whole number from 1 on."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise PipelineError(f"{name}={count!r} was asked for; give a whole number from 1 on")
 
 
 def _check_average(options: PipelineOptions, ema: bool) -> None:
