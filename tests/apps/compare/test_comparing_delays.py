@@ -112,5 +112,5 @@ def test_the_command(run_command: Run, tmp_path: Path) -> None:
     shown = json.loads(run_command(*command, "--json")[1])
     assert [(row["name"], row["link"]) for row in shown["variants"]] == [("1f1b", 1.25e8), ("pipedream", 1.25e8)]
     out = run_command(*command)[1]
-    assert re.search(r"^1 Gbit/s +pipedream +1-1-1, noam +\S+ +6 +\d ", out, re.MULTILINE)
+    assert re.search(r"^1 Gbit/s +pipedream +1-1-1, noam +\S+ +\S+ +\S+ +6 +\d ", out, re.MULTILINE)
     assert shown["verdict"] in out

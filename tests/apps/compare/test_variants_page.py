@@ -1,5 +1,6 @@
 """The page of a comparison: every run is in the pictures and in the table, for any figures."""
 
+import re
 from xml.etree import ElementTree
 
 from hypothesis import given, strategies as st
@@ -35,6 +36,9 @@ def test_every_run_is_in_the_picture_and_on_the_page(comparison: RecipeCompariso
     assert page.count("<tr>") == 1 + len(comparison.variants)
     assert "<script" not in page
     assert "PipeDream <full>" not in page
+    for drawn in map(ElementTree.fromstring, re.findall(r"<svg.*?</svg>", page, re.DOTALL)):
+        names = [text for text in drawn.iter("text") if (text.text or "").endswith(NAMES)]
+        assert all(float(text.get("x", "")) < 100 for text in names), "on narrow screens, too"
     links = len(comparison.links)
     assert page.count(": training loss</text>") == links
     assert page.count("<svg") == links + (links > 1), "losses over each link, and one picture of the speed-ups"

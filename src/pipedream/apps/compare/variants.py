@@ -149,6 +149,8 @@ class RecipeComparison:
         add("over", lambda variant: format_link(variant.link), str)
         add("variant", lambda variant: variant.name, str)
         add("plan", lambda variant: variant.plan, str)
+        for name in dict.fromkeys(name for variant in self.variants for name in variant.metrics):
+            add(f"test {name}", partial(lambda name, variant: variant.metrics.get(name), name))
         add("samples/s", lambda variant: variant.samples_per_s)
         add("predicted", lambda variant: variant.predicted_per_s)
         for name in (ONE_WORKER, DDP):
@@ -162,8 +164,6 @@ class RecipeComparison:
         add("loss", lambda variant: next((mean for _, mean in self.average_losses(variant)[-1:]), None))
         if self.delayed:
             add(f"s to {self.variants[0].name}'s loss", self.reach_reference)
-        for name in dict.fromkeys(name for variant in self.variants for name in variant.metrics):
-            add(f"test {name}", partial(lambda name, variant: variant.metrics.get(name), name))
         filled = ([head, *cells] for head, cells in columns.items() if set(cells) != {"-"})
         return list(zip(*filled, strict=True))
 

@@ -23,7 +23,7 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
         {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in ranked},
         title=comparison.heading,
         width_px=860,
-        height_px=max(360, 80 + 18 * len(curves)),
+        height_px=max(360, 80 + 18 * len(curves)) if standalone else 360,
         x_label="link rate, on a logarithmic axis",
         y_label=f"samples per second over those of {ONE_WORKER} alone; left of a name: over the slowest link",
         x_ticks={place: format_link(link) for link, place in places.items()},
@@ -50,7 +50,7 @@ def _draw_losses(comparison: RecipeComparison, variants: Sequence[Variant], stan
         {variant.name: variant.loss_curve for variant in variants},
         title=f"{comparison.heading}: training loss",
         width_px=1180,
-        height_px=max(300, 80 + 18 * len(variants)),
+        height_px=max(300, 80 + 18 * len(variants)) if standalone else 300,
         x_label=seconds,
         standalone=standalone,
     )

@@ -35,7 +35,7 @@ def curve_svg(
 
     Args:
         points: those that are not finite are only counted below the picture. Several curves by their names are lines
-            of means, with the names beside them.
+            of means, with the names beside them; inside a page above them, where narrow screens show them.
         marks: dashed vertical lines.
         named: labelled vertical lines.
         failures: vertical lines with a cross, each with a tooltip.
@@ -50,8 +50,9 @@ def curve_svg(
     groups = {name: average_neighbours(curve, _MAX_POINTS_OF_SEVERAL) for name, curve in finite.items()}
     means = {name: [(x, mean) for x, _, mean, _ in curve] for name, curve in groups.items()}
     shown = sorted(point for curve in (means if several else finite).values() for point in curve)
-    top = 46.0 if title else 20.0
-    right, bottom = width_px - (_NAMES if several else _RIGHT), height_px - _BOTTOM
+    names_px = 18 * len(curves) if several and not standalone else 0
+    top, height_px = (46.0 if title else 20.0) + names_px, height_px + names_px
+    right, bottom = width_px - (_NAMES if several and standalone else _RIGHT), height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
     if shown:
         left_x, right_x = shown[0][0], shown[-1][0] if shown[-1][0] > shown[0][0] else shown[0][0] + 1
@@ -88,9 +89,10 @@ def curve_svg(
         for x, words in place(failures):
             for ends in ((x, x, top, bottom), (x - 4, x + 4, top - 4, top + 4), (x - 4, x + 4, top + 4, top - 4)):
                 parts.append(line("failure", *ends, COLOURS["send"][0], title=words))
-        parts += (
-            _draw_curves(means, at, right, top) if several else _draw_means(average_neighbours(shown), at, len(shown))
-        )
+        if several:
+            parts += _draw_curves(means, at, *((_LEFT, top - names_px - 9) if names_px else (right + 12, top)))
+        else:
+            parts += _draw_means(average_neighbours(shown), at, len(shown))
     else:
         parts.append(
             text(width_px / 2, (top + bottom) / 2, f"no {y_label} was recorded", colour="faint", anchor="middle")
@@ -118,16 +120,16 @@ def average_neighbours(
 def _draw_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     at: Callable[[float, float], tuple[float, float]],
-    right: float,
+    left: float,
     top: float,
 ) -> list[str]:
-    """Draws lines, thinner once the colours are used again, and their names to the right."""
+    """Draws lines, thinner once the colours are used again, and their names from (left, top) downwards."""
     parts = [f"<style>{line_style()}</style>"]
     for number, (name, points) in enumerate(curves.items()):
         colour, width, y = list(LINES)[number % len(LINES)], 2.0 if number < len(LINES) else 1.0, top + 18 * number
         parts.append(polyline(f"of-{colour}", (at(x, height) for x, height in points), LINES[colour][0], width))
-        parts.append(line(f"of-{colour}", right + 12, right + 32, y, y, LINES[colour][0], stroke_width=str(width)))
-        parts.append(text(right + 38, y + 4, name))
+        parts.append(line(f"of-{colour}", left, left + 20, y, y, LINES[colour][0], stroke_width=str(width)))
+        parts.append(text(left + 26, y + 4, name))
     return parts
 
 
