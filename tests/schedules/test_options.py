@@ -138,9 +138,6 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
     assert (status, f"Proof of {file}:mine[twice=true], plan" in out) == (0, True)
 
 
-# -- where names stand -----------------------------------------------------------------------------
-
-
 def test_phases() -> None:
     text = "1f1b/4:200,pb_lwp[by=difference,scale=2]+spike:3e,x.py:one[a=1/2,b=c]/2:500,paci[backward_rule=recompute]/4"
     phases = prepare.read_run_phases(None, None, text)
@@ -186,9 +183,6 @@ def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     assert run_command("plan", "--check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["pb_lwp", "pb_lwp_sc", "paci", "pb_lwp[by=difference]"])
 def test_a_refusal_names_what_was_asked_and_advises_an_option(name: str) -> None:
     again = replace(pd.Plan.uniform(2), stages=tuple(replace(s, recompute=True) for s in pd.Plan.uniform(2).stages))
@@ -198,9 +192,6 @@ def test_a_refusal_names_what_was_asked_and_advises_an_option(name: str) -> None
     assert str(raised.value).startswith(f"schedule '{bare}': ")
     assert str(raised.value).endswith("or give the method the option backward_rule=recompute")
     pd.schedules.build(name, again, backward_rule="recompute")
-
-
-# -- runs ------------------------------------------------------------------------------------------
 
 
 def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:

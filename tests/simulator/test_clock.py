@@ -84,9 +84,6 @@ def test_one_works_at_a_time(run: tuple[pd.Schedule, Costs, int]) -> None:
     assert sorted(span[:4] for span in work) == sorted(span[:4] for span in apart.work())
 
 
-# -- sums over the holders of tied weights ----------------------------------------------------------------------------
-
-
 LATENCY_S, BYTES_PER_S = 0.5, 10.0
 LINK = cost.SumLink(BYTES_PER_S, LATENCY_S)
 
@@ -134,9 +131,6 @@ def test_methods_whose_stages_update_differently_are_refused() -> None:
     with pytest.raises(pd.errors.ScheduleError, match="pipedream_vertical_sync"):
         program_of("pipedream_vertical_sync", tied_plan(replicas=(2, 1, 1)))
     pd.verify(program_of("pipedream_vertical_sync", tied_plan()))
-
-
-# -- as an independent simulator has it --------------------------------------------------------------------------------
 
 
 def by_rank(timeline: pd.Timeline) -> list[list[Any]]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from pipedream.apps.report import html_tables as tables
@@ -53,7 +53,7 @@ def page(
     sections = [
         f"<p><code>{escape(str(command))}</code></p>" if command else "",
         f'<dl class="cards">{tables.cards(_list_figures(summary))}</dl>',
-        *(f"<p>{escape(text)}</p>" for text in (_explain_rate(predicted, measured), _explain_waits(measured)) if text),
+        *(f"<p>{escape(text)}</p>" for text in _explain(summary, predicted, measured) if text),
         _draw_timelines(runs, start),
         tables.section("Loss", _draw_losses(summary, losses)),
         tables.section("Evaluations", _draw_evaluations(summary)),
@@ -107,7 +107,6 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     note = "" if predicted is None else f"predicted {format_number(predicted)}"
     if predicted and measured is not None:
         note += f" ({100 * (measured / predicted - 1):+.0f}%)"
-    note += slowness_text(summary)
     rows.append(("samples per second", format_number(measured), note))
     bubble = summary.get("bubble") or {}
     note = f"predicted {tables.percent(bubble['predicted'])}" if "predicted" in bubble else ""
@@ -126,6 +125,15 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _explain(summary: Mapping[str, Any], predicted: Timeline | None, measured: Timeline | None) -> Iterator[str]:
+    """Yields sentences that may be empty."""
+    rate = (summary.get("throughput") or {}).get("predicted_per_s")
+    if (slowness := slowness_text(summary)) and rate:
+        yield f"Samples per second: predicted {format_number(rate)}{slowness}."
+    yield _explain_rate(predicted, measured)
+    yield _explain_waits(measured)
+
+
 def _explain_rate(predicted: Timeline | None, measured: Timeline | None) -> str:
     """Says which kind of op took how much longer or shorter than predicted, where it is a tenth or more."""
     if predicted is None or measured is None:
@@ -136,9 +144,11 @@ def _explain_rate(predicted: Timeline | None, measured: Timeline | None) -> str:
             [span.end_s - span.start_s for span in timeline.spans if span.kind == kind]
             for timeline in (predicted, measured)
         )
-        if before and after and fmean(before) > 0 and abs(fmean(after) / fmean(before) - 1) >= 0.1:
-            parts.append(f"{name} {format_seconds(fmean(after))}, predicted {format_seconds(fmean(before))}")
-    return f"Means that differ from the prediction: {'; '.join(parts)}." if parts else ""
+        if before and after and median(before) > 0 and abs(median(after) / median(before) - 1) >= 0.1:
+            ranked, tenth = sorted(after), len(after) // 10
+            low, middle, high = map(format_seconds, (ranked[tenth], median(after), ranked[-1 - tenth]))
+            parts.append(f"{name} {middle} ({low} to {high}), predicted {format_seconds(median(before))}")
+    return f"Medians (and the middle 80%) that differ from the prediction: {'; '.join(parts)}." if parts else ""
 
 
 def _explain_waits(measured: Timeline | None) -> str:

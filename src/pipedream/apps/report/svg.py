@@ -73,7 +73,11 @@ def timeline_svg(
     parts += _draw_boxes(spans, x, y, lane_px, version_of, match_waits(timeline))
     parts += _draw_labels(spans, x, y, lane_px, version_of if versions else None)
     parts += _draw_messages(spans, x, lambda rank: y(rank) + lane_px)
-    parts += _draw_legend([kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
+    parts += _draw_legend(
+        [kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)],
+        bottom + _AXIS,
+        LEFT if standalone else 8,
+    )
     label = title or f"Timeline of {timeline.name}, {timeline.source}"
     return frame("".join(parts), width, bottom + _AXIS + _LEGEND, label, standalone)
 
@@ -255,8 +259,8 @@ def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Call
     return parts
 
 
-def _draw_legend(kinds: list[str], y: float) -> list[str]:
-    parts, x = [], float(LEFT)
+def _draw_legend(kinds: list[str], y: float, x: float) -> list[str]:
+    parts = []
     for kind in kinds:
         name = {"wait": "wait", "send": "send"}.get(kind, f"{kind}0")
         height = 3 if kind == "send" else 10
