@@ -17,7 +17,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import slow, thinned
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -186,7 +186,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SAME))
+@pytest.mark.parametrize("name", thinned(SAME, 4))
 def test_it_is_the_plain_trainer(tmp_path: Path, name: str) -> None:
     """Numbers of updates, logs and weights, however the data divides."""
     trainer = assert_same(tmp_path, **SAME[name])
@@ -229,7 +229,7 @@ UNFOLLOWED: dict[str, tuple[str, Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNFOLLOWED)
+@pytest.mark.parametrize("name", thinned(UNFOLLOWED))
 def test_what_a_callback_cannot_change_is_an_error(tmp_path: Path, name: str) -> None:
     event, act, message = UNFOLLOWED[name]
     with pytest.raises(pd.PipelineError, match=message):
@@ -267,7 +267,7 @@ METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(METHODS))
+@pytest.mark.parametrize("name", thinned(METHODS, 4))
 def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, name: str) -> None:
     method, changes = METHODS[name]
     assert_same(tmp_path, methods={name: method}, **changes)
@@ -325,7 +325,7 @@ def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None
         run("pipeline", tmp_path, samples=Stream(10), max_steps=5)
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", [slow(False), True])
 def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool) -> None:
     """Tokens and epochs too; also after a callback had ended an epoch, which the plain Trainer does not know then."""
     saving = SAVING | {"include_num_input_tokens_seen": "all"}

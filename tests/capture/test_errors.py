@@ -170,13 +170,13 @@ OF_BOX = {"batches": BATCHES[:1], "loss": lambda output, batch: output["box"].va
     [
         (bug, {}, r"rank 1, stage 1, 1F2: RuntimeError: shape.*the model Net, at test_errors\.py:.*x\.view\(5, 77\)"),
         (None, {"loss": bug_in_loss}, r"stage 2.*in bug_in_loss: return output\.mean\(\) \+ batch\[1\]\.view\(77\)"),
-        (partial(skips, unless=lambda _, x: len(x) > 1), {"cuts": ["blocks.1.a"]}, ANOTHER_PATH),
+        slow(partial(skips, unless=lambda _, x: len(x) > 1), {"cuts": ["blocks.1.a"]}, ANOTHER_PATH),
         (needs_numbers, {}, r"rank 1, stage 1.*: if len\(x\) == 1 and x\.sum\(\) > 0.*needs the numbers.*one module"),
         (hides, OF_BOX, "stage 2.*the loss or a metric needs the numbers of a tensor.*let the model return it in its"),
         (sometimes_more, reading(lambda first: first.mean()), UNSENT),
-        (scaled, STEPS, r"the forward reads what the one before left in 'steps'.*microbatches=1"),
+        slow(scaled, STEPS, r"the forward reads what the one before left in 'steps'.*microbatches=1"),
         (masked, of_two(MASK, BARE), r"Net \(test_errors\.py:.*input 'mask'.*missing in this batch.*in each batch"),
-        (masked, of_two(BARE, MASK), ANOTHER_TENSOR),
+        slow(masked, of_two(BARE, MASK), ANOTHER_TENSOR),
         (masked, of_two(BARE, BARE | {"y": X}), r"unexpected keyword argument 'y'.*the model Net, at test_errors\.py:"),
     ],
 )
@@ -423,9 +423,9 @@ class OwnCalls(Net):
     [
         # It takes another path for a part than for the whole.
         (partial(Net, catches), CUTS, {"check": False}),
-        (lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), CUTS, {}),
+        slow(lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), CUTS, {}),
         (partial(Net, continues), None, {}),
-        (partial(Net, yields), None, {}),
+        slow(partial(Net, yields), None, {}),
         (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
         slow(partial(Net, in_thread), None, {}),
     ],

@@ -181,7 +181,7 @@ UNUSED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", UNUSED)
+@pytest.mark.parametrize("kind", thinned(UNUSED))
 @pytest.mark.parametrize("optimizer", thinned([SGD, ADAMW]))
 def test_roundpipe_leaves_weights_alone_that_no_layer_reads(kind: str, optimizer: Any) -> None:
     def make_unused() -> Net:
@@ -210,8 +210,8 @@ def _follow(net: Net, h: Tensor) -> None:
 
 
 SAME_AGAIN: dict[str, Callable[[Net, Tensor], object]] = {
-    "once": _write_once,
     "clamped": lambda net, _: net.scale.clamp_(max=0.9),
+    "once": _write_once,
     "clamped, through data": lambda net, _: net.scale.data.clamp_(max=0.9),
 }
 ANEW: dict[str, Callable[[Net, Tensor], object]] = {
@@ -236,7 +236,7 @@ def _written(kind: str) -> Net:
     return net
 
 
-@pytest.mark.parametrize("kind", thinned([*SAME_AGAIN, *ANEW]))
+@pytest.mark.parametrize("kind", thinned([*SAME_AGAIN, *ANEW], 3))
 def test_weights_that_a_forward_writes_are_not_written_twice(kind: str) -> None:
     refused, net = partial(pytest.raises, pd.PipelineError), partial(_written, kind)
     check(net, microbatches=1)  # what was profiled is what is trained
@@ -344,8 +344,8 @@ FORWARDS = WRITES | {f"hook on {name}": forward for name, forward in HOOKS.items
 @pytest.mark.parametrize(
     ("name", "cut", "options"),
     [
-        *thinned((name, cut, {}) for name in WRITES for cut in (None, "b", "e")),
-        *thinned((f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")),
+        *thinned([(name, cut, {}) for name in WRITES for cut in (None, "b", "e")], 4),
+        *thinned([(f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")], 3),
         *((name, "b", {}) for name in LOOKS),
         *(slow(name, "b", options) for name in FORWARDS if name not in LOOKS for options in METHODS),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from built import Built
 from hypothesis import given, strategies as st
-from marks import long, slow
+from marks import long, slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import HF, OWN
@@ -319,7 +319,7 @@ DRAWS: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", thinned(DRAWS))
 def test_a_draw_is_seen(name: str) -> None:
     """Also one in place: the generator is seeded before the same layers as where there are numbers."""
     draws, function = DRAWS[name]

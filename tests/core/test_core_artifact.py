@@ -12,6 +12,7 @@ from typing import Any
 import drawn
 import pytest
 from hypothesis import given, strategies as st
+from marks import few
 from programs import program_of
 
 import pipedream as pd
@@ -74,6 +75,7 @@ placements = some(counts, 4, 1).map(pd.schedules.Placement.replicated)
 nouns = st.one_of(clusters, graphs(), profiles(), plans(), timelines, placements)
 
 
+@few
 @given(nouns)
 def test_what_is_saved_is_what_is_loaded(noun: artifact.Artifact) -> None:
     check_round_trip(noun)

@@ -16,7 +16,7 @@ import torch
 import zoo
 from built import Built, Watched
 from cases import Case, check_same, run
-from marks import slow
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import train
@@ -42,7 +42,7 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize("case", RECOMPUTED, ids=str)
+@pytest.mark.parametrize("case", thinned(RECOMPUTED), ids=str)
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
 
@@ -168,7 +168,7 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpus")
-@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+@pytest.mark.parametrize("case", thinned(OFFLOADED), ids=str)
 def test_offloaded_activations_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     close = offload.Offload.close

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from cases import OPTIMIZERS, Case, check, make_pipeline, run
-from marks import slow, spread
+from marks import slow, spread, thinned
 
 import pipedream as pd
 from pipedream.extensions.compensations import error_feedback, gap_aware, t1
@@ -141,7 +141,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [*CASES, *spread(slow(name, case.lengthened()) for name, case in SLOW)], ids=str
+    ("name", "case"), [*thinned(CASES), *spread(slow(name, case.lengthened()) for name, case in SLOW)], ids=str
 )
 def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
     check_published(name, case)

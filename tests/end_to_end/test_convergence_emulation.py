@@ -96,7 +96,7 @@ def _cases() -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize(("task", "arm"), thinned(_cases()))
+@pytest.mark.parametrize(("task", "arm"), thinned(_cases(), 4))
 def test_the_emulation_equals_the_running_pipeline(task: str, arm: Any) -> None:
     losses, state = _emulated(task, arm, 3)
     expected, weights = _run(task, arm, 3)

@@ -124,7 +124,7 @@ def check_tied(case: Case, outcome: Trained) -> None:
 QUICK = (TIED[0], TIED[4], TIED[6], TIED[10], TIED[12])
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in (*TIED, *LATE_TIED)], ids=str)
+@pytest.mark.parametrize("case", thinned(c if c in QUICK else slow(c) for c in (*TIED, *LATE_TIED)), ids=str)
 def test_weights_tied_across_stages_train_as_in_one_process(case: Case) -> None:
     check_tied(case, run(case))
 
@@ -356,7 +356,7 @@ def test_updates_that_are_not_finite_are_skipped_as_the_method_can(
     assert [number for number, loss in trained.losses.items() if loss != loss] == [13]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", slow("zbv"), slow("chimera"), "roundpipe"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", slow("zbv"), slow("chimera"), slow("roundpipe")])
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
     training = trap(schedule, microbatches=4)
     free = training.check(reads=Reads(lambda s, k: k // 4))

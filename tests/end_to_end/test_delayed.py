@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from cases import Case, check, make_pipeline, run
-from marks import needs_bfloat16_lstm, spread
+from marks import needs_bfloat16_lstm, spread, thinned
 from torch import nn
 
 import pipedream as pd
@@ -66,7 +66,8 @@ def _matrix() -> list[Any]:
         Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
     ]
     longer = [pytest.param(case.lengthened(), id=f"{case} lengthened", marks=pytest.mark.slow) for case in slow]
-    return [pytest.param(case, id=str(case)) for case in quick] + spread(longer)
+    shown, methods = [pytest.param(case, id=str(case)) for case in quick], len(delayed.PAPERS)
+    return shown[:methods] + thinned(shown[methods:]) + spread(longer)
 
 
 @pytest.mark.parametrize("case", _matrix())

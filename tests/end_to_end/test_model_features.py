@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, such as g++")
-QUICK = {"resnet": ("recompute split", "replicas"), "tied_gpt": ("recompute split", "replicas")}
+QUICK = {"tied_gpt": ("recompute split", "replicas")}
 
 
 def _marks(name: str, quick: bool) -> list[pytest.MarkDecorator]:
@@ -92,7 +92,7 @@ def training(name: str, feature: Feature, *, dropout: bool = True, **more: Any) 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["resnet", "tied_gpt"])
+@pytest.mark.parametrize("name", [slow("resnet"), "tied_gpt"])
 def test_a_run_goes_on_with_another_plan(name: str, tmp_path: Path) -> None:
     training(name, Feature()).resumed(tmp_path, (3,), training(name, Feature(config=(1, 1, 1))), bound=1e-9)
 

@@ -87,7 +87,7 @@ def test_samples_that_depend_on_each_other_are_refused() -> None:
     check_same(_plain(case, 1), pipelined(case, batches_of(case), check=True), case.tolerance)
 
 
-@pytest.mark.parametrize("case", spread(_chosen(WITH_DROPOUT, default=("glue_dropout", "checkpointed")), every=3))
+@pytest.mark.parametrize("case", spread(_chosen(WITH_DROPOUT, default=("glue_dropout",)), every=3))
 def test_masks_depend_neither_on_the_cut_nor_on_a_repeated_forward(case: Case) -> None:
     batches = batches_of(case)
     profile = profile_of(case, batches[0], dropout=True)

@@ -49,13 +49,14 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
 def _matrix() -> list[object]:
     """Returns each plan with three methods in turn; rounds may have a lag.
 
-    The first method is in the default run, the second is slow, the third long.
+    The first method of every second plan is in the default run, the second is slow, the third long.
     """
     parameters = []
     for number, replicas in enumerate(PLANS):
         for turn in range(3):
             case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True, **(LONGER if turn else {}))
-            parameters.append(pytest.param(case, id=str(case), marks=((), pytest.mark.slow, pytest.mark.long)[turn]))
+            mark = pytest.mark.long if turn > 1 else pytest.mark.slow if turn or number % 2 else ()
+            parameters.append(pytest.param(case, id=str(case), marks=mark))
         method = METHODS[number % 3]
         if method in ROUNDS:
             update_delay, depth = LAGS[replicas]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from drawn import runtime_costs
 from hypothesis import assume, example, given, strategies as st
+from marks import few
 
 import pipedream as pd
 from pipedream.plan_request import PlanRequest
@@ -87,6 +88,7 @@ def test_no_plan_beats_its_bound(profile: pd.Profile, cluster: pd.Cluster, sched
     assert stage_search.make_candidate(plan, "").least_s <= period_s * (1 + 1e-9)
 
 
+@few
 @given(
     profiles(),
     clusters(),
@@ -120,6 +122,7 @@ DELAYED_SUMS = pd.Profile.of_chain(tuple(pd.LayerProfile(f, b, 0, size, 0) for f
 """A straight pipeline is fastest by its slowest stage, but 2-2 hides its sums if updates are delayed."""
 
 
+@few
 @given(profiles(), clusters(), st.sampled_from(["pipedream", "pipedream", "1f1b"]), st.sampled_from([0, 1]))
 @example(DELAYED_SUMS, pd.Cluster((pd.Level(2, 4.75e8), pd.Level(2, 1e7))), "pipedream", 1)
 def test_losing_plans_need_no_bytes(profile: pd.Profile, cluster: pd.Cluster, schedule: str, update_delay: int) -> None:

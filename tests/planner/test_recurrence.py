@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from every_plan import every_plan, exhaustive, peak_bytes
 from hypothesis import assume, given, strategies as st
-from marks import seeds
+from marks import few, seeds
 from programs import program_of
 
 import pipedream as pd
@@ -117,7 +117,7 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: pd.Profile, stages: int, sh
     assert best.slowest_stage_s >= of_stages(free, stages).best().slowest_stage_s
 
 
-@pytest.mark.parametrize("seed", seeds(3, 5, 10))
+@pytest.mark.parametrize("seed", seeds(1, 5, 10))
 def test_the_best_plan_stays(seed: int) -> None:
     """Of 400 graphs and chains, the plan and not only its period, at any family of plans, any memory, one to three
     levels and workers that may differ."""
@@ -147,6 +147,7 @@ def cycle_of(plan: pd.Plan) -> int:
     return lcm(*plan.replicas)
 
 
+@few
 @given(st.randoms(use_true_random=False), st.integers(2, 5), st.integers(2, 6), st.booleans())
 def test_is_the_fastest_with_so_short_a_cycle(draw: random.Random, layers: int, workers: int, whole: bool) -> None:
     cluster = pd.Cluster.flat(workers, draw.choice([1e8, 1e9]), 0.0, draw.choice([None, 4 * 10**7]))

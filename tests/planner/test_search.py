@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from every_plan import best_plans
 from hypothesis import example, given, strategies as st
-from marks import seeds
+from marks import few, seeds
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Workers
@@ -45,6 +45,7 @@ def test_never_loses_to_replicas_alike_if_memory_is_low(profile: pd.Profile, clu
         assert search_plan(profile, cluster, all_workers=True).workers == workers
 
 
+@few
 @given(profiles, clusters, st.sampled_from(["never", "auto", "always"]), st.booleans())
 @example(SHORT, CROWDED, "never", True)
 def test_searches_that_share_tables_find_what_each_finds_alone(

@@ -709,7 +709,7 @@ OBJECTS = {
     "with its view, written": Case(twice(2), "another gradient", m=1),
 }
 CASES = LOSSES | BATCHES | WEIGHTS | OPTIMIZERS | FORWARDS | OBJECTS
-NAMES = [*thinned(LOSSES), *BATCHES, *thinned(WEIGHTS), *OPTIMIZERS, *thinned(FORWARDS), *OBJECTS]
+NAMES = [name for kind in (LOSSES, BATCHES, WEIGHTS, OPTIMIZERS, FORWARDS, OBJECTS) for name in thinned(kind)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -118,12 +119,12 @@ def _seeded() -> None:
     torch.manual_seed(1)
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", thinned(READS))
 def test_weights_read_in_full_precision(name: str) -> None:
     check(make(READS[name]))
 
 
-@pytest.mark.parametrize("name", ["region without autocast", "in two ways", "by the mode", "by the data"])
+@pytest.mark.parametrize("name", ["region without autocast", *map(slow, ("in two ways", "by the mode", "by the data"))])
 @pytest.mark.parametrize(
     "options",
     [

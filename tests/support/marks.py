@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case of the slow run alone; `long` is left to `make test-all`."""
 long = partial(pytest.param, marks=pytest.mark.long)
+few = settings(max_examples=settings.default.max_examples // 3)
+"""For a property whose examples compute much: a third of the profile's."""
 needs_hf = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="transformers is not installed; pip install torch-pipedream[hf]",
@@ -18,16 +21,18 @@ needs_hf = pytest.mark.skipif(
 needs_bfloat16_lstm = pytest.mark.skipif("not torch.ops.mkldnn._is_mkldnn_bf16_supported()", reason="needs AVX-512")
 
 
-def thinned(cases: Iterable[Any]) -> list[Any]:
-    """Marks as slow every second of the cases that are not marked yet: append new ones, or others change."""
-    parameters = []
-    is_kept = False
+def thinned(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """Leaves every n-th of the cases that are not marked yet, and marks the others as slow.
+
+    Append new ones, or others change.
+    """
+    parameters, count = [], 0
     for case in cases:
         parameter: Any = case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
         if not parameter.marks:
-            is_kept = not is_kept
-            if not is_kept:
+            if count % every:
                 parameter = slow(*parameter.values, id=parameter.id)
+            count += 1
         parameters.append(parameter)
     return parameters
 

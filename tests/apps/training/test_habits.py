@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from built import Built
-from marks import thinned
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
@@ -142,9 +143,10 @@ def make_loader(kind: str, number: str) -> tuple[Any, Callable[[int], None], Any
     return loader, lambda epoch: part.set_epoch(NUMBERS[number][epoch]), part
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
-@pytest.mark.parametrize("number", thinned(NUMBERS))
-@pytest.mark.parametrize("kind", ["sampler", "batches", "from -1"])
+@pytest.mark.parametrize(
+    ("kind", "number", "schedule"),
+    thinned(product(("sampler", "batches", "from -1"), NUMBERS, ("1f1b", "roundpipe")), 5),
+)
 def test_epochs_are_those_that_the_loop_sets(kind: str, number: str, schedule: str) -> None:
     expected = train_plainly(*make_loader(kind, number)[:2], EPOCHS)
     loader, begin, _ = make_loader(kind, number)
@@ -199,7 +201,7 @@ class CallAfterEpochs(pd.callbacks.Callback):
 @pytest.mark.parametrize(
     ("schedule", "when"), [("1f1b", "loop"), ("1f1b", "begin"), ("roundpipe", "callback"), ("pipedream", "loop")]
 )
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in ("from -1", "counting")])
+@pytest.mark.parametrize("kind", thinned(kind for kind in LOADERS if kind not in ("from -1", "counting")))
 def test_an_epoch_that_is_set_within_a_train_is_followed_or_refused(kind: str, schedule: str, when: str) -> None:
     """By a number that the pipeline cannot foresee: it may have read ahead."""
     loader, tell, part = make_loader(kind, "tens")
@@ -293,7 +295,7 @@ def _mask(output: Tensor, targets: Tensor) -> Tensor:
     return output.mean() + targets.double().mean()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "roundpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("gpipe"), slow("roundpipe")])
 @pytest.mark.parametrize("metric", [lambda output, targets: output.clamp_(0, 0.1).mean(), _mask])
 @pytest.mark.parametrize(
     "loss", [F.cross_entropy, lambda output, targets: output.exp().gather(1, targets[:, None]).mean()]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from commands import Run
 from hypothesis import given, strategies as st
-from marks import long, slow
+from marks import long
 
 import pipedream as pd
 from pipedream._version import hash_sources
@@ -237,7 +237,8 @@ def write_replicas(folder: Path, workers: int, lost: str = "pass") -> None:
     (folder / "mortal.py").write_text(text.replace("DOOMED", doomed), encoding="utf-8")
 
 
-@pytest.mark.parametrize("replicas", [(2,), slow((3, 1))], ids=["2", "3-1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [(2,), (3, 1)], ids=["2", "3-1"])
 def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """As one process does that runs the plan, and from the checkpoint on the plan with a replica fewer."""
     write_replicas(tmp_path, sum(replicas))

@@ -53,7 +53,7 @@ SAME = [
 @pytest.mark.parametrize(
     "case",
     spread(
-        pytest.param(case, id=f"{case} {case.scheduled}", marks=pytest.mark.slow if number % 8 else ())
+        pytest.param(case, id=f"{case} {case.scheduled}", marks=pytest.mark.slow if number % 16 else ())
         for number, case in enumerate(SAME)
     ),
 )

@@ -174,7 +174,7 @@ class Apart(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("schedule", "workers"), RUNS)
+@pytest.mark.parametrize(("schedule", "workers"), thinned(RUNS))
 def test_weights_in_the_store_never_meet_their_copies(schedule: str, workers: int, monkeypatch: Patch) -> None:
     expected = training(workers, schedule).pipeline()
     apart, addresses = Apart(), list[int]()
@@ -303,7 +303,7 @@ def test_the_next_minibatch_begins_before_the_update_ends(workers: int) -> None:
     assert all(forwards[3 * update].start_s < steps[update].end_s for update in (1, 2))
 
 
-@pytest.mark.parametrize(("name", "stage"), [("0.weight", 0), ("3.inner.weight", 2), ("7.weight", 4)])
+@pytest.mark.parametrize(("name", "stage"), thinned([("0.weight", 0), ("3.inner.weight", 2), ("7.weight", 4)], 3))
 def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> None:
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         def fail(*_: Any) -> None:

@@ -7,6 +7,7 @@ from itertools import combinations, groupby, pairwise
 
 import pytest
 from hypothesis import assume, given, strategies as st
+from marks import few
 from programs import with_rank
 
 import pipedream as pd
@@ -63,6 +64,7 @@ def dispatched_on(workers: list[list[int]], slots: list[Slot], m: int) -> float:
     return max(ends)
 
 
+@few
 @given(sizes(4), st.integers(1, 9))
 def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, int], n: int) -> None:
     p, stages, m = size
@@ -89,6 +91,7 @@ def test_without_a_flush_slots_go_on_from_the_next_worker(size: tuple[int, int, 
     pd.verify(pd.lower(pd.schedules.evaluation(schedule.plan, schedule.placement)))
 
 
+@few
 @given(sizes(4))
 def test_updates_of_tied_weights_wait_for_the_turns_of_all_stages_of_their_rank(size: tuple[int, int, int]) -> None:
     p, stages, m = size
@@ -186,6 +189,7 @@ def test_passes_that_read_what_a_thread_still_writes_are_refused(workers: int) -
             pd.verify(with_rank(program, rank, **never))
 
 
+@few
 @given(sizes(), st.integers(1, 4), st.floats(0.1, 30.0))
 def test_updates_on_hosts_of_gpus_take_no_time_of_passes(size: tuple[int, int, int], n: int, update_s: float) -> None:
     """A worker's updates follow each other, and each stage's has ended before the stage's next one begins."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from built import Built
-from marks import slow
+from marks import slow, thinned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 from training import plan_of
@@ -123,7 +123,7 @@ def train(loader: Any, folder: Path, until: int | None, *how: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("until", "size"), [(4, 16), *(slow(*pair) for pair in ((4, 4), (3, 12), (6, 5)))])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", thinned(LOADERS))
 def test_each_sample_comes_once(name: str, until: int, size: int, tmp_path: Path) -> None:
     """In the order that a run of whole epochs has; the last, smaller batch is no other one."""
     if name == "own batches" and until < 6:
@@ -134,7 +134,7 @@ def test_each_sample_comes_once(name: str, until: int, size: int, tmp_path: Path
     assert sorted(whole[:SAMPLES]) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", thinned(LOADERS))
 def test_batches_that_do_not_add_up_are_refused(name: str, tmp_path: Path) -> None:
     train(LOADERS[name](8), tmp_path, 5)
     number = r"5 samples of it .* end after 3" if name == "own batches" else r"40 samples of it .* end after 48"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
+from marks import thinned
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from training import SGD, plan_of
@@ -95,7 +96,7 @@ def train(loader: Any, schedule: str, parts: int, replicas: tuple[int, ...], **o
 
 @pytest.mark.parametrize(
     ("schedule", "parts", "replicas"),
-    [("pipedream", 1, (1, 1, 1)), ("1f1b", 2, (2, 1)), ("pipedream_2bw", 4, (1, 1, 1))],
+    thinned([("pipedream", 1, (1, 1, 1)), ("1f1b", 2, (2, 1)), ("pipedream_2bw", 4, (1, 1, 1))], 3),
 )
 def test_batches_in_reused_memory_train_as_others(schedule: str, parts: int, replicas: tuple[int, ...]) -> None:
     expected = train(BATCHES, schedule, parts, replicas)

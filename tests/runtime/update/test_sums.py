@@ -44,7 +44,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", thinned(slow(case) if case.schedule in ("chimera", "pipedream_2bw") else case for case in CASES), ids=str
+    "case",
+    thinned((slow(case) if case.schedule in ("chimera", "pipedream_2bw") else case for case in CASES), 4),
+    ids=str,
 )
 def test_replicas_agree_as_the_serial_loop_says(case: Case) -> None:
     check(case, run(case))

@@ -250,10 +250,9 @@ def evaluated(calls: str, *, epochs: int = 3, **rest: Any) -> dict[str, list[flo
 
 
 @pytest.mark.parametrize("schedule", thinned(["1f1b", "pipedream"]))
-@pytest.mark.parametrize(
-    ("calls", "followed"), [("T", "T"), ("A", "A"), ("TA", "T"), ("AT", "T"), ("VA", "A"), ("AV", "A"), ("VTA", "T")]
-)
-def test_callbacks_follow_the_average_where_nothing_else_is_evaluated(calls: str, followed: str, schedule: str) -> None:
+@pytest.mark.parametrize("calls", thinned(["T", "A", "VTA", "AT", "VA", "AV", "TA"], 3))
+def test_callbacks_follow_the_average_where_nothing_else_is_evaluated(calls: str, schedule: str) -> None:
+    followed = "T" if "T" in calls else "A"
     heard = Events()
     losses = evaluated(calls, callbacks=[heard], schedule=schedule)[followed]
     assert [metrics["loss"] for *_, metrics in heard.of("evaluation")] == losses

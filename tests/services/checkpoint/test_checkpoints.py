@@ -19,7 +19,7 @@ import pytest
 import torch
 import zoo
 from commands import load_benchmark
-from marks import slow
+from marks import slow, thinned
 
 import pipedream as pd
 from pipedream.services.checkpoint import folders, pieces, stores, writer
@@ -183,7 +183,7 @@ ON_DISK: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(
     ("folder", "change", "words"),
-    [("disk", *row) for row in OF_FILES + ON_DISK] + [("store", *row) for row in OF_FILES],
+    thinned([("disk", *row) for row in OF_FILES + ON_DISK] + [("store", *row) for row in OF_FILES]),
     indirect=["folder"],
 )
 def test_damage_is_told(

@@ -8,7 +8,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from marks import thinned
+from marks import slow, thinned
 
 from pipedream.testing import Trained, Training, assert_equal, tiny
 
@@ -35,7 +35,7 @@ def name(training: Training) -> str:
     return f"{training.sums} {training.schedule}"
 
 
-@pytest.mark.parametrize("training", thinned(TRAININGS), ids=name)
+@pytest.mark.parametrize("training", thinned(TRAININGS, 4), ids=name)
 def test_a_resumed_run_is_the_same_to_the_bit(training: Training, tmp_path: Path) -> None:
     training.resumed(tmp_path, (4, 9))
 
@@ -55,7 +55,7 @@ def test_processes_and_a_single_one_resume_each_others_checkpoints(training: Tra
 
 @pytest.mark.parametrize(
     "other",
-    [summing("every:2", "1f1b", (2,)), summing("diloco:3", "1f1b", (3,)), summing(None, "1f1b", (1, 1))],
+    [slow(summing("every:2", "1f1b", (2,))), slow(summing("diloco:3", "1f1b", (3,))), summing(None, "1f1b", (1, 1))],
     ids=name,
 )
 def test_another_plan_takes_what_the_replicas_share(

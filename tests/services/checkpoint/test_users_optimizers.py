@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import thinned
 from torch import nn
 from torch.nn import functional as F
 from training import loop, plan_of
@@ -171,7 +172,7 @@ def train_in_two_parts(folder: Path, how: How, cut: int, how_then: How | None = 
     ("how", "cut"),
     [
         *(pytest.param(CASES[name], 2, id=f"{name}, same cut") for name in ("wraps one", "two in one")),
-        *(pytest.param(how, 4, id=name) for name, how in CASES.items()),
+        *thinned(pytest.param(how, 4, id=name) for name, how in CASES.items()),
         pytest.param((OPAQUE, None), 2, id="opaque, same cut"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from built import Built
 from hypothesis import given, strategies as st
+from marks import few
 from programs import program_of
 from torch import Tensor, nn
 
@@ -89,6 +90,7 @@ def count_trained(gradients: list[Tensor], begin: int, size: int) -> int:
     return begin
 
 
+@few
 @given(data=st.data())
 def test_whatever_is_lost_each_update_sums_over_its_minibatches(data: st.DataObject) -> None:
     """ReCoVer's invariant, arXiv 2605.11215.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import SGD, plan_of
@@ -60,8 +62,7 @@ def values(metric: Callable[[Any, Any], Any], microbatches: int) -> list[float]:
         return [done.metrics["it"] for done in pipeline.train([BATCH])]
 
 
-@pytest.mark.parametrize("microbatches", [2, 3])
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(("name", "microbatches"), thinned(product(MEANS, (2, 3)), 3))
 def test_a_mean_over_samples_or_of_a_pair_is_accepted(name: str, microbatches: int) -> None:
     assert len(values(MEANS[name], microbatches)) == 1
 

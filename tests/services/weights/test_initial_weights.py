@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import Built
-from marks import slow
+from marks import slow, thinned
 from torch import Tensor, nn
 from training import SGD, plan_of
 from zoo import HF
@@ -440,7 +440,8 @@ def frozen(names: tuple[str, ...], schedule: str = "1f1b") -> Training:
 
 
 @pytest.mark.parametrize(
-    ("names", "schedule"), [*zip(FROZEN, cycle(["1f1b", "zb-h1"]), strict=False), *product(FROZEN, ["pipedream"])]
+    ("names", "schedule"),
+    thinned([*zip(FROZEN, cycle(["1f1b", "zb-h1"]), strict=False), *product(FROZEN, ["pipedream"])], 3),
 )
 def test_frozen_stages_and_parts_of_stages_train_as_in_one_process(names: tuple[str, ...], schedule: str) -> None:
     trained, begin = frozen(names, schedule).check(1e-12), partly_frozen(names)

@@ -138,7 +138,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize(
-    "name", spread(thinned(name if name.partition(": ")[2] in QUICK else slow(name) for name in CASES))
+    "name", spread(thinned((name if name.partition(": ")[2] in QUICK else slow(name) for name in CASES), 4))
 )
 def test_layers_are_described_and_compute_the_same(name: str) -> None:
     layer, shape, loss = CASES[name]
