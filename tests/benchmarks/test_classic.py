@@ -145,21 +145,14 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[pd.Level
     ("model", "widths", "rates", "seconds", "config"),
     [
         ("vgg16", (4,), (1e9,), 0.205520896, "3-1"),
-        ("vgg16", (16,), (2.5e9,), 0.046320860, "15-1"),
         ("vgg16", (4, 4), (12e9, 1.25e9), 0.066888752, None),
-        ("resnet50", (4,), (1e9,), 0.162880924, "2-2"),
         ("resnet50", (8, 2), (30e9, 3.125e9), 0.031988747, None),
         ("alexnet", (4, 4), (12e9, 1.25e9), 0.015099494, None),
         # These come from running the published program.
         ("gnmt", (3, 2, 2), (12e9, 5e9, 1e9), 0.013566999999999996, None),
-        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.07354704906666668, None),
         # And these with --straight_pipeline.
         ("vgg16", (4, 4), (12e9, 1.25e9), 0.23559, "straight"),
-        ("alexnet", (2, 2, 2), (12e9, 5e9, 1e9), 0.032171, "straight"),
         ("gnmt", (8,), (1.25e9,), 0.019285, "straight"),
-        ("resnet18", (4, 4), (12e9, 1.25e9), 0.0822083584, "straight"),
-        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.088182, "straight"),
-        ("resnet50", (4,), (1e9,), 0.258149, "straight"),
     ],
 )
 def test_published_answers(

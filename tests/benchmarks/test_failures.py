@@ -1,6 +1,5 @@
 """The trials of failures: which there are, what is counted, and one of them."""
 
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -45,14 +44,3 @@ def test_random_kills_end_as_one_process_does(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "1 runs (seeds 0 to 0), " in ended.out
     assert "; 0 hangs, 0 orphans; failing seeds: none" in ended.out
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_a_trial(tmp_path: Path) -> None:
-    options = ("--only", "SIGKILL", "--only", "steady", "--only", "first", "-o", "trials.json")
-    ended = commands.run(str(RUN), *options, folder=tmp_path, timeout_s=300.0)
-    assert ended.status == 0, ended.err
-    (row,) = json.loads((tmp_path / "trials.json").read_text())
-    assert (row["fired"], row["survivors"], row["tracebacks"], row["exact"]) == (True, 0, 0, True)
-    assert "was ended by SIGKILL" in row["message"]

@@ -71,12 +71,6 @@ def test_every_check_has_a_row_until_the_limit() -> None:
     assert len({tuple(row) for row in rows}) == 1, "all rows have the same keys"
 
 
-def test_the_most_decisive_checks_come_first() -> None:
-    assert run.SHARING[:2] == ("equality", "links")
-    assert tuple(run.CHECKS)[: len(run.SHARING)] == run.SHARING
-    assert max(run.LIMITS_S.values()) + run.CHECK_LIMIT_S < run.LIMIT_S
-
-
 def test_checks_that_can_share_the_card() -> None:
     together, ends = threading.Barrier(2, timeout=20.0), []
 

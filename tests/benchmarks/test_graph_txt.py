@@ -64,29 +64,23 @@ def test_the_text_of_a_profile(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "has no node"),
-        ("hello", r"line 1: a node has 3 or 4 parts between ' -- ', found 1"),
         (f"{NODE}\n{NODE}", "line 2: a is already defined on line 1"),
-        (f"{NODE}\n{NODE[:60]}", "line 2: a node has forward_compute_time=.., "),
         (NODE.replace("1.0", "nan"), "line 1: forward_compute_time should be a number, found 'nan'"),
         (NODE.replace("2.0", "-2.0"), "line 1: backward_compute_time should be a number from 0 to 1e.15, found -2.0"),
         (NODE.replace("3.0", "[3.0; x]"), "line 1: activation_size should be a number, found 'x'"),
-        (NODE.replace("3.0", "[]"), "line 1: activation_size should be a number, found ''"),
         (NODE.replace("4.0", "1e400"), "line 1: parameter_size should be a number, found '1e400'"),
         (f"{NODE} -- stage_id=-1", "line 1: the fourth part of a node is stage_id=.., found 'stage_id=-1'"),
         (f"{NODE}\n\ta -- b\n", "line 2: the edge names 'b', which no earlier line defines"),
         (f"{NODE}\n\ta\n", "line 2: an edge has 2 node ids"),
         (f"{NODE}\n\ta -- a\n", "line 2: the edges form a cycle through a"),
-        (f"{TEXT}\tnode4 -- node3\n", "line 6: the edges form a cycle through node3"),
         (TEXT[: TEXT.index("\tnode1")], "line 1: node3 has no edge in or out, is the end of the file missing"),
-        (TEXT[: TEXT.index("\tnode3")], "line 3: node4 has no edge in or out"),
         (NODE[1:], "line 1: a node has 3 or 4 parts between ' -- ', found 2"),
         (None, "cannot read the graph"),
-        (b"\xff\xfe", "cannot read the graph"),
     ],
 )
-def test_damage_is_named_with_its_line(text: str | bytes | None, says: str, tmp_path: Path) -> None:
+def test_damage_is_named_with_its_line(text: str | None, says: str, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / "graph.txt").write_bytes(text.encode() if isinstance(text, str) else text)
+        (tmp_path / "graph.txt").write_text(text, encoding="utf-8")
     with pytest.raises(pd.PipelineError, match=says) as error:
         GraphText.load(tmp_path / "graph.txt")
     assert str(tmp_path / "graph.txt") in str(error.value)

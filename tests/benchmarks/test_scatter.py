@@ -38,9 +38,3 @@ def test_a_picture_by_hand() -> None:
     for words in ("far: 100 predicted, 1 measured", ">1 predicted, 100 measured", "predicted MB", ">two<"):
         assert words in picture
     assert "var(" not in picture  # literal colours, for converters that know no CSS variables
-
-
-@pytest.mark.parametrize("pairs", [[], [Pair(0.0, 1.0)], [Pair(1.0, -1.0)]])
-def test_refuses_what_has_no_logarithm(pairs: list[Pair]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        scatter_svg(pairs, title="t", unit="s")

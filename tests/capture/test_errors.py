@@ -383,15 +383,6 @@ class Boxing(Block):
         return Box(super().forward(x.value if isinstance(x, Box) else x))
 
 
-def continues(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        try:
-            x = block(x)
-        finally:
-            continue  # noqa: B012
-    return net.ends(x)
-
-
 def yields(net: Net, x: Tensor) -> Tensor:
     def states(x: Tensor) -> Iterator[Tensor]:
         for block in net.blocks:
@@ -424,7 +415,6 @@ class OwnCalls(Net):
         # It takes another path for a part than for the whole.
         (partial(Net, catches), CUTS, {"check": False}),
         slow(lambda: Net(lambda net, x: net.ends(net.through(x).value), (Boxing,) * 3), CUTS, {}),
-        (partial(Net, continues), None, {}),
         slow(partial(Net, yields), None, {}),
         (lambda: OwnCalls(None, (OwnCall, WithoutForward, OwnCall)), None, {}),
         slow(partial(Net, in_thread), None, {}),

@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import os
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -120,33 +119,6 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "command",
-    [
-        "mesh_gpt.py --workers 4 --config 1 --mesh data:2,model:2",
-        "mesh_gpt.py --workers 4 --config 1-1 --mesh model:2",
-        *(f"{path.name} --workers {how}" for path in PARTITIONED for how in ("2", "4 --mesh auto")),
-    ],
-)
-def test_commands_that_examples_name_train(command: str, tmp_path: Path) -> None:
-    example, *options = command.split()
-    assert f"pipedream train examples/{command}\n" in (FOLDER / example).read_text(encoding="utf-8")
-    shorter = ("--minibatches", "12", "--evaluate-every", "0", "--out", str(tmp_path / "run"))
-    line = ("-m", "pipedream", "train", f"examples/{example}", *options, *shorter)
-    ended = commands.run(*line, folder=FOLDER.parent, timeout_s=300.0)
-    assert (ended.status, commands.without_progress(ended.err)) == (0, "")
-    assert "auto" not in command or "a rank of data:2,model:2" in ended.out
-    losses = losses_of(tmp_path / "run")
-    assert losses[-1][1] < losses[0][1]
-    if example == "mesh_gpt.py":  # ranks of a mesh train as their worker does
-        stages = 1 + command.count("1-1")
-        recipe = lambda seed: load_recipe(str(FOLDER / example), seed=seed)  # noqa: E731
-        pipedream.run(recipe, out=tmp_path / "plain", workers=stages, minibatches=12, evaluate_every=0, quiet=True)
-        torch.testing.assert_close(losses, losses_of(tmp_path / "plain"), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.long
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "command",
     ["rnn_partition.py --layers 1 --steps 2 --width 16 --batch 8", "wide_resnet.py --layers 14 --widen 1 --batch 4"],
 )
 def test_table_of_tofus_methods(command: str, tmp_path: Path) -> None:
@@ -212,45 +184,9 @@ def test_summary_says_it_all(trained: Path) -> None:
     assert plain["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.processes
-def test_four_ways_to_start_give_the_same_losses(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = str(trained / "plan.json")
-    rest = ("train", DIGITS, "--plan", plan, "--minibatches", "30", "--evaluate-every", "0")
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import pipedream\nfrom pipedream.apps.training.recipe import load_recipe\n"
-        f"plan = pipedream.Plan.load({plan!r})\n"
-        f"pipedream.run(lambda seed: load_recipe({DIGITS!r}, seed=seed), plan=plan, minibatches=30, evaluate_every=0,\n"
-        "              out='file')\n",
-        encoding="utf-8",
-    )
-    starts = {
-        "command": ("-m", "pipedream", *rest, "--out", "command"),
-        "torchrun": (*TORCHRUN, "-m", "pipedream", *rest, "--out", "torchrun"),
-        "file": (*TORCHRUN, str(file)),
-    }
-    for name, arguments in starts.items():
-        ended = commands.run(*arguments, folder=tmp_path)
-        assert ended.status == 0, f"{name}: {ended.err}"
-        assert not ended.orphans
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # as many as a process of two has
-    losses_by_start = {name: losses_of(tmp_path / name) for name in starts}
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*rest, "--workers", "1", "--out", "one"]) == 2, "the plan is for two workers"
-    here = {"plan": pipedream.Plan.load(plan), "minibatches": 30, "out": "here", "quiet": True}
-    pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), **here)
-    losses_by_start["here"] = losses_of(tmp_path / "here")
-    assert len(losses_by_start["here"]) == 31, "the one in flight, too"
-    for name, losses in losses_by_start.items():
-        assert losses == losses_by_start["here"], name
-
-
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize(  # that both ways give the same losses is tested above
+@pytest.mark.parametrize(
     ("example", "how"),
     [*zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)],
     ids=lambda value: getattr(value, "stem", value),

@@ -17,7 +17,7 @@ import commands
 import pytest
 import torch
 from commands import Ended, Started
-from failing_recipe import SOON_S, plan_for, written
+from failing_recipe import SOON_S, written
 from marks import long, slow
 
 pytestmark = pytest.mark.processes
@@ -64,21 +64,6 @@ def check(ended: Ended, status: int, *words: str, soon: bool = True) -> None:
 )
 def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
     check(commands.run(*written(tmp_path, **parts), folder=tmp_path), 1, "rank ", *words, soon=False)
-
-
-@pytest.mark.long
-def test_wrong_calls_are_one_message(tmp_path: Path) -> None:
-    arguments = written(tmp_path)
-    plan_for(2, layers=7).save(tmp_path / "plan.json")
-    ended = commands.run(*arguments, "--max-restarts", "3", "--elastic", folder=tmp_path)
-    check(ended, 2, "layer '5'", "plan again", soon=False)  # and it is not started again
-    plan_for(3).save(tmp_path / "plan.json")
-    ended = commands.run(*arguments, "--workers", "2", folder=tmp_path)
-    check(ended, 2, "1-1-1 is for 3 workers, 2 were asked for", soon=False)
-    arguments = written(tmp_path)
-    (tmp_path / "small.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
-    ended = commands.run(*arguments, folder=tmp_path)
-    check(ended, 2, "does not import", "nothing_of_that_name", "small.py:1", soon=False)
 
 
 @pytest.mark.parametrize(

@@ -307,24 +307,8 @@ BATCHES = {
     "batch second, batch_dim=1": Case(recurrent, data=STEPS, options={"batch_dim": 1}),
     "list of tensors": Case(of_lists, data=LISTED),
     "list of tensors, m = 1": Case(of_lists, data=LISTED, m=1),
-    "list of tensors, targets in a list of dicts": Case(
-        of_lists,
-        loss=lambda o, b: F.mse_loss(o, torch.stack([target["at"] for target in b[1]])),
-        data=[(x, [{"at": row} for row in y]) for x, y in LISTED],
-    ),
-    "list of tensors, targets in a list of lists": Case(
-        of_lists,
-        loss=lambda o, b: F.mse_loss(o, torch.tensor(b[1], dtype=o.dtype)),
-        data=[(x, y.tolist()) for x, y in LISTED],
-        options={"batch_dim": {0: "items"}},
-    ),
     "list of numbers": Case(of_lists, data=[((x, [float(i) for i in range(8)]), y) for x, y in pairs()]),
     "without a sample": Case(net, "holds no sample", data=[*pairs(1), *pairs(1, 0)], m=1),
-    "targets in a list": Case(
-        net,
-        loss=lambda o, b: torch.stack([(x - t).square().mean() for x, t in zip(o, b[1], strict=False)]).mean(),
-        data=[(x, [*y]) for x, y in pairs()],
-    ),
     "targets in a flat tensor with lengths": Case(
         net,
         "microbatches make",

@@ -468,12 +468,3 @@ def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
 def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
     sent = [sum(frozen(names).pipeline().sent_bytes.values()) for names in (("0", "2"), ("0",), ("6",))]
     assert sent[0] < sent[1] < sent[2]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [FROZEN[3], FROZEN[5]])
-def test_frozen_stages_in_processes_are_those_of_one(names: tuple[str, ...]) -> None:
-    trained, alone = frozen(names).pipeline(4), frozen(names).pipeline()
-    assert trained.sent_bytes == alone.sent_bytes
-    assert_equal(trained, alone)
