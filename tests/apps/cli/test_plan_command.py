@@ -42,7 +42,7 @@ def test_cuts_by_hand(answer: Answer, run_command: Run) -> None:
         ("plan profile.json --workers 2 --allow-asynchronous", "--allow-asynchronous was given with --schedule pipe"),
         ("plan profile.json --workers 2 --strategy 2bw --schedule 1f1b", "2bw was given with --schedule 1f1b"),
         ("train recipe.py --plan plan.json --config 1-1", "but a plan has its own stages, workers, links and update"),
-        ("train recipe.py --plan plan.json --bandwidth 1", "but a plan has its own stages, workers, links and update"),
+        ("emulate plan.json --workers 7", "7 workers were asked for, the plan "),
         ("train recipe.py --cluster cluster.json --workers 2 --latency 1", "the cluster determines these"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -179,7 +180,6 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], PlainLoop], words: str
         ("--schedule pipedreem", "pipedreem"),
         ("--schedule 1f1b+spike", "a compensation changes losses, and speeds are compared; add --emulate-delay"),
         ("--seconds 2 --minibatches 8", "--seconds 2 was given with --minibatches 8; leave one out"),
-        ("--seconds 2 --emulate-delay", "--seconds 2 was given with --emulate-delay; leave one out"),
         ("--out .", "is not empty, and has no comparison to continue; name a new folder"),
         ("--out s3://bucket/run", "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
         ("--emulate-delay --schedule 1f1b --schedule gpipe", "with 1f1b, gpipe, which flush: no gradient is stale"),
@@ -240,8 +240,9 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
     ]
     fake.failures = {"1f1b": pd.errors.WorkerError(0, "stage 1", "the loss is not finite")}
     fake.ran.clear()
-    comparison, folder = continued(options)
-    assert folder == out
+    lines: list[str] = []
+    comparison, _ = continued(options, progress=lines.append)
+    assert re.match(r"3 of 11 rows to train, predicted to take [1-9]", lines[0])
     assert fake.ran == [("pipeline", 2, name) for name in ("1f1b", "data_parallel_diloco_30", "pipedream")]
     assert fake.options["pipedream"]["checkpoint_every"] == 0
     assert {name: chosen["minibatches"] for name, chosen in fake.options.items() if name != "profile"} == {
@@ -283,6 +284,29 @@ def test_what_cannot_train_is_found_first_and_nothing_measured_is_lost(
         "DDP, minibatch shared": ""} | refused  # fmt: skip
     assert rows[2] == {name: why for name, why in rows[1].items() if name != "DDP"}, "those after it stay"
     assert {name for kind, _, name in fake.ran if kind != "ddp"} == {"profile", "one_worker", "1f1b"}
+
+
+@pytest.mark.parametrize(("schedules", "rows", "total_s"), [((), 4, 369), (("data-parallel+diloco:30",), 5, 520)])
+def test_rows_of_minutes_need_their_name(schedules: tuple[str, ...], rows: int, total_s: int, tmp_path: Path) -> None:
+    lines: list[str] = []
+    options, runs = compare_options.ComparisonOptions(schedules=schedules), compare_runs.Runs("", tmp_path, 0, "cpu")
+    comparer = compare._Comparer(options, runs, variants.RecipeComparison("small", 2), lines.append)
+    seconds = {"one worker": 300.0, "a": 9.0, "b": 30.0, "c": 30.0, "rare": 151.0}
+    way = compare._Way("any", pd.plan_request.PlanRequest())
+    comparer.rows = [compare._Row(way, variants.Variant(name), seconds=s) for name, s in seconds.items()]
+    comparer._train = lambda row: row.variant  # type: ignore[method-assign]
+    comparer.train()
+    reason = "rare has no figures: it would take about 151 s; name it by --schedule to train it"
+    assert comparer.comparison.reasons() == (() if schedules else (reason,))
+    assert lines == [f"{rows} of 5 rows to train, predicted to take {total_s} s, besides starts and evaluations"]
+
+
+def test_hosts_say_how_far_their_profile_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host = SimpleNamespace(inside=lambda *command: command)
+    network: Any = SimpleNamespace(hosts=(host, host), variables=lambda rank, port: {"RANK": f"{rank}"})
+    code = "import os, sys; print('profiling', os.environ['RANK'], '\\nother', file=sys.stderr)"
+    assert compare_runs.Runs("", tmp_path, 0, "cpu")._run_on_hosts(network, 2, ["-c", code]) == (0, "")
+    assert capsys.readouterr().err == "profiling 0 \n"
 
 
 @given(

@@ -6,7 +6,6 @@ from typing import Any
 
 import processes
 import pytest
-from commands import Refused
 from hypothesis import given, strategies as st
 
 import pipedream as pd
@@ -102,8 +101,3 @@ def test_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
         assert min(spans_s) >= seconds * 0.999, f"{kind} is shorter than it was planned"
     sent = sum(stage["bytes_sent"] for stage in summary["stages"] if stage["stage"] == 1)
     assert sent == (8 if unit == "minibatch" else 32) * 500_000, "gradients of half of 1 MB each"
-
-
-def test_other_number_of_workers_is_refused(tmp_path: Path, refused: Refused) -> None:
-    plan = plan_of(2, 1).save(tmp_path / "plan.json")
-    assert "2 workers were asked for, the plan 2-1 has 3" in refused("emulate", plan, "--workers", 2)

@@ -157,8 +157,7 @@ def test_timelines_are_on_one_scale(full: str) -> None:
     assert len(box) == 2
     for inside in box:
         widths = re.findall(r'<svg[^>]*? width="([\d.]+)"', inside)
-        assert len(widths) == 2
-        assert len(set(widths)) == 1
+        assert len(set(widths)) == 1 < len(widths)
         assert float(widths[0]) >= 1180 - 1
         slower = inside.split("<svg")[2]
         first = re.search(r"from microbatch (\d+) on", slower)

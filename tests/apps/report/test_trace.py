@@ -23,8 +23,6 @@ def _check(events: list[dict[str, Any]]) -> None:
     arrows: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for event in events:
         assert event["ph"] in "XMsf"
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
         if event["ph"] == "M":
             continue
         thread = event["pid"], event["tid"]
@@ -33,7 +31,6 @@ def _check(events: list[dict[str, Any]]) -> None:
         latest[thread] = event["ts"]
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            assert isinstance(event["args"], dict)
             slices[thread].append((event["ts"], event["ts"] + event["dur"]))
         else:
             assert event["ph"] not in arrows[event["id"]]

@@ -14,6 +14,7 @@ from datetime import datetime
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from pipedream.apps.compare.compare_options import ComparisonOptions
@@ -21,6 +22,7 @@ from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.torch_baselines import check_torch_trains
 from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
 from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
+from pipedream.apps.training.loop import count_left
 from pipedream.apps.training.recipe import Recipe, load_recipe
 from pipedream.apps.training.run_folder import measure_steady
 from pipedream.apps.training.train import check_trains
@@ -32,6 +34,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.codec import CODECS
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.delay_compensation import COMPENSATIONS
+from pipedream.core.units import format_seconds
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
@@ -61,6 +64,9 @@ _DDP = (
     ("local SGD, every 8", "every:8", 1),
 )
 """Of the ways of torch's DDP: title, sums, minibatches that each worker accumulates for an update."""
+
+
+_LONG_S, _MUCH_LONGER = 120.0, 5.0
 
 
 class _Way(NamedTuple):
@@ -125,6 +131,7 @@ class _Row:
     Attributes:
         plan: None if the row cannot train the recipe.
         is_known: whether the variant has figures, or says why it has none.
+        seconds: predicted for the run, without its start and evaluations; 0 if unknown.
     """
 
     way: _Way
@@ -132,6 +139,7 @@ class _Row:
     plan: Plan | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_known: bool = False
+    seconds: float = 0.0
 
 
 @dataclass
@@ -173,9 +181,16 @@ class _Comparer:
             if measured := self.runs.read(variant, is_here=self.comparison.delayed):
                 return _Row(way, measured, plan, is_known=True)
             self._check(way, plan, recipe)
+            # What accumulates sums as rarely as what averages.
+            rare = way.request if accumulated == 1 else replace(way.request, sums=f"every:{accumulated}")
+            minibatch_s = plan.batch / predict_samples_per_s(make_plan(profile, rare))
         except (PlanError, RecipeError, ScheduleError) as error:
             return _Row(way, replace(variant, why=str(error)), is_known=True)
-        return _Row(way, variant, plan, self._choose_length(plan, minibatches) | dict(way.options))
+        if self.comparison.delayed:  # all workers take turns in this process
+            minibatch_s = sum(stage.compute_s for stage in plan.stages)
+        length = self._choose_length(plan, minibatches)
+        count = count_left(recipe.train, (0, 0), length["epochs"] or recipe.epochs, length["minibatches"])
+        return _Row(way, variant, plan, length | dict(way.options), seconds=count * minibatch_s)
 
     def _check(self, way: _Way, plan: Plan, recipe: Recipe) -> None:
         """Raises what keeps a plan from training the recipe, before anything is trained."""
@@ -186,8 +201,23 @@ class _Comparer:
         with nullcontext() if self.options.device == "cpu" else suppress(RecipeError):
             check_trains(recipe, plan=plan, compensation=dict(way.options).get("compensation"))
 
+    def _leave_out_long_rows(self, rows: Sequence[_Row]) -> None:
+        """Leaves out rows that take minutes, and much longer than others; not the first, with which all are compared.
+
+        Such are rare sums, of which some periods are to be trained. Rows that were asked for by name are trained.
+        """
+        limit_s = max(_LONG_S, _MUCH_LONGER * median([row.seconds for row in rows] or [0.0]))
+        for row in () if self.options.schedules else rows:
+            if row.seconds > limit_s and row is not self.rows[0]:
+                why = f"it would take about {format_seconds(row.seconds)}; name it by --schedule to train it"
+                row.variant, row.is_known = replace(row.variant, why=why), True
+
     def train(self) -> None:
         """Trains the rows that have no figures."""
+        self._leave_out_long_rows([row for row in self.rows if not row.is_known])
+        rows_s = [row.seconds for row in self.rows if not row.is_known]
+        total = f"predicted to take {format_seconds(sum(rows_s))}, besides starts and evaluations"
+        self.progress(f"{len(rows_s)} of {len(self.rows)} rows to train, {total}")
         self.write()
         for row in self.rows:
             if not row.is_known:

@@ -128,10 +128,15 @@ class Runs:
                         stderr=file,
                     )
                     processes.append(process)
-            while not (failed := [rank for rank, process in enumerate(processes) if process.poll()]):
-                if all(process.poll() == 0 for process in processes):
-                    return 0, ""
-                time.sleep(0.02)
+            with outputs[0].open(encoding="utf-8", errors="replace") as lines:
+                while not (failed := [rank for rank, process in enumerate(processes) if process.poll()]):
+                    is_done = all(process.poll() == 0 for process in processes)
+                    for line in lines:
+                        if line.startswith("profiling"):  # as local workers do
+                            print(line, end="", file=sys.stderr, flush=True)
+                    if is_done:
+                        return 0, ""
+                    time.sleep(0.02)
         finally:
             for process in processes:
                 process.kill()
