@@ -109,8 +109,10 @@ class Runs:
     def read(self, variant: Variant, *, is_here: bool) -> Variant | None:
         """Returns the variant with its figures, as `train` does; None if its run has not ended."""
         measured = read_run(self.folder / variant.folder, variant)
+        if measured is None or not is_here:
+            return measured
         # The seconds and bytes of one process are not those of several workers.
-        return replace(variant, metrics=measured.metrics, losses=measured.losses) if measured and is_here else measured
+        return replace(variant, metrics=measured.metrics, losses=measured.losses, test_losses=measured.test_losses)
 
     def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str]) -> tuple[int, str]:
         """Runs ``python ARGUMENTS`` on each host; returns the status of the first that failed, and its output."""
@@ -155,6 +157,9 @@ def read_run(folder: Path, variant: Variant) -> Variant | None:
         if summary["interrupted"]:
             return None
         batch, sent = Plan.load(folder / "plan.json").batch, folder / _SENT
+        # The last one is made even where no epoch ends, and is no row then.
+        last = summary["metrics"] | {"minibatches": summary["minibatches"]}
+        tests = [row for row in (*summary.get("evaluations", ()), last) if "loss" in row]
         return replace(
             variant,
             samples_per_s=summary["throughput"]["measured_per_s"],
@@ -164,6 +169,9 @@ def read_run(folder: Path, variant: Variant) -> Variant | None:
             seconds_to_target=summary["seconds_to_target"],
             metrics=summary["metrics"],
             losses=tuple((batch * (number + 1), loss) for number, loss in losses),
+            test_losses=tuple(
+                dict.fromkeys((batch * row["minibatches"], row["loss"]) for row in tests if "loss" in row)
+            ),
         )
     except FileNotFoundError:
         return None

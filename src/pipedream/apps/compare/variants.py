@@ -1,7 +1,7 @@
 """The RecipeComparison: runs of one recipe, in several ways and over links of given rates."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -12,6 +12,8 @@ from pipedream.core.tabular import align
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
 ONE_WORKER, DDP = "one worker", "DDP"
+_FEW_UPDATES = 100
+"""A mean over a tenth of fewer training losses depends on their minibatches."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Variant:
         why: why it did not run, or not to its end; else ''.
         approximation: of the gradients, such as 'sums=powersgd:4'.
         losses: (samples trained, loss) of each minibatch.
+        test_losses: the same of each evaluation.
     """
 
     name: str
@@ -47,12 +50,17 @@ class Variant:
     why: str = ""
     approximation: str = ""
     losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
+    test_losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
         """(seconds, loss) of each minibatch, at the measured or predicted rate."""
+        return self.in_seconds(self.losses)
+
+    def in_seconds(self, losses: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+        """Returns (seconds, loss) of each (samples, loss)."""
         rate = self.samples_per_s or self.predicted_per_s or math.inf
-        return [(samples / rate, loss) for samples, loss in self.losses]
+        return [(samples / rate, loss) for samples, loss in losses]
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,15 @@ class RecipeComparison:
         return [(seconds, mean) for (seconds, _), mean in zip(curve[window - 1 :], means, strict=True)]
 
     def reach_reference(self, variant: Variant) -> float | None:
-        """Returns the seconds until a run reaches the first run's final mean loss; None if it never does."""
-        reference = self.average_losses(self.variants[0])[-1:]
-        means = self.average_losses(variant)
+        """Returns the seconds until a run reaches the first run's last test loss; None if it never does.
+
+        Without evaluations it is the mean of training losses, of which a single one depends on its minibatch.
+        """
+        first = self.variants[0]
+        if first.test_losses:
+            means, reference = variant.in_seconds(variant.test_losses), first.in_seconds(first.test_losses)[-1:]
+        else:
+            means, reference = self.average_losses(variant), self.average_losses(first)[-1:]
         return next((seconds for seconds, mean in means if reference and mean <= reference[0][1]), None)
 
     @property
@@ -113,12 +127,19 @@ class RecipeComparison:
         text = self._judge_losses() if self.delayed else "; ".join(map(self._judge_link, self.links))
         return f"{text[:1].upper()}{text[1:]}."
 
+    @property
+    def _judged(self) -> str:
+        return "test loss" if self.variants[0].test_losses else "loss"
+
     def _judge_losses(self) -> str:
         seconds = {variant.name: s for variant in self.variants if (s := self.reach_reference(variant)) is not None}
         if not seconds:
             return "nothing was trained"
         best, reference = min(seconds, key=seconds.__getitem__), self.variants[0].name
-        loss = "its own loss" if best == reference else f"the loss of {reference}"
+        updates = len(self.variants[0].losses)
+        if not self.variants[0].test_losses and updates < _FEW_UPDATES:
+            return f"{updates} updates without an evaluation do not decide; train more, or give the recipe test data"
+        loss = f"its own {self._judged}" if best == reference else f"the {self._judged} of {reference}"
         text = f"over {format_link(self.variants[0].link)}, {best} is predicted to be the first at {loss}"
         also = "" if best == reference else f"; {reference} takes {format_seconds(seconds[reference])}"
         return f"on {self.workers} workers {text}, after {format_seconds(seconds[best])}{also}"
@@ -163,7 +184,7 @@ class RecipeComparison:
         add("updates", lambda variant: len(variant.losses) or None)
         add("loss", lambda variant: next((mean for _, mean in self.average_losses(variant)[-1:]), None))
         if self.delayed:
-            add(f"s to {self.variants[0].name}'s loss", self.reach_reference)
+            add(f"s to {self.variants[0].name}'s {self._judged}", self.reach_reference)
         filled = ([head, *cells] for head, cells in columns.items() if set(cells) != {"-"})
         return list(zip(*filled, strict=True))
 
