@@ -52,7 +52,7 @@ def test_losses_are_those_of_train_and_what_flushes_trains_as_a_plain_loop(tmp_p
     trained = json.loads((tmp_path / "run" / "losses.json").read_text())
     assert late.losses == tuple((6 * (number + 1), loss) for number, loss in trained)
     assert len(trained) == 20
-    assert [samples for samples, _ in late.test_losses] == [60, 120]
+    assert [samples for samples, _ in late.test_losses] == [72, 120], "an evaluation drains"
     assert late.test_losses[-1][1] == late.metrics["loss"]
     assert (late.samples_per_s, late.peak_bytes, late.seconds_to_target) == (None, None, None), "one process's"
     loop = torch_baselines.PlainLoop(torch_baselines.Task(make(3), 0, 1, torch.device("cpu")))
