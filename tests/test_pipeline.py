@@ -224,7 +224,6 @@ PLAIN_SGD = torch.optim.SGD(WEIGHTS, lr=0.1, momentum=0.9)
         ),
         ({"optimizer": ADAMW}, r"partial\(torch.optim.AdamW, lr=0.5, betas=\(0.8, 0.9\)\), for several groups a func"),
         ({"scheduler": SCHEDULER}, r"give a factory, as in partial\(torch.optim.lr_scheduler.StepLR, step_size"),
-        ({"optimizer": None}, "optimizer is None; give a factory"),
         *(({"autocast": name}, "write bfloat16, float16") for name in ("bf17", True, "int8")),
     ],
 )

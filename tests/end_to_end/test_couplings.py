@@ -512,7 +512,6 @@ LATE = {"schedule": "pipedream", "clip_grad_norm": 1.0}
 NO_SCALE = "give a torch.amp.GradScaler or a positive number"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tied", {"schedule": "pipedream"}, f"{SHARE}'pipedream', whose stages update at different.* pipedream_2bw"),
-    ("tied", {"schedule": "paci"}, f"{SHARE}'paci', whose stages update at different times.* pipedream_2bw"),
     ("tied", {"phases": "1f1b/4:5,pipedream"}, "'pipedream', whose stages update at different times"),
     ("tied", {"clip_grad_norm": 1.0, "clip": "local"}, "each holder would clip"),
     ("tied", LATE | {"schedule": "2bw", "clip": "delayed_global", "microbatches": 4}, "each holder would clip"),

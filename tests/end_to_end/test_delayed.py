@@ -58,12 +58,10 @@ def _matrix() -> list[Any]:
         Case("transformer", "paci", 3, microbatches=2, recompute=True, options=_options(backward_rule="stash")),
         Case("mlp", "paci", 3, replicas=(3, 2, 1), microbatches=4, options=_options(backward_rule="stash")),
         _case("mlp", "spectrain_v2", 4, optimizer="adamw", options=_options(by="difference")),
-        _case("mlp", "pb_lwp", 4, options=_options(scale=2.0)),
         _case("mlp", "pipeoptim", 2, replicas=(2, 1), scheduled=True),
         Case("mlp", "xpipe", 2, replicas=(2, 1), microbatches=5),
         _case("mlp", "pipemare", 4, evaluate_at=(), leave_at=5),
         *(_case("mlp", schedule, 2, replicas=replicas) for schedule in NF1B for replicas in ((2, 1), (1, 2))),
-        Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
     ]
     longer = [pytest.param(case.lengthened(), id=f"{case} lengthened", marks=pytest.mark.slow) for case in slow]
     shown, methods = [pytest.param(case, id=str(case)) for case in quick], len(delayed.PAPERS)

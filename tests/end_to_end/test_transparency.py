@@ -84,8 +84,6 @@ ON_SHARED_WORKERS = [
             Case("cnn", "roundpipe", 4, workers=4, optimizer="adamw", options=(("forwards", 0), ("delay", 1))),
             Case("lstm", "roundpipe", 4, workers=1, microbatches=2, scheduled=True, options=(("delay", 1),)),
             Case("transformer", "roundpipe", 4, workers=3, leave_at=5, evaluate_at=(), options=(("delay", 1),)),
-            Case("cnn", "roundpipe", 4, workers=4, microbatches=5, optimizer="adamw"),
-            Case("transformer", "roundpipe", 4, workers=2, microbatches=3, options=(("forwards", 2),)),
             Case("lstm", "roundpipe", 4, workers=4, microbatches=4, options=(("forwards", 3),), recompute=True),
         )
     ),
@@ -103,7 +101,6 @@ OTHERS = [
     # Other depths; version of stage s is max(b, k - W_s).
     Case("mlp", "pipedream", 3, depth="full"),
     Case("mlp", "pipedream", 3, depth=(5, 3, 1), optimizer="adamw"),
-    Case("mlp", "pipedream", 3, depth=(4, 4, 4)),
     Case("mlp", "1f1b", 3, depth=(2, 1, 1), microbatches=3),
     Case("mlp", "pipedream_2bw", 3, depth=(3, 2, 1), microbatches=2),
     # Data parallelism; other replicas are in test_replicas.py.
@@ -113,12 +110,10 @@ OTHERS = [
     # What happens inside an update.
     Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("cnn", "gpipe", 3, microbatches=3, clip_grad_norm=0.1, optimizer="adamw"),
-    Case("mlp", "gpipe", 2, microbatches=2, clip_grad_norm=100.0),  # clips nothing
     Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local", scheduled=True, ema=0.9),
     Case("mlp", "pipedream_2bw", 2, clip_grad_norm=0.1, clip="local", optimizer="adamw"),
     # A loop that is left, and one that goes on.
     Case("mlp", "pipedream", 3, evaluate_at=(), leave_at=5),
-    Case("mlp", "pipedream_2bw", 3, evaluate_at=(), leave_at=5),
     Case("mlp", "gpipe", 2, microbatches=3, evaluate_at=(), leave_at=4),
     # Halves of a backward: deeper than the microbatches reach, and not so deep; sums over replicas, of two stages with
     # a different number of them, begin in the last weight gradients; the forward is done again in I.
@@ -128,7 +123,6 @@ OTHERS = [
     Case("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
     Case("cnn", "zb_h1", 3, microbatches=4, recompute=True),
     Case("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "zb_h2", 2, microbatches=4, evaluate_at=(), leave_at=5),
     # Single precision, in which the CPU has a kernel of its own for recurrent layers.
     Case("lstm", "zb_h1", 3, microbatches=3, dtype=torch.float32),
     *(

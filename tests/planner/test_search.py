@@ -106,7 +106,6 @@ TIED = pd.Profile("tied", pd.LayerGraph.chain(SIDE_BY_SIDE.layers, ties=((0, 1),
     [
         (EIGHT, 4, {"shape": "triangle"}, "unknown shape 'triangle'; give any, pipeline, straight, data-parallel, or "),
         (EIGHT, 4, {"shape": "1-0"}, "unknown shape '1-0'"),
-        (EIGHT, 4, {"shape": ()}, r"unknown shape \(\)"),
         (EIGHT, 4, {"shape": "4-1"}, "a plan 4-1 was asked for: it takes 5 workers, the cluster has 4; ask for fewer"),
         (EIGHT, 4, {"shape": (1,) * 9}, "straight pipeline of 9 stages .*: it takes 9 workers, the cluster has 4"),
         (EIGHT, 4, {"update_delay": 2}, "update delay 2 was asked for; give 0 .* or 1"),

@@ -216,7 +216,6 @@ LOSSES = {
     "a weight that is right": Case(net, loss=of_some, options={"weight": lambda b: (b[1][:, 0] > 0).sum()}),
     "a weight that is wrong": Case(net, r"weight=.* does not give", loss=of_some, options={"weight": lambda b: 1.0}),
     "with a parameter": Case(net, "'scale', which no stage would train", loss=tempered(), m=1),
-    "with a frozen parameter": Case(net, loss=tempered().requires_grad_(False), m=1),
     **{
         f"with a parameter in {where}": Case(net, r"of shape \[\], which no stage would train", loss=loss, m=1)
         for where, loss in OWN_PARAMETERS.items()
@@ -238,7 +237,6 @@ LOSSES = {
     ),
     "scaled by a detached output": Case(net, loss=lambda o, b: ((o - b[1]) ** 2 * o.detach().abs()).mean()),
     "own ignore_index": Case(net, loss=cross_entropy, data=tokens()),
-    "own ignore_index, replicas": Case(net, loss=cross_entropy, data=tokens(), replicas=(1, 2), check=False),
     "ignores nothing in the first batch": Case(net, loss=cross_entropy, data=tokens(whole_first=True), check=False),
     "two losses, one of which ignores": Case(
         net, UNLIKE, loss=lambda o, b: cross_entropy(o, b) + 0.1 * F.mse_loss(o, b[0]), data=tokens(whole_first=True)
@@ -306,7 +304,6 @@ BATCHES = {
     "batch second": Case(recurrent, r"say where the samples are \(batch_dim=", data=STEPS),
     "batch second, batch_dim=1": Case(recurrent, data=STEPS, options={"batch_dim": 1}),
     "list of tensors": Case(of_lists, data=LISTED),
-    "list of tensors, m = 1": Case(of_lists, data=LISTED, m=1),
     "list of numbers": Case(of_lists, data=[((x, [float(i) for i in range(8)]), y) for x, y in pairs()]),
     "without a sample": Case(net, "holds no sample", data=[*pairs(1), *pairs(1, 0)], m=1),
     "targets in a flat tensor with lengths": Case(
@@ -419,7 +416,6 @@ WEIGHTS = {
     "vector_to_parameters": Case(net, WRITTEN, between=from_vector),
     "p.set_()": Case(net, WRITTEN, between=set_anew),
     "overwritten": Case(net, WRITTEN, between=overwritten),
-    "vector_to_parameters, no flush": Case(net, WRITTEN, data=pairs(6), between=from_vector, schedule="pipedream", m=1),
     "overwritten, no flush": Case(net, WRITTEN, data=pairs(6), between=overwritten, schedule="pipedream", m=1),
     **{f"{kind}": Case(changed(partial(add_hook, kind)), HAS_HOOK, m=1) for kind in HOOKS},
     **{f"{kind}, later": Case(net, HAS_HOOK, data=pairs(6), m=1, between=partial(add_hook, kind)) for kind in HOOKS},
@@ -608,7 +604,6 @@ FORWARDS = {
         for schedule in ("gpipe", "zb_h1")
     },
     **{f"torch.func.{name}": Case(partial(functional, name)) for name in FUNCTIONAL},
-    "torch.func.grad, on the first stage": Case(partial(functional, "grad"), cut=2),
     "torch.func.grad, recompute": Case(partial(functional, "grad"), cut=2, recompute="always"),
     "torch.func.grad, old graphs": Case(
         partial(functional, "grad"), "take .*backward_rule=recompute", cut=2, schedule="paci", m=1
@@ -632,7 +627,6 @@ FORWARDS = {
         )
     ),
     "LayerDrop by count": Case(partial(drops, "count"), data=pairs(5), m=1),
-    "LayerDrop by count, m = 2": Case(partial(drops, "count"), "left in 'calls', .* 2 microbatches", data=pairs(5)),
     "LayerDrop by Python's generator": Case(
         partial(drops, "python"), "took another path than when the model was captured", data=pairs(8)
     ),

@@ -20,8 +20,6 @@ CONVERT = "in the sources, python benchmarks/paper_tables/graph_txt.py FILE -o P
     ("command", "start", "instead"),
     [
         ("plan profile.json --workers 2 --cost-model classic", "plan --cost-model", "benchmarks/paper_tables"),
-        ("plan profile.json --cost-model=pipedream --workers 2", "plan --cost-model", "leave it out"),
-        ("plan profile.json --workers 2 --batch 64", "plan --batch", "paper_tables/graph_txt.py takes it"),
         ("plan profile.json --workers 2 -oout.txt", "plan --output=out.txt", "name a JSON file"),
         ("plan net --workers 2", "reading a graph.txt (net)", CONVERT),
         ("check plan.json", "check", "pipedream plan --check PLAN does it"),

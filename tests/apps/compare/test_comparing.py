@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import pytest
 import torch
 from commands import Refused
 from hypothesis import given, strategies as st
-from marks import long
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -380,23 +378,3 @@ def test_compares_over_links(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "compare.json").read_text()) == comparison
     assert (folder / "compare.svg").is_file()
-
-
-@pytest.mark.network
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("moment", "number"), [("profile", signal.SIGKILL), long("DDP_over_80_Mbit_s.plan.json", signal.SIGINT)]
-)
-def test_nothing_is_left_after_a_signal(moment: str, number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
-    command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "torch", "--epochs", "500", "--out", "run")
-    started = commands.start("-m", "pipedream", *command, folder=tmp_path)
-    try:
-        started.wait_for_file(f"run/{moment}", timeout_s=300.0)
-        time.sleep(0.3)
-    finally:
-        started.signal(number, group=number == signal.SIGINT)  # as Ctrl-C does
-    ended = started.end()
-    assert ended.orphans == []
-    assert ended.status == (130 if number == signal.SIGINT else -number)

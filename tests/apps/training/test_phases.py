@@ -108,7 +108,6 @@ def test_compensations_change_with_the_phase() -> None:
 RUNS = [
     # Synchronous, asynchronous, synchronous again; the middle one is PipeMare's warm-up and the hybrid's finish in one.
     phased("1f1b/4:13,pipedream:37,1f1b/4"),
-    slow(phased("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw")),
     slow(phased("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip_grad_norm=0.1)),
     # Replicas: the first phase ends in the middle of a round of the next, which ends at a whole round of its own.
     phased("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
@@ -119,7 +118,6 @@ RUNS = [
     phased("1f1b/2:5,pipedream", (1, 1), leave_at=4, evaluate_at=(4,)),
     slow(phased("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=())),
     slow(phased("1f1b/2:2e,pipedream:33,gpipe/2", animal="lstm", optimizer="adamw")),
-    slow(phased("1f1b/2:2e,pipedream:33,gpipe/2", animal="transformer", optimizer="adamw")),
 ]
 
 
@@ -166,7 +164,6 @@ IN_PROCESSES = {
         slow(phased("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9)),
         slow(phased("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=())),
         slow(phased("1f1b/4:12,pipedream+basis_rotation=2=one_sided:20,pipedream", evaluate_at=(), optimizer="adamw")),
-        slow(phased("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=())),
     ],
     ids=str,
 )

@@ -35,7 +35,6 @@ SAME = [
     *(leg((1, 1, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("1f1b", 3), ("pipedream_2bw", 3)]),
     *(leg((2, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("gpipe", 4), ("pipedream_2bw", 3)]),
     leg((1, 2), schedule="pipedream_vertical_sync", optimizer="sgd", scheduled="cosine"),
-    leg((3, 1), animal="cnn", scheduled="lambda"),
     leg((2, 1, 1), depth="full", scheduled="one cycle", optimizer="sgd"),
     leg((2,), animal="cnn", optimizer="sgd", scheduled=False),
     leg((1, 1), animal="lstm"),
@@ -43,7 +42,6 @@ SAME = [
     # What views are made of: the velocity at the coming rate, an average of updates.
     leg((1, 1, 1), schedule="spectrain"),
     leg((1, 1, 1), schedule="pipemare", microbatches=2, optimizer="sgd"),
-    leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduled="cosine"),
     leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
     leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),
     leg((2, 1), compensation=("basis_rotation:2:by_delay", "gap_aware:0.9")),

@@ -17,12 +17,10 @@ CASES = [
     Case("wide", "gpipe", 4, microbatches=2, messages="bfloat16", optimizer="adamw", recompute=True),
     Case("wide", "zb_h1", 4, microbatches=2, messages="int4"),
     Case("wide", "chimera", 4, microbatches=4, messages=("int8", "bfloat16")),
-    Case("wide", "pipedream", 4, messages="int8"),
     Case("wide", "pipedream", 2, replicas=(2, 1), messages="int4"),
     Case("wide", "pipedream_2bw", 3, microbatches=2, messages=("full", "int8")),
     Case("wide", "pipedream_vertical_sync", 3, messages=("float16", "full")),
     Case("wide", "spectrain", 3, messages="int8"),
-    Case("wide", "pipemare", 3, microbatches=2, messages="bfloat16"),
     Case("wide", "1f1b", 3, microbatches=2, messages="int8", dtype=torch.float32),
 ]
 

@@ -282,20 +282,6 @@ def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.Mo
         next(reader_of(loader, rng.DataOrder(), EpochRange()))
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-
-    def make(has_generator: bool) -> Any:
-        seed_all(5)  # it draws when it is made
-        rest = {"generator": torch.Generator().manual_seed(7)} if has_generator else {}
-        return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
-
-    for has_generator, done in product([False, True], [0, 3, 6, 7]):
-        check_position(partial(make, has_generator), done)
-
-
 class Noise(torch.utils.data.Dataset[torch.Tensor]):
     """Draws from each global generator, and from three of its own."""
 

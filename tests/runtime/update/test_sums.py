@@ -23,10 +23,8 @@ def summing(sums: str, schedule: str, replicas: tuple[int, ...], animal: str = "
 CASES = [
     summing("bfloat16", "1f1b", (2, 1), microbatches=4),
     summing("float16", "pipedream", (2,)),
-    summing("bfloat16", "pipedream_2bw", (2, 2), optimizer="adamw"),
     summing("float16", "chimera", (2, 2), microbatches=2),
     summing("powersgd:2", "gpipe", (3, 1), "matrices", microbatches=4, optimizer="adamw"),
-    summing("powersgd:2", "pipedream", (2, 1), "matrices"),
     summing("powersgd:2", "pipedream_2bw", (2, 2), "matrices"),
     # Tokens count, and microbatches have unequal numbers of them.
     summing("powersgd:1", "1f1b", (2, 1), "lstm", microbatches=4, more=(("grad_scaler", 1024.0),)),
@@ -34,7 +32,6 @@ CASES = [
     summing("powersgd:2", "pipedream", (2,), "matrices", clip_grad_norm=0.1),
     summing("every:1", "pipedream", (2,), "lstm"),
     summing("every:3", "pipedream", (3, 1)),
-    summing("diloco:2", "pipedream_2bw", (2, 2), optimizer="adamw"),
     summing("diloco:3,lr=0.5,momentum=0.8", "chimera", (2, 2), microbatches=2),
     summing("diloco:2", "pipedream", (2,), clip_grad_norm=0.1, ema=0.8),
     summing("every:3", "gpipe", (2, 1), "lstm", microbatches=3, ema=0.8, more=(("grad_scaler", 1024.0),)),

@@ -127,8 +127,6 @@ class Scripted(pd.callbacks.EarlyStopping):
         ([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], {"patience": 3, "mode": "max"}, 6),
         ([3.0, float("nan"), 1.0], {}, 2),
         ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], {"patience": 0}, 8),
-        ([3.0, 2.0, 2.0, 0.0], {"patience": 0}, 3),
-        ([3.0, 3.0, 1.0, 0.0], {"patience": 1}, 2),
     ],
 )
 def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:

@@ -201,15 +201,3 @@ def test_mlflow_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     assert history("train/loss") == {done.number: done.loss for done in heard}
     assert [*history("test/loss").values()] == [evaluation["loss"] for evaluation in evaluations]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of its own dependencies
-def test_lightnings_loggers(tmp_path: Path) -> None:
-    loggers = pytest.importorskip("lightning.pytorch.loggers", reason="lightning is not installed")
-    heard, evaluations = trained(log := loggers.CSVLogger(str(tmp_path), name="zoo"))
-    rows = read(Path(log.log_dir) / "metrics.csv")
-    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
-    assert losses == {done.number: done.loss for done in heard}
-    assert [float(row["test/loss"]) for row in rows if row["test/loss"]] == [e["loss"] for e in evaluations]
-    assert "schedule: 1f1b" in (Path(log.log_dir) / "hparams.yaml").read_text(encoding="utf-8")

@@ -345,18 +345,6 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     assert not empty
 
 
-def lame() -> nn.Module:
-    return nn.Sequential(*untied(), Built(lambda self, x: x * self.scale.sum(), scale=nn.Parameter(torch.ones(2))))
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_every_rank_raises_what_one_of_them_finds() -> None:
-    for end in processes.launch(start, 2, lame, (2,), None):
-        assert isinstance(end.error, (pd.errors.CaptureError, pd.errors.PeerError))  # where it was found, and elsewhere
-        assert "the parameter '4.scale' is on the meta device" in str(end.error)
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_start_with_the_values_of_one_or_of_rank_0() -> None:

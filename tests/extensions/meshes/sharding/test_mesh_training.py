@@ -50,24 +50,14 @@ MATRICES = {name: HALVES[name] for name in ("0.weight", "2.weight")}
 TWO_DIMENSIONS = ("data:2,model:2", "batch:data, d_ff:model")
 
 CASES = (
-    Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
-    Case("mlp", "model:2", "d_ff:model", "pipedream", None),
-    Case("mlp", "data:2", "batch:data", "pipedream_2bw", None),
-    Case("mlp", "model:2", "d_ff:model", "zb_h1", 4),
-    Case("mlp", "model:2", "d_ff:model", "pipelined_backprop", None),
-    Case("mlp", "data:2", "batch:data", "spectrain", None, options={"ema": 0.9}),
-    Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4, options={"grad_scaler": 128.0}),
     Case("attention", "model:2", "heads:model, d_ff:model, vocab:model", "gpipe", names=EMBEDDING),
-    Case("attention", "data:2", "batch:data", "1f1b", options=CLIPPED),
     Case("convolution", "model:2", "d_ff:model", options=CLIPPED),
-    Case("convolution", "data:2", "batch:data", "pipedream", None),
     Case("mlp", "data:2,model:2", "batch:data, d_ff:model", stages=()),
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), replicas=2),
     Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, options=CLIPPED),
     Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=()),
     Case("mlp", "data:2", "batch:data", "pipedream", None, shard_weights="data", options=LOCAL),
     Case(*ATTENTION_ON_BOTH, stages=(), shard_weights="data", names=EMBEDDING),
-    Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, shard_weights="data"),
     Case("attention", "data:2", "batch:data", "timeprest", 2, shard_weights="data"),
     Case("mlp", "model:2", "d_ff:model", "1f1b", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
     Case("matrices", *TWO_DIMENSIONS, "pipedream_2bw", None, (), options=MUON, shard_weights="data", names=MATRICES),
@@ -83,7 +73,6 @@ CASES = (
 
 RECURRENT = (
     Case("lstm", "data:2", "batch:data", "pipedream", None),
-    Case("gru", "data:2", "batch:data"),
     Case("rnn", "data:2", "batch:data"),
     Case("lstm", "data:2", "batch:data", "pipedream", None, shard_weights="data"),
     Case("dropped", "data:2", "batch:data", sizes=(4, 4)),  # each rank has one sample
