@@ -35,9 +35,7 @@ def curve(load: Callable[[str], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["vgg", slow("lstm"), slow("encoder_decoder"), "gpt"])
-def test_a_sleeping_model_takes_the_profiled_seconds_layer_by_layer(
-    name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sleeping_model_is_timed(name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine adds between two waits, a step is as long as profiled, and gradients come on the way."""
     clock = [100.0]
     sleeping, job = load("sleeping"), load("models").MODELS[name]

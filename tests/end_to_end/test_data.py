@@ -172,7 +172,7 @@ def plain_order(kind: str, folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     "rest", [{"leave_at": 6}, slow({"drain_at": 3}), slow({"schedule": "1f1b", "microbatches": 4, "leave_at": 4})]
 )
-def test_one_process_loads_what_a_plain_loop_loads(
+def test_one_process_loads_as_a_loop(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
 ) -> None:
     ran = run_all([Job(kind, replicas, **rest)], str(folders(tmp_path, 1)))[0]

@@ -133,9 +133,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
         *(long(TORCHRUN, moment, (0, 1)) for moment in ("start", "middle")),
     ],
 )
-def test_workers_are_stopped_wherever_they_are(
-    tmp_path: Path, by: tuple[str, ...], moment: str, ranks: tuple[int, ...]
-) -> None:
+def test_workers_are_stopped_anywhere(tmp_path: Path, by: tuple[str, ...], moment: str, ranks: tuple[int, ...]) -> None:
     arguments = written(tmp_path, loader="slow=True, count=100_000" if moment == "middle" else "")
     started = commands.start(*by, *arguments, folder=tmp_path, environment={"SLOW": moment})
     for name in ["going"] if moment == "middle" else [f"{moment}0", f"{moment}1"]:

@@ -84,9 +84,7 @@ def test_two_machines_are_measured_and_give_the_losses_of_one_process(machines: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rendezvous", "loses"), [("static", "all"), ("static", "large"), long("c10d", "all")])
-def test_both_sides_end_when_the_link_loses_packets(
-    machines: Network, tmp_path: Path, rendezvous: str, loses: str
-) -> None:
+def test_both_sides_end_where_packets_are_lost(machines: Network, tmp_path: Path, rendezvous: str, loses: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     recipe = tmp_path / "small.py"
     recipe.write_text(recipe.read_text().replace("(4, 8)", "(4, 800)").replace("(8, 2)", "(800, 2)"))

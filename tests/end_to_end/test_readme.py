@@ -82,9 +82,7 @@ def test_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.0.weight" in space["weights"]  # type: ignore[operator]
 
 
-def test_a_script_goes_on_where_it_was_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     script = compile(blocks(DOCS / "checkpoints.md", "python")[0], "checkpoints.md", "exec")
     exec(script, {"__name__": "script"})
@@ -175,9 +173,7 @@ def test_other_commands_are_understood(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_other_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn", reason="the example's data set comes with scikit-learn")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -48,9 +48,7 @@ def test_never_loses_to_replicas_alike_if_memory_is_low(profile: pd.Profile, clu
 @few
 @given(profiles, clusters, st.sampled_from(["never", "auto", "always"]), st.booleans())
 @example(SHORT, CROWDED, "never", True)
-def test_searches_that_share_tables_find_what_each_finds_alone(
-    profile: pd.Profile, cluster: pd.Cluster, recompute: str, all_workers: bool
-) -> None:
+def test_shared_tables_find_alike(profile: pd.Profile, cluster: pd.Cluster, recompute: str, all_workers: bool) -> None:
     """Whatever was searched before: other shapes, slower links, and with memory kept free for messages."""
     how = {"choices": Choices(recompute=recompute), "all_workers": all_workers, "update_delay": 1}
     make = partial(PlanSearch.of, profile, cluster, **how)

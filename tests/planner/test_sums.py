@@ -69,9 +69,7 @@ def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
     ("width", "forwards_s", "config", "order"),
     [(2, (0.1,) * 8, "2-2", (0, 2, 1, 3)), (3, (0.4, 0.2), "4-2", (0, 3, 1, 4, 2, 5))],
 )
-def test_rare_sums_cross_between_sites_and_messages_do_not(
-    width: int, forwards_s: tuple[float, ...], config: str, order: tuple[int, ...]
-) -> None:
+def test_rare_sums_cross_sites(width: int, forwards_s: tuple[float, ...], config: str, order: tuple[int, ...]) -> None:
     layers = tuple(pd.LayerProfile(seconds, 2 * seconds, 1_000_000, 1_000_000) for seconds in forwards_s)
     profile = pd.Profile.of_chain(layers, batch=8)
     fast, sites = (pd.Cluster((pd.Level(width, 1e8, 1e-4), pd.Level(2, rate, 1e-4))) for rate in (1e8, 2e6))

@@ -187,9 +187,7 @@ def test_many_more_workers_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPa
         assert run_command("train", __file__, "--workers", count)[2].partition("fewer")[0] == words
 
 
-def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_elastic_runs_check_all_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.chdir(tmp_path)
     model = "torch.nn.Linear(1, 1), loss=None, train=[], optimizer=torch.optim.SGD"
     Path("recipe.py").write_text(

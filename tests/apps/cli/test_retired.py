@@ -47,7 +47,7 @@ def test_a_profile_may_have_any_name(files: Path, run_command: Run, refused: Ref
     assert "No such option: --batch" in refused("simulate", "plan.json", "--batch", "2"), "it was none of simulate"
 
 
-def test_commands_and_options_of_several_can_be_retired(
+def test_whole_commands_retire(
     files: Path, monkeypatch: pytest.MonkeyPatch, run_command: Run, refused: Refused
 ) -> None:
     rows = {"emulate": "run it", "* --minibatches": "count", "* --memory=1*": "more"}

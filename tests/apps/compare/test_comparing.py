@@ -262,9 +262,7 @@ def test_a_comparison_continues_with_the_runs_that_are_missing(monkeypatch: pyte
         continued(compare_options.ComparisonOptions(schedules=options.schedules, minibatches=5))
 
 
-def test_what_cannot_train_is_found_first_and_nothing_measured_is_lost(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_train_is_found_first_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE.replace("loss=", "clip_grad_norm=1.0, loss=", 1), encoding="utf-8")
     fake, out = FakeRuns(monkeypatch), tmp_path / "out"
     options = compare_options.ComparisonOptions(schedules=("torch", "pipedream", "1f1b"), minibatches=4)

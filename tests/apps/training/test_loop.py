@@ -45,9 +45,7 @@ class Finishing:
 
 
 @pytest.mark.parametrize(("batches", "rates"), [(1, [4.0, 4.0]), (4, [4.0])])
-def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(
-    batches: int, rates: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rate_of_an_epoch(batches: int, rates: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first minibatches of an epoch were finished by the drain before an evaluation; to fill up again takes 5 s.
 
     Of 8 minibatches 4 warm up: the first epoch is left out, and nothing of the second.

@@ -51,9 +51,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_a_run_prints_its_slowest_layers_or_all(
-    verbose: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_prints_slow_layers_or_all(verbose: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     widths, data = [8, 8, 512, 512, 8, 512, 512, 8], [(torch.zeros(4, 8), torch.zeros(4, 8))]
     model = torch.nn.Sequential(*map(torch.nn.Linear, widths, widths[1:]))
     recipe = pd.Recipe(model, torch.nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), data)

@@ -324,9 +324,7 @@ DAMAGED = None, "", "[[0, 1.0", "\0" * 9, "{}", "[[0]]", '[["a", 1]]', "[[1e400,
 
 
 @pytest.mark.parametrize("text", DAMAGED, ids=lambda text: str(text)[:9])
-def test_damaged_losses_and_profiles_are_warned_of(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_losses_and_profiles_warn(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedream.apps.training.run_folder._FILE_LOSSES", 3)
     first, file = (tmp_path / "losses" / f"0000000{number}.json" for number in (0, 3))
     file.parent.mkdir()

@@ -115,7 +115,7 @@ def test_a_message_keeps_its_structure_and_what_has_no_gradient() -> None:
         ((True,), placement.Carries.INPUT, "int8", "full"),
     ],
 )
-def test_gradients_have_an_encoding_of_their_own(
+def test_gradients_have_their_own_encoding(
     wants: Any, carries: placement.Carries, messages: str, encoding: str
 ) -> None:
     sent = torch.randn(10, 100)

@@ -132,9 +132,7 @@ def trained(layer: nn.Module, x: Tensor, **how: Any) -> dict[str, Tensor]:
     st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([0.3, 1.0, 2.0, 8.0]),
     st.sampled_from(["random", "all"]), st.sampled_from(["before", "after"]), st.booleans(), st.integers(0, 1000),
 )  # fmt: skip
-def test_the_forms_are_equal(
-    top: int, groups: int, factor: float, second: str, normalise: str, pads: bool, seed: int
-) -> None:
+def test_forms_agree(top: int, groups: int, factor: float, second: str, normalise: str, pads: bool, seed: int) -> None:
     how = {"top": top, "groups": groups, "capacity_factor": factor, "second": second, "normalise": normalise}
     x = torch.randn(4, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     importance = torch.tensor(random.Random(seed).choices([1.0, 0.5, 0.0], k=32)).view(4, 8) if pads else None

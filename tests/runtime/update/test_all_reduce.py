@@ -40,9 +40,7 @@ def test_buckets_hold_each_handle_once_from_the_end_on(sizes: Sizes, first_bytes
 
 
 @given(st.data(), HANDLES, st.integers(2, 4), st.integers(1, 60))
-def test_sums_are_those_of_the_members_in_their_order(
-    data: st.DataObject, sizes: Sizes, members: int, bucket_bytes: int
-) -> None:
+def test_sums_are_of_the_members_in_order(data: st.DataObject, sizes: Sizes, members: int, bucket_bytes: int) -> None:
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     group, sizes_of_buckets = LocalGroup(members), {"first_bytes": bucket_bytes, "bucket_bytes": bucket_bytes}
     reductions = [all_reduce.GradientAllReduce(handles, group.member(i), **sizes_of_buckets) for i in range(members)]

@@ -267,9 +267,7 @@ def full_disk(folder: Path, asynchronous: bool) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("workers", "asynchronous"), [(1, False), (2, True), slow(1, True), slow(2, False)])
-def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
-    tmp_path: Path, asynchronous: bool, workers: int
-) -> None:
+def test_a_full_disk_is_told_and_the_one_before_is_whole(tmp_path: Path, asynchronous: bool, workers: int) -> None:
     for told in processes.results(full_disk, workers, tmp_path, asynchronous):
         assert "saving the checkpoint of minibatch 10" in told
         assert f"cannot write {tmp_path / 'minibatch-00000010'}: File too large" in told
@@ -292,9 +290,7 @@ def test_a_folder_that_is_removed_during_a_run_is_an_error(tmp_path: Path) -> No
     assert not run.exists()
 
 
-def test_the_writers_thread_uses_the_gpu_of_the_tensors(
-    two_saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_uses_the_tensors_gpu(two_saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(torch, "save", lambda *args: done.append(("save", threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))

@@ -58,9 +58,7 @@ def test_processes_and_a_single_one_resume_each_others_checkpoints(training: Tra
     [slow(summing("every:2", "1f1b", (2,))), slow(summing("diloco:3", "1f1b", (3,))), summing(None, "1f1b", (1, 1))],
     ids=name,
 )
-def test_another_plan_takes_what_the_replicas_share(
-    other: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_plan_takes_what_is_shared(other: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     TRAININGS[1].pipeline(folder=tmp_path, save_at=(4,))
     states = []
     for training in (TRAININGS[1], other):

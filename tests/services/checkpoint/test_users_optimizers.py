@@ -250,9 +250,7 @@ class Keeps(torch.optim.lr_scheduler.LRScheduler):
         ("schedule", r"state of Keeps cannot be kept in a checkpoint"),
     ],
 )
-def test_what_cannot_be_saved_later_is_refused_before_training(
-    fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsavable_state_is_refused(fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is made by the first step: it is tried on small parameters."""
 
     def recipe() -> pd.Recipe:

@@ -169,9 +169,7 @@ class Scheduler(torch.optim.lr_scheduler.LambdaLR):
         super().__init__(optimizer, lambda n: 1.0)
 
 
-def test_what_changes_while_a_checkpoint_is_written_is_not_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_during_the_writing_is_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All lists and dicts are those of the call, and so are the weights."""
     may_write, write = threading.Event(), writer.write_tensors
 

@@ -90,9 +90,7 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_a_link_of_half_a_second_one_way_is_fast_enough(
-    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_of_half_a_second_suffices(heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch) -> None:
     """That is the limit which docs/checkpoints.md names; with one of 1 s all would end soon, as if out of reach."""
     assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in heartbeats))
     assert {rank: status.where for rank, status in heartbeats[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
@@ -105,9 +103,7 @@ def test_a_link_of_half_a_second_one_way_is_fast_enough(
     assert timedelta(seconds=2 * 0.5) < guard._ANSWER_TIMEOUT
 
 
-def test_who_reports_another_rank_also_prints_it(
-    heartbeats: list[guard.Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reports_prints(heartbeats: list[guard.Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank reports the rank whose save has failed; if the first to do so is not that rank, it says so for it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     full = pd.errors.WorkerError(0, "saving the checkpoint of minibatch 20", "No space left on device")
@@ -120,9 +116,7 @@ def test_who_reports_another_rank_also_prints_it(
         assert error == f"pipedream: {full}", "it is left before the launcher, which hears of a failure, ends this rank"
 
 
-def test_a_bad_call_ends_all_ranks_with_its_status(
-    heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_bad_call_ends_all(heartbeats: list[guard.Heartbeat], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Also one that reports it second, or lost the connection: else the launcher may start them again."""
     guards = [bare_guard(rank, heartbeat=heartbeats[rank], earlier_activities=[]) for rank in range(3)]
     monkeypatch.setattr(guard, "Guard", lambda rank, *_: guards[rank])

@@ -108,9 +108,7 @@ def test_a_launcher_removes_the_folders_of_killed_ones(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("ends", "lost"), [([(1, -9), (3, -11)], (1, 3)), ([(2, 1)], (2,)), ([(2, 1), (1, -9)], (1,)), ([(0, 3)], (0,))]
 )
-def test_the_lost_workers_are_those_that_a_signal_ended(
-    tmp_path: Path, ends: list[tuple[int, int]], lost: tuple[int, ...]
-) -> None:
+def test_lost_are_those_that_a_signal_ended(tmp_path: Path, ends: list[tuple[int, int]], lost: tuple[int, ...]) -> None:
     """Else the one that failed first. The launcher's own signals do not count."""
     workers = [agent.Worker(rank, 10 + rank, tmp_path / str(rank), False, status) for rank, status in ends]
     for worker in workers:
@@ -138,9 +136,7 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
     ("received", "sent"),
     [(signal.SIGINT, [signal.SIGINT]), (signal.SIGTERM, [signal.SIGINT]), (0, [signal.SIGTERM, -signal.SIGKILL])],
 )
-def test_workers_drain_or_are_ended(
-    received: int, sent: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_drain_or_end(received: int, sent: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """SIGTERM to the launcher reaches them as SIGINT; after a failure it is for the processes that they started."""
     numbers: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda pid, number: numbers.append(number))
@@ -153,9 +149,7 @@ def test_workers_drain_or_are_ended(
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_worker_that_a_kill_does_not_reach_is_left(
-    frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_worker_that_no_kill_reaches_is_left(frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """It is reaped later; one that has begun to end is waited for."""
     sleeper, launcher = subprocess.Popen(["sleep", "600"]), agent.Agent()
     worker = agent.Worker(1, sleeper.pid, Path("none"))
@@ -182,9 +176,7 @@ def test_a_worker_that_a_kill_does_not_reach_is_left(
 @pytest.mark.parametrize(
     ("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", None), (processes.LAUNCHER, "1 1")]
 )
-def test_a_worker_of_torchrun_is_watched_once_and_no_other(
-    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchruns_workers_alone_are_watched(name: str, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, int]] = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -96,9 +96,7 @@ HERE, AWAY, ALIVE = verdicts.SILENT_S, verdicts.AWAY_S, verdicts.RUNNING_S
     ],
     ids=["stopped", "runs", "elsewhere", "beside one that is heard", "beside one that is not"],
 )
-def test_a_rank_that_beats_no_more_is_named_with_its_last_place(
-    runs: dict[int, bool | None], beating: tuple[int, ...], limit_s: float
-) -> None:
+def test_a_silent_rank_is_named(runs: dict[int, bool | None], beating: tuple[int, ...], limit_s: float) -> None:
     """One that runs is given more time; the ranks of its machine see whether it does."""
     bench = Bench()
     bench.runs |= runs

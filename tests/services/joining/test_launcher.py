@@ -102,9 +102,7 @@ FEW = {"SLURM_PROCID": 1, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0, "SLURM_JOB_NODE
         (slurm(1, [1, 1]) | OPEN_MPI | {"MASTER_ADDR": "a"}, ["3", "4", "1", "2", "a", "29500"]),
     ],
 )
-def test_few_variables_those_of_the_user_and_those_of_mpirun(
-    variables: dict[str, object], expected: list[str | None]
-) -> None:
+def test_few_variables_the_users_and_those_of_mpirun(variables: dict[str, object], expected: list[str | None]) -> None:
     read_variables = read(variables)
     assert [read_variables.get(name) for name in TORCH] == expected
 

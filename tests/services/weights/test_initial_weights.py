@@ -79,9 +79,7 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 1000])
-def test_initial_values_depend_neither_on_the_cut_nor_on_generators(
-    parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initial_values_depend_on_no_cut_and_no_generator(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("manual_seed", "manual_seed_all"):  # generators of GPUs would not be restored
         monkeypatch.delattr(torch.cuda, name)
     before = torch.default_generator.get_state()
