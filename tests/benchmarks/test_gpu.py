@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,20 +68,6 @@ def test_every_check_has_a_row_until_the_limit() -> None:
     assert rows[1]["note"] == {"error": "ended with status 1: ValueError"}
     assert rows[3]["note"] == {"skipped": "the limit of 540 s was reached"}
     assert len({tuple(row) for row in rows}) == 1, "all rows have the same keys"
-
-
-def test_checks_that_can_share_the_card() -> None:
-    together, ends = threading.Barrier(2, timeout=20.0), []
-
-    def start(name: str, left_s: float) -> tuple[list[dict[str, Any]], str]:
-        if name in ("equality", "links"):
-            together.wait()
-        ends.append(name)
-        return [_finding(name)], ""
-
-    rows = list(run.rows(["clock", "equality", "facts", "links"], start))
-    assert {row["name"] for row in rows[:2]} == set(ends[:2]) == {"equality", "links"}
-    assert [row["name"] for row in rows[2:]] == ends[2:] == ["clock", "facts"]
 
 
 @pytest.mark.parametrize(("cuda", "build"), [(None, "CPUs alone"), ("12.9", "CUDA 12.9, which")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import Started
 from hypothesis import given, strategies as st
-from marks import published, slow
+from marks import slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 sys.path.append(str(FOLDER))
@@ -101,22 +101,6 @@ def test_it_runs_in_its_smallest_size(tmp_path: Path, part: str) -> None:
     assert picture.read_text().startswith("<svg")
 
 
-@pytest.mark.network
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.processes
-def test_time_to_accuracy_is_measured() -> None:
-    lines: list[str] = []
-    rows = accuracy.measure("test", lines.append)
-    assert [row["variant"] for row in rows] == ["DDP", "PipeDream, full"] * 2
-    for learned, timed in zip(rows[:2], rows[2:], strict=True):
-        assert (learned["bytes_per_s"], timed["evaluations"]) == (None, learned["evaluations"])
-    assert len(lines) == 4
-    assert "| PipeDream, full | 0.01 |" in accuracy.tables(rows)
-    assert accuracy.measure("test", lines.append, earlier=rows) == rows, "nothing is measured again"
-    assert len(lines) == 4
-
-
 @given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_s: float, each_s: float) -> None:
     ends_s = [first_s + number * each_s for number in range(5)]
@@ -126,17 +110,3 @@ def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_
     assert figures["seconds_to_target"] == pytest.approx(ends_s[epochs - 1])
     assert figures["bytes_to_target"] == 100 * epochs
     assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
-
-
-@pytest.mark.network
-@pytest.mark.long
-def test_emulated_workers_beside_the_prediction(load: Callable[[str], Any]) -> None:
-    published("gnmt")
-    workers = load("workers")
-    rows = json.loads(json.dumps(workers.measure("test", lambda line: None)))
-    assert [row["workers"] for row in rows] == [4, 4, 4]
-    assert {row["config"] for row in rows} >= {"4", "1-1-1-1"}
-    assert all(len(row["segments_s"]) == 3 and min(row["segments_s"]) > 0 for row in rows)
-    text = workers.tables(rows)
-    assert "**emulated**" in text
-    assert len([line for line in text.splitlines() if line.startswith("| GNMT-8")]) == 3

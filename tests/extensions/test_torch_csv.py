@@ -132,14 +132,6 @@ def test_ours_return_and_their_loader_takes_them(tmp_path_factory: pytest.TempPa
     )
 
 
-def test_a_column_is_a_step() -> None:
-    assert to_torch_csv(pd.schedules.build("1f1b", pd.Plan.uniform(3), 3)).splitlines() == [
-        "0F0,0F1,0F2,,,0B0,,0B1,,0B2",
-        ",1F0,1F1,,1B0,1F2,1B1,,1B2",
-        ",,2F0,2B0,2F1,2B1,2F2,2B2",
-    ]
-
-
 @pytest.mark.parametrize(
     ("schedule", "reason"),
     [
