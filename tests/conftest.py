@@ -221,10 +221,7 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze_imports() -> None:
-    """Leaves what was imported out of later collections of garbage.
-
-    Tests import more, torch._dynamo among it, which takes a tenth of a second of each collection.
-    """
+    """Leaves what was imported out of collections of garbage: torch._dynamo takes a tenth of a second of each."""
     global _modules_frozen
     if len(sys.modules) > _modules_frozen + 50:
         _modules_frozen = len(sys.modules)

@@ -1,7 +1,4 @@
-"""benchmarks/gpu: each check sees a fault in the library.
-
-Faults of training begin after the first minibatch, which the library compares by itself.
-"""
+"""benchmarks/gpu: each check sees a fault, after the first minibatch, which the library compares by itself."""
 
 import importlib
 import itertools

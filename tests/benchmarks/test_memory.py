@@ -1,7 +1,4 @@
-"""The memory benchmark runs, searches as few trials as it can, and plans for models that it has not profiled.
-
-Its bubbles are those of another simulator, which a paper's authors wrote.
-"""
+"""The memory benchmark runs, searches few trials, and plans for models unprofiled; bubbles are the authors' own."""
 
 import re
 from dataclasses import asdict

@@ -1,7 +1,4 @@
-"""A stage that does its forward again, or offloads its activations, trains to the bit as one that keeps them.
-
-A worker without a GPU refuses to offload; these tests let it, so that all but the copies of a GPU runs.
-"""
+"""A stage that recomputes or offloads its activations (here without a GPU) trains to the bit as one that keeps them."""
 
 import gc
 from collections.abc import Callable, Iterator

@@ -28,13 +28,7 @@ Late = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Published:
-    """A compensation, what the library is asked for, and its paper's rule.
-
-    Attributes:
-        compensation: of the pipeline.
-        rule: from the stages' delays to the rule.
-        optimizer: that the paper steps, with the decay in the rule.
-    """
+    """What the library is asked for, its paper's rule by the stages' delays, and the optimizer that it steps."""
 
     compensation: Any
     rule: Callable[[Late], Rule]

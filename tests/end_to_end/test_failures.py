@@ -1,7 +1,4 @@
-"""Runs that fail, seen from the shell: all processes end soon, one message says what and where.
-
-Each run has two worker processes. A plan is given, so that nothing is profiled and a layer fails where the test says.
-"""
+"""Runs of two processes that fail, seen from the shell: all end soon, one message says what and where."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Files and recipes with any content: each is taken, or refused in one clear message, and nothing is overwritten.
-
-About a thousand wrong inputs a run; in continuous integration the same ones each time.
-"""
+"""Files and recipes with any content: each is taken, or refused in one clear message, and nothing is overwritten."""
 
 import copy
 import json

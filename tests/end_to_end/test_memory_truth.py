@@ -28,10 +28,8 @@ class Living:
     """A run.
 
     Attributes:
-        schedule, optimizer, recompute, microbatches: how it trains.
         frozen: half of the weights of each block, and all of the first two blocks.
         optimizer_state: 'host': an update that a thread would make begins when it is waited for.
-        replicas: replicas of each stage; stages have as equal numbers of blocks as possible.
     """
 
     schedule: str = "pipedream"

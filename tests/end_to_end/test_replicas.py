@@ -47,10 +47,7 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
 
 
 def _matrix() -> list[object]:
-    """Returns each plan with three methods in turn; rounds may have a lag.
-
-    The first method of every second plan is in the default run, the second is slow, the third long.
-    """
+    """Returns each plan with three methods in turn, the second slow, the third long; rounds may have a lag."""
     parameters = []
     for number, replicas in enumerate(PLANS):
         for turn in range(3):

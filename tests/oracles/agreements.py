@@ -19,13 +19,7 @@ Values = dict[str, Tensor]
 
 @dataclass
 class Published(Reducer):
-    """A way to agree.
-
-    Attributes:
-        kind: 'full', a dtype, 'powersgd', 'every' or 'diloco'.
-        number: rank, or updates from one average to the next.
-        rate, momentum: of DiLoCo's outer steps.
-    """
+    """A way to agree; `number`: rank, or updates from one average to the next; rate and momentum are DiLoCo's."""
 
     kind: Any = "full"
     number: int = 0

@@ -95,10 +95,7 @@ class DifferencePrediction(_Predicting):
 
 
 class Nesterov(_Predicting):
-    """Ajanthan et al.: w(t+1) = w(t) + d_t - lr grad at the delayed w + d, d = m (w(t) - w(t-1)).
-
-    m is constant, lr is the paper's eta (1 - m).
-    """
+    """Ajanthan et al.: w(t+1) = w(t) + d_t - lr grad at the delayed w + d, d = m (w(t) - w(t-1)), lr = eta (1 - m)."""
 
     def __init__(self, decay: float, momentum: float) -> None:
         super().__init__(decay)
@@ -129,11 +126,7 @@ class Rescheduled(Rule):
 
 
 class GapAware(Rule):
-    """Barkai et al., for momentum SGD: gradient and decay over 1 + |w - w_read| / (lr_max (sqrt(E[v^2]) + eps)).
-
-    Attributes:
-        penalty: the greatest so far.
-    """
+    """Barkai et al., for momentum SGD: gradient and decay over 1 + |w - w_read| / (lr_max (sqrt(E[v^2]) + eps))."""
 
     def __init__(self, decay: float, beta: float) -> None:
         self._decay = decay

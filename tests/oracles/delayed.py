@@ -169,10 +169,5 @@ def turn(
     momentum: float = 0.0,
     **settings: Any,
 ) -> MethodRules:
-    """Returns a method with momentum SGD.
-
-    Args:
-        rate: (s, updates of the input stage since the start) -> factor on the learning rate.
-        spike: s -> delay that spike compensation makes up for.
-    """
+    """Returns a method with momentum SGD; `rate`: (s, updates of the input stage) -> factor, `spike`: s -> delay."""
     return MethodRules(reads, m, compensation=_Rated(rate, weight_decay, momentum, spike))

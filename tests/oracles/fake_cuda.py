@@ -18,9 +18,6 @@ class FakeCuda:
     Attributes:
         now_s: the host's time, which `time.perf_counter` returns.
         stream_s: when the GPU has done what was submitted so far.
-        events: events that were made.
-        resets: how often the peak of memory was reset.
-        stream_number: of the current stream.
         stream_lookups: how often torch looked for the current stream, which takes long.
     """
 

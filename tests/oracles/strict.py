@@ -400,11 +400,7 @@ def _hang_at_exit() -> None:
 
 @contextmanager
 def installed(on_one_machine: bool) -> Iterator[None]:
-    """Runs tensors between ranks over the stand-in, as if the CPU were a GPU of each rank's own.
-
-    Args:
-        on_one_machine: their headers go through sockets of the machine; otherwise over gloo.
-    """
+    """Runs tensors between ranks over the stand-in, headers through sockets where `on_one_machine`, else gloo."""
     new_group, make_group, connect_sums = dist.new_group, connections._make_group, connections._connect_sums
     backend: list[str] = []
     if "STRICT" not in dist.Backend._plugins:

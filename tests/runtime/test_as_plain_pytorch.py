@@ -50,9 +50,7 @@ class Case:
     """A model, and how it is trained.
 
     Attributes:
-        model: makes it; called with the generators seeded.
         refused: words of the error; empty if the numbers must be equal.
-        loss: (output, batch) -> scalar.
         replicas: of the two stages; several need two microbatches.
         between: what the loop does with the model after each minibatch.
         after_plan: what is done to the model after the plan was made.

@@ -46,12 +46,7 @@ def base_at(plan: pd.Plan, stage: int, versions: int, in_flight: int, most: tupl
 def alive_after(
     rule: pd.schedules.WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
 ) -> int:
-    """Sets of weights alive behind an op, by definition.
-
-    Args:
-        read: microbatch -> version that its forward reads.
-        waiting, coming: microbatches whose backward, whose forward is still to end.
-    """
+    """Sets of weights alive behind an op, whose backwards wait and forwards come; `read`: microbatch -> version."""
     until = rule.kept_until(stage)
     if rule.name == "stamped":  # for forwards to come, not for backwards
         return len({newest} | {read[k] for k in coming if read[k] <= newest})

@@ -39,12 +39,7 @@ class Watched(nn.Module):
 
 @contextmanager
 def unchanged(*modules: nn.Module, also: tuple[Tensor, ...] = (), is_restored: bool = False) -> Iterator[None]:
-    """Checks modules: the same attributes, hooks and tensors, with the same numbers and gradients; and the generator.
-
-    Args:
-        also: more tensors.
-        is_restored: tensors may have been written meanwhile.
-    """
+    """Checks attributes, hooks, tensors, gradients and the generator; tensors may be written where `is_restored`."""
 
     def list_hooks() -> list[int]:
         hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in every]

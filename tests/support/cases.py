@@ -233,12 +233,7 @@ def run_all(chosen: list[Case]) -> list[Trained]:
 def answer(
     case: Case, outcome: Trained | None = None, rule: CompensationRule | None = None, optimizer: Any = None
 ) -> Trained:
-    """Returns what the serial rule gives, by the papers' formulas for the weights that are read.
-
-    Args:
-        outcome: whose drains the loop has; None for none.
-        rule: of the compensation; optimizer: that it steps, by default the case's.
-    """
+    """Returns what the serial rule gives, with the outcome's drains, by the papers' formulas for the weights read."""
     return case.training().loop(outcome, **by_hand(case, outcome, rule, optimizer))
 
 
@@ -294,11 +289,7 @@ def rules_of(case: Case, name: str, m: int, rule: CompensationRule) -> MethodRul
 
 
 def check_same(outcome: Trained, alone: Trained, rank: int, bound: float = 0.0) -> None:
-    """Checks what a rank of several processes gave against what one process with all workers gave.
-
-    Args:
-        bound: greatest relative distance of losses and weights; 0 asks for the same bits.
-    """
+    """Checks what a rank of several processes gave against one process, within a relative `bound` or to the bit."""
     if rank:
         assert not outcome.state
         alone = replace(alone, state={}, ema={})

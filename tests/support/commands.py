@@ -1,7 +1,4 @@
-"""Starts the command, and programs, as a user's shell would; knows all processes that come from one start.
-
-Scripts can be imported, too.
-"""
+"""Starts the command, and programs, as a user's shell would; knows all processes of a start; imports scripts."""
 
 import importlib
 import importlib.util
@@ -57,10 +54,7 @@ def without_progress(text: str) -> str:
 
 
 class Started:
-    """A running program, in a process group of its own.
-
-    Life: started; `signal`, `wait_for_file` as often as wanted; `end` once.
-    """
+    """A running program, in a process group of its own; `end` it once."""
 
     def __init__(
         self,

@@ -49,11 +49,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def exchange(
     depths: list[int], shares_memory: bool
 ) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
-    """Sends all lists of sizes both ways on channels of each depth; returns what arrived.
-
-    Args:
-        shares_memory: or uses gloo.
-    """
+    """Sends all lists of sizes both ways on channels of each depth, by memory or gloo; returns what arrived."""
     group = dist.group.WORLD
     ways = (0, 1), (1, 0)
     with mock.patch.object(shared_memory, "is_supported", return_value=shares_memory):

@@ -136,11 +136,7 @@ def team(workers: int) -> Team:
 
 
 class Team:
-    """Processes that stay for many calls; after an exception, or past the time, others take their place.
-
-    Args:
-        workers: processes.
-    """
+    """Processes that stay for many calls; after an exception, or past the time, others take their place."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers

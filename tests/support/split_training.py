@@ -55,11 +55,7 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1, scale: float = 1.0) -> Trained:
-    """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount.
-
-    Args:
-        scale: of the loss in the backward.
-    """
+    """Trains in one process: a gradient is the mean of microbatches', weighted by amount; `scale` is the loss's."""
     model, losses = model_of(case), []
     optimizer = make_optimizer(list(model.named_parameters()))
     for batch in batches:
@@ -168,14 +164,7 @@ def check_same(expected: Trained, actual: Trained, tolerance: float) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """Features that a run uses.
-
-    Attributes:
-        config: workers of each stage.
-        chunks: stages per worker.
-        dropout: as the model has it.
-        options: further arguments of `pipedream.Pipeline`.
-    """
+    """What a run uses: workers of each stage, stages per worker (`chunks`), dropout, options of the pipeline."""
 
     schedule: str = "1f1b"
     microbatches: int = 2

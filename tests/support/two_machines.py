@@ -17,11 +17,7 @@ def machines() -> Iterator[Network]:
 
 
 def within(machine: Host, memory: Path | None = None) -> tuple[str, ...]:
-    """Returns the prefix that runs a command on a machine, where it sees that machine's processes alone.
-
-    Args:
-        memory: a folder that is its /dev/shm; by default this machine's.
-    """
+    """Returns the prefix that runs a command on a machine, its processes alone, `memory` as its /dev/shm."""
     mounted = () if memory is None else ("sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(memory))
     return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *mounted)
 

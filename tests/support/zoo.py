@@ -42,8 +42,6 @@ class Animal:
 
     Attributes:
         model: fresh, the same each time.
-        batches: one epoch.
-        loss: as a user gives it to a pipeline.
         total: (output, targets) -> (sum, weight), written independently of the loss above.
         cuts: number of stages -> layer indices.
         reference: what plain PyTorch trains; the model itself unless given.

@@ -46,10 +46,7 @@ NAMED = "names the method 'mine.py', a Python file"
 
 @pytest.fixture
 def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a method's file, in the working directory, that leaves a file beside itself when it is run.
-
-    A recipe is there too, and a plan that names the method.
-    """
+    """Returns a method's file that leaves a file beside itself when it is run; with a recipe, and a plan by it."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text(f"{METHOD}\n# {tmp_path}")  # of each test alone: a file runs again only if its bytes have changed

@@ -100,8 +100,7 @@ def run_graph_rule(
 ) -> tuple[Tensor | None, dict[str, Tensor | None], Tensor]:
     """Returns the gradients of the input and the weights, which were multiplied in place between the two passes.
 
-    Where the graph is led, they were multiplied in three updates and two storages: the newest is not in the one that
-    the forward read, in which another version stands.
+    Where the graph is led, in three updates and two storages: the newest is not in the one that the forward read.
     """
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     stage = stage_module.StageModule([("layer", layer)], handles, x.device, 0, autocast)

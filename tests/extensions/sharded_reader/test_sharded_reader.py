@@ -156,10 +156,7 @@ LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.inte
 def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans(
     is_shared: bool, lengths: list[int], legs: list[tuple[int, int, int, int]]
 ) -> None:
-    """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more.
-
-    One reads for all, or each for itself.
-    """
+    """A leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more."""
     seed_all(3)
     plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
     expected = []

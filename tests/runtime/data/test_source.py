@@ -1,7 +1,4 @@
-"""Microbatches that one replica of the input stage reads for others, or for the others of its machine alone.
-
-What arrives, and who reads.
-"""
+"""Microbatches that one replica of the input stage reads for others, or for the others of its machine alone."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

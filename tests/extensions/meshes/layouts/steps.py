@@ -96,11 +96,7 @@ SIZES = {"length": 512, "memory": 512, "d_model": 1024, "d_kv": 128, "vocab": 32
 
 
 def transformer(layers: int = 24, **sizes: int) -> pd.Operators:
-    """Returns forward, backward and update of a stack of T5's layers, with the index names of Mesh-TensorFlow's T5.
-
-    As there, a self-attention renames the length of what its keys and values are computed from, and words are looked up
-    by a product with one-hot vectors.
-    """
+    """Returns forward, backward and update of T5's layers, as in Mesh-TensorFlow: index names, one-hot words too."""
     writer = _Writer(SIZES | sizes)
     writer.weights["words"] = "v d"
     writer.add(

@@ -173,12 +173,7 @@ HALVES = {"0.weight": "d_ff d_model", "0.bias": "d_ff", "2.weight": "d_model d_f
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
-
-    Attributes:
-        stages: where they begin, but for the first.
-        names: of the dimensions of tensors, added to the usual ones unless `is_named`.
-    """
+    """What is trained; `stages`: where they begin, but for the first; `names` are added unless `is_named`."""
 
     model: str | Callable[[], Any]
     mesh: str
