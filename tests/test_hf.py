@@ -10,6 +10,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]))}
 
 
+def make_tokenizer() -> Any:
+    tokenizers = import_module("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(32)}, "w0")
+    make = libraries()[0].PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizers.Tokenizer(words), pad_token="w0", eos_token="w1")
+
+
 SETTINGS: dict[str, Any] = {
     **{"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"},
     **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False},
@@ -56,6 +64,8 @@ SETTINGS: dict[str, Any] = {
 
 class Words(nn.Module):
     """A model of words whose loss is over `num_items_in_batch`."""
+
+    config = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +76,8 @@ class Words(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> dict[str, Tensor]:
         logits = self.head(self.norm(torch.tanh(self.inner(self.embed(input_ids)))))
         items = rest.get("num_items_in_batch")
+        if labels is None:
+            return {"logits": logits}
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="mean" if items is None else "sum")
         return {"loss": loss if items is None else loss / items, "logits": logits}
 
@@ -80,6 +92,11 @@ class Words(nn.Module):
 def make_plan(schedule: str, microbatches: int | None) -> pd.Plan:
     profile = pd.profile(Words().double(), torch.utils.data.default_collate(make_data(8)), runs=1)
     return pd.plan(profile, pd.Cluster.flat(2), shape="pipeline", schedule=schedule, microbatches=microbatches)
+
+
+def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    losses = outputs["logits"].square().sum(-1)[labels != -100]
+    return losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -181,6 +198,8 @@ SAME: dict[str, dict[str, Any]] = {
     "evaluations": {"eval_strategy": "epoch", "eval_on_start": True, "rest": {"compute_metrics": accuracy}},
     "evaluations by steps": {"eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "epoch"},
     "best": BEST | {"learning_rate": 0.2, "save_total_limit": 1},
+    "smoothed": {"label_smoothing_factor": 0.1, "eval_strategy": "epoch"},
+    "loss": {"rest": {"compute_loss_func": squares}, "eval_strategy": "epoch", "samples": 18},
     "bfloat16": {"bf16": True, "max_steps": 3},
     "schedule": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}, "warmup_steps": 1},
 }
@@ -253,6 +272,29 @@ def with_own_prediction(base: Any) -> Any:
     return prediction_step
 
 
+def with_own_loss(act: Callable[[Any, Any], Any] = lambda model, inputs: model(**inputs)) -> Callable[[Any], Any]:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **how: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = act(model, inputs)
+        loss = squares(outputs, labels, **how)
+        return (loss, outputs) if return_outputs else loss
+
+    return lambda _: compute_loss
+
+
+OWN_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "does not call the model; let it": lambda model, inputs: {"logits": inputs["input_ids"].double()[..., None]},
+    "gives the model another 'input_ids' than": lambda model, inputs: model(input_ids=inputs["input_ids"] + 0),
+    "calls the model with positional arguments": lambda model, inputs: model(inputs["input_ids"]),
+}
+
+
+@pytest.mark.parametrize("words", OWN_LOSSES)
+def test_an_own_loss_that_does_more_is_refused(tmp_path: Path, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=f"compute_loss {words}"):
+        run("pipeline", tmp_path, methods={"compute_loss": with_own_loss(OWN_LOSSES[words])})
+
+
 def calling(name: str) -> Callable[[Any], Any]:
     return lambda base: lambda self, *positional, **options: getattr(base, name)(self, *positional, **options)
 
@@ -261,6 +303,7 @@ ALONE = {"gradient_accumulation_steps": 1}
 METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "get_train_dataloader": (lambda _: lambda self: torch.utils.data.DataLoader(self.train_dataset, 3), ALONE),
     "get_batch_samples": (with_items_doubled, ALONE),
+    "compute_loss": (with_own_loss(), {"eval_strategy": "epoch"}),
     "_get_train_sampler": (lambda _: lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset), {}),
     "prediction_step": (with_own_prediction, {"eval_strategy": "steps", "eval_steps": 1}),
     **{name: (calling(name), {"eval_strategy": "epoch"}) for name in ("evaluate", "evaluation_loop", "log")},
@@ -276,8 +319,8 @@ def test_methods_of_a_subclass_that_act_as_in_the_plain_trainer(tmp_path: Path, 
 @pytest.mark.parametrize(
     "name",
     [
-        *("training_step", "compute_loss", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
-        *("floating_point_ops", "_prepare_inputs", "create_accelerator_and_postprocess", "loss_is_scaled_for_ga"),
+        *("training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
+        *("floating_point_ops", "_prepare_inputs", "create_accelerator_and_postprocess"),
         *("_run_epoch", "gradient_accumulation_steps with a get_train_dataloader or get_batch_samples"),
     ],
 )
@@ -290,10 +333,7 @@ def test_other_methods_of_a_subclass_are_refused(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("collator", thinned(["DataCollatorForLanguageModeling", "DataCollatorWithPadding"]))
 def test_batches_of_a_collator_act_as_dicts(collator: str) -> None:
     transformers, _ = libraries()
-    words = import_module("tokenizers").models.WordLevel({f"w{i}": i for i in range(32)}, "w0")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=import_module("tokenizers").Tokenizer(words), pad_token="w0"
-    )
+    tokenizer = make_tokenizer()
     options = {"mlm": False} if "Language" in collator else {}
     batch = getattr(transformers, collator)(tokenizer, **options)(
         [{k: v[4:] for k, v in row.items()} for row in make_data(8)]
@@ -311,12 +351,34 @@ def test_batches_of_a_collator_act_as_dicts(collator: str) -> None:
     assert outcomes[0] == outcomes[1]
 
 
+def test_a_model_is_made_and_uploaded_as_by_the_plain_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers, hf = libraries()
+    uploads: list[Any] = []
+    done = SimpleNamespace(done=lambda: True)
+    api = SimpleNamespace(upload_folder=lambda **how: uploads[-1].append(how["commit_message"]) or done)
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: api)
+    monkeypatch.setattr(
+        transformers.Trainer, "init_hf_repo", lambda self: vars(self).update(push_in_progress=None, hub_model_id="mine")
+    )
+    monkeypatch.setattr(transformers.Trainer, "create_model_card", lambda *_, **__: None)
+    weights = []
+    for base in (transformers.Trainer, hf.Trainer):
+        uploads.append([])
+        args = transformers.TrainingArguments(str(tmp_path), push_to_hub=True, **SETTINGS | SAVING)
+        trainer = base(None, args, model_init=lambda: Words().double(), train_dataset=make_data(8))
+        trainer.train()
+        trainer.push_to_hub()
+        weights.append(trainer.model.state_dict())
+    assert uploads[0] == uploads[1] != []
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-8)
+
+
 def test_a_second_training_is_refused(tmp_path: Path) -> None:
     trainer = run("pipeline", tmp_path, num_train_epochs=1)
     with pytest.raises(pd.PipelineError, match=r"a second train\(\), which needs the first one's optimizer"):
         trainer.train()
-    trainer.compute_loss = lambda *_: None
-    with pytest.raises(pd.PipelineError, match="a compute_loss of your own"):
+    trainer.training_step = lambda *_: None
+    with pytest.raises(pd.PipelineError, match=r"a training_step of your own: .*; override compute_loss"):
         trainer.train()
 
 
@@ -339,13 +401,14 @@ def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool)
 # Of names that end in "_", all that begin so.
 FOLLOWED = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_ args average_tokens_across_devices
-    batch_eval_metrics bf16 bf16_full_eval callbacks compute_metrics data_collator data_seed dataloader_ ddp_ debug
-    disable_tqdm do_ eval_ fp16_full_eval fsdp_config full_determinism gradient_ greater_is_better hub_ ignore_data_skip
-    include_ label_names learning_rate length_column_name liger_kernel_config load_best_model_at_end local_rank log_
-    logging_ lr_scheduler_ max_grad_norm max_steps metric_for_best_model model neftune_noise_alpha num_train_epochs
-    optim optim_args optimizer_cls_and_kwargs optimizers output_dir per_device_ prediction_loss_only preprocess_logits_
-    processing_class project remove_unused_columns report_to restore_callback_ resume_from_checkpoint run_name save_
-    seed skip_memory_metrics tf32 torch_ trackio_ train_dataset train_sampling_strategy use_cache use_cpu warmup_
+    batch_eval_metrics bf16 bf16_full_eval callbacks compute_loss_func compute_metrics data_collator data_seed
+    dataloader_ ddp_ debug disable_tqdm do_ eval_ fp16_full_eval fsdp_config full_determinism gradient_
+    greater_is_better hub_ ignore_data_skip include_ label_names label_smoothing_factor learning_rate length_column_name
+    liger_kernel_config load_best_model_at_end local_rank log_ logging_ lr_scheduler_ max_grad_norm max_steps
+    metric_for_best_model model model_init neftune_noise_alpha num_train_epochs optim optim_args
+    optimizer_cls_and_kwargs optimizers output_dir per_device_ prediction_loss_only preprocess_logits_ processing_class
+    project push_to_hub remove_unused_columns report_to restore_callback_ resume_from_checkpoint run_name save_ seed
+    skip_memory_metrics tf32 torch_ trackio_ train_dataset train_sampling_strategy use_cache use_cpu warmup_
     weight_decay
     """
 EVENTS = {
@@ -371,9 +434,8 @@ def test_every_argument_and_event_of_transformers_is_followed_or_refused() -> No
 
 
 REFUSALS: dict[str, Any] = {
-    **dict.fromkeys(("auto_find_batch_size", "enable_jit_checkpoint", "fp16", "push_to_hub", "use_liger_kernel"), True),
+    **dict.fromkeys(("auto_find_batch_size", "enable_jit_checkpoint", "fp16", "use_liger_kernel"), True),
     **{"deepspeed": "config", "fsdp": "full_shard", "parallelism_config": "config", "optim_target_modules": ["inner"]},
-    **{"compute_loss_func": len, "label_smoothing_factor": 0.1, "model_init": Words},
 }
 
 
@@ -444,6 +506,38 @@ def test_predictions_and_files_are_those_of_the_plain_trainer(tmp_path: Path) ->
     assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())
     names = [{path.name for path in place.iterdir()} for place in places]
     assert names[1] == names[0] | {"end"}
+
+
+def test_a_resumed_training_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is planned for another number of microbatches."""
+    trainer = run("pipeline", tmp_path, **SAVING, rest={"plan": None})
+    folder = Path(trainer.args.output_dir)
+    assert pd.Plan.load(folder / "plan.json").workers == 2
+    monkeypatch.setattr("pipedream.hf.profile", None)
+    resumed = run("pipeline", tmp_path, "checkpoint-2", **SAVING, rest={"plan": None, "workers": 1})
+    assert pd.Plan.load(folder / "plan.json").workers == 1
+    torch.testing.assert_close(resumed.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=1e-8)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed; pip install trl")
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}], ids=str)
+def test_a_trainer_of_trl_tunes_as_the_plain_one(tmp_path: Path, changes: Any) -> None:
+    trl, (transformers, hf) = import_module("trl"), libraries()
+    rows = import_module("datasets").Dataset.from_list(make_data(9))
+    tokenizer, options = make_tokenizer(), {**SETTINGS, "max_length": None, "eval_strategy": "epoch", "bf16": False}
+    options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    logs = []
+    for base in (trl.SFTTrainer, type("Tuner", (hf.Trainer, trl.SFTTrainer), {})):
+        torch.manual_seed(0)
+        args = trl.SFTConfig(str(tmp_path), gradient_accumulation_steps=2, **options | changes)
+        model = transformers.LlamaForCausalLM(config)
+        trainer = base(model, args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        logs.append([{k: v for k, v in log.items() if not k.endswith(UNTIMED)} for log in trainer.state.log_history])
+    for entry, expected in zip(*logs, strict=True):
+        assert entry == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ updated with it. Epochs, logs, callbacks, evaluations and checkpoints therefore 
 import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -24,11 +24,13 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results import Done
+from pipedream.services.joining.joining import run_on_rank_0
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
 
@@ -37,9 +39,24 @@ _STATE = "pipeline"  # the pipeline's part of a folder checkpoint-N
 
 # The tests have a table of the other arguments, which act as in the plain Trainer.
 REFUSED_ARGUMENTS = (
-    "auto_find_batch_size compute_loss_func deepspeed enable_jit_checkpoint fp16 fsdp label_smoothing_factor "
-    "model_init optim_target_modules parallelism_config push_to_hub use_liger_kernel"
+    "auto_find_batch_size deepspeed enable_jit_checkpoint fp16 fsdp optim_target_modules parallelism_config "
+    "use_liger_kernel"
 )
+_ADVICE = {  # what to write instead
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "deepspeed": "leave it out: the stages divide the weights",
+    "enable_jit_checkpoint": "set save_strategy='steps'",
+    "fp16": "set bf16=True, or give options={'autocast': 'float16', 'grad_scaler': torch.amp.GradScaler()}",
+    "fsdp": "leave it out: the stages divide the weights",
+    "optimizers": "give optimizer_cls_and_kwargs=(kind, {...}), or options={'optimizer': make, 'scheduler': make}",
+    "create_optimizer": "give options={'optimizer': make}",
+    "create_scheduler": "give options={'scheduler': make}",
+    "create_optimizer_and_scheduler": "give options={'optimizer': make, 'scheduler': make}",
+    "lr_scheduler_type": "give options={'scheduler': make} with a rule that needs no evaluation",
+    "router_aux_loss_coef": "set it to 0",
+    "training_step": "override compute_loss",
+    "use_liger_kernel": "apply its layers to the model before",
+}
 _OWN_ARGUMENTS = (  # which have other values here, or are read ahead of the steps
     "gradient_accumulation_steps bf16 max_grad_norm ignore_data_skip save_only_model include_num_input_tokens_seen"
 )
@@ -49,7 +66,8 @@ FOLLOWED_METHODS = (
     "get_optimizer_cls_and_kwargs add_callback pop_callback remove_callback is_local_process_zero "
     "is_world_process_zero create_model_card log_metrics metrics_format save_metrics save_state "
     "get_num_trainable_parameters _get_dataloader _get_train_sampler _get_eval_sampler _get_num_items_in_batch "
-    "_evaluate _save_checkpoint _determine_best_metric _maybe_log_save_evaluate"
+    "_evaluate _save_checkpoint _determine_best_metric _maybe_log_save_evaluate compute_loss call_model_init "
+    "push_to_hub init_hf_repo _push_from_checkpoint _set_signature_columns_if_needed"
 )
 
 
@@ -77,8 +95,8 @@ class Trainer(transformers.Trainer):
 
     def __init__(
         self,
-        model: Any,
-        args: transformers.TrainingArguments,
+        model: Any = None,
+        args: transformers.TrainingArguments | None = None,
         *,
         plan: Plan | None = None,
         schedule: str = "1f1b",
@@ -86,6 +104,7 @@ class Trainer(transformers.Trainer):
         options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
+        args = args or transformers.TrainingArguments()
         _check(type(self), args, others)
         self.pipeline: Pipeline | None = None
         self._plan, self._schedule, self._workers, self._options = plan, schedule, workers, dict(options or {})
@@ -220,7 +239,8 @@ class Trainer(transformers.Trainer):
         with preserved_rng(loader):
             sample = next(iter(_Batches(self, loader, 0, 1)))
         accumulated = min(self._accumulated, find_batch_size(sample) or 1)  # type: ignore[no-untyped-call]
-        options = {
+        own_loss = self._find_own_loss(sample)
+        options: dict[str, Any] = {
             "schedule": self._schedule,
             "microbatches": accumulated if accumulated > 1 else None,
             "optimizer": self._make_optimizer,
@@ -229,19 +249,85 @@ class Trainer(transformers.Trainer):
             "autocast": "bfloat16" if args.bf16 else None,
             "seed": args.seed,
             "device": args.device.type,
-            "sample": sample,
-        } | self._options
+            "sample": own_loss["inputs"](sample) if own_loss else sample,
+        }
+        options |= own_loss | self._options
         if self._plan is None:
-            is_alone = not torch.distributed.is_initialized()
-            self._plan = make_plan(
-                profile(self.model, sample, device=options["device"]),
-                Cluster.local(self._workers) if is_alone else None,
-                shape="pipeline",
-                schedule=self._schedule,
-                microbatches=options["microbatches"],
-            )
+            self._plan = self._make_plan(options)
         # Layers are found in this sample: a user's plan is of a batch without the number of items.
         return Pipeline(self.model, replace(self._plan, graph=None), **options)
+
+    def _make_plan(self, options: Mapping[str, Any]) -> Plan:
+        """Plans; keeps profile and plan in the output folder, so that a resumed run measures nothing."""
+        folder, device = Path(str(self.args.output_dir)), options["device"]
+        file = (self._checkpoint.parent if self._checkpoint else folder) / "profile.json"
+
+        def read_profile() -> str:
+            return file.read_text(encoding="utf-8") if self._checkpoint and file.is_file() else ""
+
+        text = run_on_rank_0(read_profile, device)
+        measured = Profile.from_json(text, str(file)) if text else profile(self.model, options["sample"], device=device)
+        plan = make_plan(
+            measured,
+            None if torch.distributed.is_initialized() else Cluster.local(self._workers),
+            shape="pipeline",
+            schedule=self._schedule,
+            microbatches=options["microbatches"],
+        )
+        if self.args.should_save:
+            measured.save(folder / "profile.json")
+            plan.save(folder / "plan.json")
+        return plan
+
+    def _find_own_loss(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns options that compute the Trainer's loss in the last stage; none if the model computes it."""
+        if not self._has_own_loss:
+            return {}
+        calls: list[dict[str, Any]] = []
+
+        def record(*positional: Any, **inputs: Any) -> None:
+            if positional:
+                raise PipelineError("compute_loss calls the model with positional arguments; give their names")
+            calls.append(inputs)
+            raise _Recorded
+
+        with suppress(_Recorded):
+            self._compute_loss(record, sample)
+        if not calls:
+            raise PipelineError("compute_loss does not call the model; let it call model(**inputs), once")
+        changed = {name: value for name, value in calls[0].items() if value is not sample.get(name)}
+        for name, value in changed.items():
+            if isinstance(value, torch.Tensor):
+                raise PipelineError(
+                    f"compute_loss gives the model another {name!r} than the batch has; make it in the data collator"
+                )
+        names = calls[0].keys() - changed.keys()
+        return {
+            "inputs": lambda batch: {name: item for name, item in batch.items() if name in names} | changed,
+            "loss": lambda output, batch: self._compute_loss(lambda **_: output, batch),
+            "weight": self._count_items if self._divides_by_items(sample) else None,
+        }
+
+    @property
+    def _has_own_loss(self) -> bool:
+        own = getattr(self.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
+        return own or self.label_smoother is not None or self.compute_loss_func is not None
+
+    def _compute_loss(self, call: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """Returns the loss of a microbatch, a mean over its items."""
+        inputs = dict(batch)
+        items = inputs.pop("num_items_in_batch", None)
+        loss = self.compute_loss(cast(Any, _Called(self.model, call)), inputs, num_items_in_batch=items)
+        # Divided by the items of the whole update.
+        return loss * items / max(self._count_items(batch), 1) if self._divides_by_items(batch) else loss
+
+    def _divides_by_items(self, batch: Mapping[str, Any]) -> bool:
+        stated = getattr(self, "loss_is_scaled_for_ga", None)
+        is_scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None if stated is None else stated
+        return bool(is_scaled) and "num_items_in_batch" in batch
+
+    def _count_items(self, batch: Mapping[str, Any]) -> int:
+        return int(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[arg-type]
 
     def _make_optimizer(self, named: list[tuple[str, Any]]) -> Any:
         """Makes a stage's optimizer with the groups of `transformers.Trainer`: with weight decay, and without."""
@@ -305,10 +391,14 @@ class Trainer(transformers.Trainer):
         pipeline = self.pipeline
 
         def run(**inputs: Any) -> Any:
-            return next(iter([*pipeline.predict([inputs]), {"loss": torch.zeros(())}]))  # rank 0 has the output
+            for output in [*pipeline.predict([inputs])]:
+                return output
+            raise _Recorded  # rank 0 has the output
 
-        results = super().prediction_step(cast(Any, run), inputs, *others, **options)
-        return results if pipeline.rank == 0 else (None, None, None)
+        try:
+            return super().prediction_step(cast(Any, _Called(self.model, run)), inputs, *others, **options)
+        except _Recorded:
+            return None, None, None
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         for name in ("grad_norm", "total_flos"):  # nobody counts them
@@ -331,6 +421,24 @@ class Trainer(transformers.Trainer):
             if self.args.should_save:
                 shutil.rmtree(folder / _STATE, ignore_errors=True)  # of an earlier run, which the Trainer overwrites
             self.pipeline.save(folder / _STATE, extra={"late": late})
+
+
+class _Recorded(Exception):
+    """Ends a loss that has called the model."""
+
+
+class _Called:
+    """Stands for the model in `compute_loss`; its output is computed elsewhere."""
+
+    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *positional: Any, **inputs: Any) -> Any:
+        return self._call(*positional, **inputs)
 
 
 def _change_schedule(
@@ -409,14 +517,18 @@ class _Batches:
                 trainer._tokens[update] = trainer._count_tokens(group if steps == 1 else [*map(collate, group)])
             batch = group[0] if steps == 1 else collate([*chain(*group)])
             (batch,), items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
-            counted = trainer.model_accepts_loss_kwargs and items is not None
+            counted = (trainer.model_accepts_loss_kwargs or trainer._has_own_loss) and items is not None
             yield {**batch, "num_items_in_batch": items} if counted else batch
 
 
 def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Mapping[str, Any]) -> None:
     """Refuses what is set, or overridden, and not followed."""
     config: Any = args.accelerator_config
-    overridden = {name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}
+    bases = kind.__mro__[: kind.__mro__.index(transformers.Trainer)]
+    place = bases.index(Trainer)
+    # What a base after this class overrides is not called where this class has its own.
+    overridden = {n for base in bases[:place] for n in vars(base)}
+    overridden |= {n for base in bases[place + 1 :] for n in vars(base)} - vars(Trainer).keys()
     accumulates = overridden & {"get_train_dataloader", "get_batch_samples"} and args.gradient_accumulation_steps > 1
     refused = {name: getattr(args, name, None) or others.get(name) for name in REFUSED_ARGUMENTS.split()} | {
         "optimizers": any(others.get("optimizers") or ()),
@@ -438,15 +550,21 @@ def _check_training(trainer: Trainer, args: Any, callbacks: Sequence[Any], resum
         if not type(callback).__module__.startswith("transformers.")
         for event in ("on_pre_optimizer_step", *["on_substep_end"] * (args.gradient_accumulation_steps > 1))
     }
+    refused |= {  # of SFTTrainer
+        "activation_offloading": getattr(args, "activation_offloading", False),
+        "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
+    }
     refused["ignore_data_skip with resume_from_checkpoint"] = resumes and args.ignore_data_skip
     refused["a second train(), which needs the first one's optimizer,"] = not resumes and trainer._first >= 0
     _refuse(refused, set(vars(trainer)))
 
 
 def _refuse(refused: Mapping[str, Any], replaced: set[str]) -> None:
-    names = [name for name, value in refused.items() if value]
-    for name in sorted(replaced.difference(FOLLOWED_METHODS.split())):
+    names = {name: name for name, value in refused.items() if value}
+    for name in sorted(replaced.difference(FOLLOWED_METHODS.split(), ["loss_is_scaled_for_ga"])):
         if hasattr(transformers.Trainer, name) and not name.startswith("__"):
-            names.append(f"a {name} of your own")
+            names[name] = f"a {name} of your own"
     if names:
-        raise PipelineError(f"{', '.join(names)}: not possible in a pipeline; leave it out, or use pipedream.Pipeline")
+        default = "leave it out, or use pipedream.Pipeline"
+        texts = [f"{text}: not possible in a pipeline; {_ADVICE.get(name, default)}" for name, text in names.items()]
+        raise PipelineError("\n".join(texts))
