@@ -239,7 +239,7 @@ class Trainer(transformers.Trainer):
         with preserved_rng(loader):
             sample = next(iter(_Batches(self, loader, 0, 1)))
         accumulated = min(self._accumulated, find_batch_size(sample) or 1)  # type: ignore[no-untyped-call]
-        own_loss = self._find_own_loss(sample)
+        own_loss = _find_own_loss(self, sample)
         options: dict[str, Any] = {
             "schedule": self._schedule,
             "microbatches": accumulated if accumulated > 1 else None,
@@ -253,81 +253,9 @@ class Trainer(transformers.Trainer):
         }
         options |= own_loss | self._options
         if self._plan is None:
-            self._plan = self._make_plan(options)
+            self._plan = _plan_first(self, options)
         # Layers are found in this sample: a user's plan is of a batch without the number of items.
         return Pipeline(self.model, replace(self._plan, graph=None), **options)
-
-    def _make_plan(self, options: Mapping[str, Any]) -> Plan:
-        """Plans; keeps profile and plan in the output folder, so that a resumed run measures nothing."""
-        folder, device = Path(str(self.args.output_dir)), options["device"]
-        file = (self._checkpoint.parent if self._checkpoint else folder) / "profile.json"
-
-        def read_profile() -> str:
-            return file.read_text(encoding="utf-8") if self._checkpoint and file.is_file() else ""
-
-        text = run_on_rank_0(read_profile, device)
-        measured = Profile.from_json(text, str(file)) if text else profile(self.model, options["sample"], device=device)
-        plan = make_plan(
-            measured,
-            None if torch.distributed.is_initialized() else Cluster.local(self._workers),
-            shape="pipeline",
-            schedule=self._schedule,
-            microbatches=options["microbatches"],
-        )
-        if self.args.should_save:
-            measured.save(folder / "profile.json")
-            plan.save(folder / "plan.json")
-        return plan
-
-    def _find_own_loss(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns options that compute the Trainer's loss in the last stage; none if the model computes it."""
-        if not self._has_own_loss:
-            return {}
-        calls: list[dict[str, Any]] = []
-
-        def record(*positional: Any, **inputs: Any) -> None:
-            if positional:
-                raise PipelineError("compute_loss calls the model with positional arguments; give their names")
-            calls.append(inputs)
-            raise _Recorded
-
-        with suppress(_Recorded):
-            self._compute_loss(record, sample)
-        if not calls:
-            raise PipelineError("compute_loss does not call the model; let it call model(**inputs), once")
-        changed = {name: value for name, value in calls[0].items() if value is not sample.get(name)}
-        for name, value in changed.items():
-            if isinstance(value, torch.Tensor):
-                raise PipelineError(
-                    f"compute_loss gives the model another {name!r} than the batch has; make it in the data collator"
-                )
-        names = calls[0].keys() - changed.keys()
-        return {
-            "inputs": lambda batch: {name: item for name, item in batch.items() if name in names} | changed,
-            "loss": lambda output, batch: self._compute_loss(lambda **_: output, batch),
-            "weight": self._count_items if self._divides_by_items(sample) else None,
-        }
-
-    @property
-    def _has_own_loss(self) -> bool:
-        own = getattr(self.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
-        return own or self.label_smoother is not None or self.compute_loss_func is not None
-
-    def _compute_loss(self, call: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-        """Returns the loss of a microbatch, a mean over its items."""
-        inputs = dict(batch)
-        items = inputs.pop("num_items_in_batch", None)
-        loss = self.compute_loss(cast(Any, _Called(self.model, call)), inputs, num_items_in_batch=items)
-        # Divided by the items of the whole update.
-        return loss * items / max(self._count_items(batch), 1) if self._divides_by_items(batch) else loss
-
-    def _divides_by_items(self, batch: Mapping[str, Any]) -> bool:
-        stated = getattr(self, "loss_is_scaled_for_ga", None)
-        is_scaled = self.model_accepts_loss_kwargs or self.compute_loss_func is not None if stated is None else stated
-        return bool(is_scaled) and "num_items_in_batch" in batch
-
-    def _count_items(self, batch: Mapping[str, Any]) -> int:
-        return int(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[arg-type]
 
     def _make_optimizer(self, named: list[tuple[str, Any]]) -> Any:
         """Makes a stage's optimizer with the groups of `transformers.Trainer`: with weight decay, and without."""
@@ -448,6 +376,85 @@ def _change_schedule(
     return before(step) if step == resumed_at else after(step)
 
 
+def _plan_first(trainer: Trainer, options: Mapping[str, Any]) -> Plan:
+    """Plans; keeps profile and plan in the output folder, so that a resumed run measures nothing."""
+    folder, device = Path(str(trainer.args.output_dir)), options["device"]
+    file = (trainer._checkpoint.parent if trainer._checkpoint else folder) / "profile.json"
+
+    def read_profile() -> str:
+        return file.read_text(encoding="utf-8") if trainer._checkpoint and file.is_file() else ""
+
+    text = run_on_rank_0(read_profile, device)
+    measured = Profile.from_json(text, str(file)) if text else profile(trainer.model, options["sample"], device=device)
+    plan = make_plan(
+        measured,
+        None if torch.distributed.is_initialized() else Cluster.local(trainer._workers),
+        shape="pipeline",
+        schedule=trainer._schedule,
+        microbatches=options["microbatches"],
+    )
+    if trainer.args.should_save:
+        measured.save(folder / "profile.json")
+        plan.save(folder / "plan.json")
+    return plan
+
+
+def _find_own_loss(trainer: Trainer, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options that compute the Trainer's loss in the last stage; none if the model computes it."""
+    if not _has_own_loss(trainer):
+        return {}
+    calls: list[dict[str, Any]] = []
+
+    def record(*positional: Any, **inputs: Any) -> None:
+        if positional:
+            raise PipelineError("compute_loss calls the model with positional arguments; give their names")
+        calls.append(inputs)
+        raise _Recorded
+
+    with suppress(_Recorded):
+        _compute_loss(trainer, record, sample)
+    if not calls:
+        raise PipelineError("compute_loss does not call the model; let it call model(**inputs), once")
+    changed = {name: value for name, value in calls[0].items() if value is not sample.get(name)}
+    for name, value in changed.items():
+        if isinstance(value, torch.Tensor):
+            raise PipelineError(
+                f"compute_loss gives the model another {name!r} than the batch has; make it in the data collator"
+            )
+    if _divides_by_items(trainer, sample) and _count_items(trainer, sample) != int(sample["num_items_in_batch"]):
+        raise PipelineError("get_batch_samples counts other items than the labels, as a loss of the Trainer needs them")
+    names = calls[0].keys() - changed.keys()
+    return {
+        "inputs": lambda batch: {name: item for name, item in batch.items() if name in names} | changed,
+        "loss": lambda output, batch: _compute_loss(trainer, lambda **_: output, batch),
+        "weight": partial(_count_items, trainer) if _divides_by_items(trainer, sample) else None,
+    }
+
+
+def _has_own_loss(trainer: Trainer) -> bool:
+    overrides = getattr(trainer.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
+    return overrides or trainer.label_smoother is not None or trainer.compute_loss_func is not None
+
+
+def _compute_loss(trainer: Trainer, call: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+    """Returns the loss of a microbatch, a mean over its items."""
+    inputs = dict(batch)
+    items = inputs.pop("num_items_in_batch", None)
+    loss = trainer.compute_loss(cast(Any, _Called(trainer.model, call)), inputs, num_items_in_batch=items)
+    # Divided by the items of the whole update.
+    return loss * items / max(_count_items(trainer, batch), 1) if _divides_by_items(trainer, batch) else loss
+
+
+def _divides_by_items(trainer: Trainer, batch: Mapping[str, Any]) -> bool:
+    stated = getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None if stated is None else stated
+    return bool(is_scaled) and "num_items_in_batch" in batch
+
+
+def _count_items(trainer: Trainer, batch: Mapping[str, Any]) -> int:
+    return int(trainer._get_num_items_in_batch([batch], trainer.args.device))  # type: ignore[arg-type]
+
+
 class _Stream:
     """The finished minibatches of a pipeline, as a loader: each "batch" is what is known of one."""
 
@@ -517,7 +524,7 @@ class _Batches:
                 trainer._tokens[update] = trainer._count_tokens(group if steps == 1 else [*map(collate, group)])
             batch = group[0] if steps == 1 else collate([*chain(*group)])
             (batch,), items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
-            counted = (trainer.model_accepts_loss_kwargs or trainer._has_own_loss) and items is not None
+            counted = (trainer.model_accepts_loss_kwargs or _has_own_loss(trainer)) and items is not None
             yield {**batch, "num_items_in_batch": items} if counted else batch
 
 
