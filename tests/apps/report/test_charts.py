@@ -3,13 +3,14 @@
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, strategies as st
 
 from pipedream.apps.report import charts, lanes
+from pipedream.apps.report.method_comparison import MethodComparison, MethodFigures
 from pipedream.apps.report.style import COLOURS, LINES, page_style, ticks
 from pipedream.core.schedule.timeline import Span
 from tests.apps.report.conftest import SVG, Simulated
@@ -55,6 +56,24 @@ def test_labels_are_whole_and_do_not_cover_each_other(title: str) -> None:
         assert right <= 480
         for a, b, c, d in boxes[:i]:
             assert right <= a or b <= left or bottom <= c or d <= top, (boxes[i], (a, b, c, d))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 4.0), st.floats(0.0, 0.5)), min_size=2, max_size=8))
+def test_labels_of_methods_are_in_the_order_of_their_dots(points: list[tuple[float, float]]) -> None:
+    methods = (MethodFigures(f"method{i}", activations=a, bubble=b, weights=1) for i, (a, b) in enumerate(points))
+    tree = ElementTree.fromstring(charts.methods_svg(MethodComparison(4, tuple(methods))))
+    dots = {(dot.findtext(f"{SVG}title") or "").split(":")[0]: dot for dot in tree.iter(f"{SVG}circle")}
+    labels = {label.text or "": label for label in tree.iter(f"{SVG}text") if label.text in dots}
+    assert len(labels) == len(points)
+    assert all(label.get("fill") == dots[name].get("fill") for name, label in labels.items())
+    rows = [
+        (float(label.get("x", "")), float(label.get("y", "")), float(dots[name].get("cy", "")))
+        for name, label in labels.items()
+    ]
+    for (left, height, dot), (other_left, other_height, other_dot) in permutations(rows, 2):
+        if abs(left - other_left) < 6.4 * len("method0") - 0.2 and dot <= other_dot:
+            assert abs(height - other_height) > 12.8
+            assert height < other_height or dot == other_dot
 
 
 @given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))

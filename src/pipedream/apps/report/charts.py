@@ -183,12 +183,12 @@ def methods_svg(comparison: MethodComparison) -> str:
     Labels name the weights of the fullest worker if they are not those of one stage.
     """
     points = sorted(
-        (method.activations, method.bubble, method.weights or 0.0, method.schedule, number)
+        (-method.bubble, method.activations, method.weights or 0.0, method.schedule, number)
         for number, method in enumerate(comparison.methods)
         if method.activations is not None and method.bubble is not None
     )
-    most = max((activations for activations, *_ in points), default=1.0) * 1.15 or 1.0
-    highest = max((bubble for _, bubble, *_ in points), default=1.0) * 1.15 or 1.0
+    most = max((activations for _, activations, *_ in points), default=1.0) * 1.15 or 1.0
+    highest = -min((minus_bubble for minus_bubble, *_ in points), default=-1.0) * 1.15 or 1.0
     right, bottom = _POINTS_LEFT + _POINTS_WIDTH, _POINTS_TOP + _POINTS_HEIGHT
     heading, stroke = f"Bubble over memory, {comparison.workers} workers with equal stages", COLOURS["line"][0]
     parts = [f"<style>{line_style()}</style>", text(16, 24, heading, size=14, weight=600)]
@@ -205,18 +205,18 @@ def methods_svg(comparison: MethodComparison) -> str:
     under = "activations of the fullest worker, in units of the first stage's under 1F1B"
     parts.append(text(_POINTS_LEFT + _POINTS_WIDTH / 2, bottom + 36, under, colour="faint", anchor="middle"))
     labels: list[tuple[float, float, float]] = []  # left, right, height
-    for activations, bubble, weights, name, number in points:
-        x, y = _POINTS_LEFT + activations / most * _POINTS_WIDTH, up(bubble)
+    for minus_bubble, activations, weights, name, number in points:
+        x, y = _POINTS_LEFT + activations / most * _POINTS_WIDTH, up(-minus_bubble)
         label = name if weights == 1 else f"{name} (weights x{weights:.3g})"
-        label_px, height = 6.4 * len(label), y + 4
+        label_px = 6.4 * len(label)
         left = x + 8 if x + 8 + label_px < right + _POINTS_RIGHT else x - 8 - label_px
-        while any(left < end and begin < left + label_px and abs(at - height) < 13 for begin, end, at in labels):
-            height += 13
+        # Below those of the dots above.
+        height = max([y + 4, *(at + 13 for begin, end, at in labels if left < end and begin < left + label_px)])
         labels.append((left, left + label_px, height))
-        tooltip = f"{name}: bubble {bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
+        tooltip = f"{name}: bubble {-minus_bubble:.1%}, activations {activations:.3g}, weights {weights:.3g}"
         colour = list(LINES)[number % len(LINES)]
         parts.append(shape("circle", colour, title=tooltip, cx=x, cy=y, r=3.5, fill=LINES[colour][0]))
-        parts.append(text(left, height, label))
+        parts.append(text(left, height, label, colour=colour))
     return frame(
         "".join(parts), right + _POINTS_RIGHT, max(bottom + 48, *(at + 12 for *_, at in labels)), heading, True
     )

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from pipedream.apps.report.lanes import assign_rows, match_waits
-from pipedream.apps.report.style import COLOURS, colour_class, length, svg_style, ticks, time_unit
+from pipedream.apps.report.style import COLOURS, LINES, colour_class, length, svg_style, ticks, time_unit
 from pipedream.core.artifact import new_file
 from pipedream.core.errors import PlanError
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
@@ -102,7 +102,7 @@ def text(
     where = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return (
         f'<text class="{colour}" x="{length(x)}" y="{length(y)}" font-size="{length(size)}"{bold}{where} '
-        f'fill="{COLOURS[colour][0]}">{escape(words)}</text>'
+        f'fill="{(COLOURS | LINES)[colour][0]}">{escape(words)}</text>'
     )
 
 
