@@ -1,6 +1,7 @@
 """All that a pipeline offers, with models that run by their own forward: alone, and on several processes."""
 
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from split_training import (
     train_with,
 )  # fmt: skip
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 from training import train
 from zoo import CASES
 
@@ -194,6 +197,73 @@ def test_layers_of_a_chain_are_compiled() -> None:
         options = {"loss": nn.CrossEntropyLoss(), "optimizer": make_optimizer, "compile": compiles}
         losses.append(train(model, plan, batches, **options).losses)
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in the forward, so that no scores are kept; as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = F.cross_entropy(F.linear(*leaves), targets)
+            ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return *(saved * gradient for saved in ctx.saved_tensors), None
+
+
+def _fused(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    x = model.b(torch.tanh(model.a(model.embed(ids))))
+    return {"loss": _FusedCrossEntropy.apply(x.flatten(0, 1), model.head.weight, ids.flatten())}
+
+
+def _hooked(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """The second hook is on a tensor that the cut may lie before."""
+    x = torch.tanh(model.a(model.embed(ids)))
+    y = model.b(x)
+    for tensor in (x, y) if y.requires_grad else ():
+        tensor.register_hook(lambda gradient: gradient * 2)
+    return {"loss": F.cross_entropy(model.head(y + x).flatten(0, 1), ids.flatten())}
+
+
+def _block_masked(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """A mask of FlexAttention, which has no backward on a CPU, is made before and read after each cut."""
+    count = ids.shape[1]
+    mask = flex_attention.create_block_mask(lambda b, h, q, k: q >= k, None, None, count, count, "cpu", BLOCK_SIZE=16)
+    x = model.embed(ids)
+    for layer in (model.a, model.b):
+        y = layer(x)
+        allowed = flex_attention.create_mask(mask.mask_mod, None, None, count, count, device="cpu")[0]
+        x = x + F.scaled_dot_product_attention(y, y, y, attn_mask=allowed)
+    return {"loss": F.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())}
+
+
+@pytest.mark.parametrize("forward", [_fused, _hooked, slow(_block_masked)])
+def test_common_faults_of_pipelines_at_every_cut(forward: Any) -> None:
+    torch.manual_seed(0)
+    parts = {"embed": nn.Embedding(32, 8), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    model = Built(forward, **parts, head=nn.Linear(8, 32, bias=False)).double()
+    data = [torch.randint(32, (4, 32)) for _ in range(3)]
+    layers = [layer.name for layer in pd.capture(model, data[0]).graph.layers]
+    assert layers[:3] == ["embed", "a", "b"]
+    profile = pd.profile(model, data[0], warmup=0, runs=1)
+    for cut in layers[1:]:
+        plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=2, cuts=[cut])
+        trained, plain = deepcopy(model), deepcopy(model)
+        with pd.Pipeline(trained, plan, loss=None, optimizer=make_optimizer) as pipeline:
+            losses = [done.loss for done in pipeline.train(data)]
+            state = pipeline.state_dict()
+        optimizer = make_optimizer(plain.named_parameters())
+        for ids, loss in zip(data, losses, strict=True):
+            optimizer.zero_grad()
+            expected = plain(ids)["loss"]
+            expected.backward()
+            optimizer.step()
+            assert loss == pytest.approx(expected.item(), rel=1e-9)
+        torch.testing.assert_close(dict(state), plain.state_dict(), rtol=0, atol=1e-9)
 
 
 def test_what_compile_may_be() -> None:
