@@ -69,8 +69,9 @@ class ModelOptions(ChoiceOptions):
             once per evaluation.
         monitor: what a ReduceLROnPlateau follows: 'loss' or a metric's name.
         clip_grad_norm: greatest norm of an update's gradients.
-        clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm), or 'delayed_global':
-            the global norm of an earlier update, for methods without a flush (`core.schedule.update_policy`).
+        clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm, against
+            clip_grad_norm / sqrt(stages)), or 'delayed_global': the global norm of an earlier update, for methods
+            without a flush (`core.schedule.update_policy`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
         autocast: dtype of the forwards, torch.bfloat16 or 'bfloat16'.
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a

@@ -23,7 +23,7 @@ from training import plan_of
 
 import pipedream as pd
 from pipedream.simulator import costs, simulate
-from pipedream.testing import Reads, Trained, Training, assert_equal
+from pipedream.testing import Reads, Trained, Training, assert_equal, tiny
 from pipedream.workflows.check import check_plan
 
 DELAYED = [
@@ -41,6 +41,15 @@ DELAYED = [
         )
     ),
 ]
+
+
+def test_stages_that_all_clip_alone_make_a_step_of_the_norm_that_was_asked_for() -> None:
+    how = {"clip_grad_norm": 1e-3, "clip": "local", "epochs": 1, "evaluate_at": ()}
+    whole = tiny(plan=(1, 1, 1), schedule="pipedream", optimizer=partial(torch.optim.SGD, lr=1.0), **how)
+    training = replace(whole, data=whole.data[:1])
+    before = training.make_model().state_dict()
+    steps = [weight - before[name] for name, weight in training.pipeline().state.items()]
+    assert float(torch.cat([step.flatten() for step in steps]).norm()) == pytest.approx(1e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("case", DELAYED, ids=str)

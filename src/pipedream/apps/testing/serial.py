@@ -206,6 +206,7 @@ class Loop:
     def _step(self, s: int, means: Sequence[Values], bounds: Sequence[float]) -> None:
         stage, rule = self._stages[s], self._method.compensation
         present = stage.present if self._method.rounds and not stage.reducer.averages else 1.0
+        share = len(self._stages) ** 0.5 if self._method.norm_delay is None else 1.0  # of squared norms, each alike
         for number, (each, mean) in enumerate(zip(stage.copies, means, strict=True)):
             if each.optimizer is None:
                 continue
@@ -213,7 +214,7 @@ class Loop:
             for name, p in each.weights.items():
                 p.grad = None
                 if (g := mean.get(name)) is not None:
-                    g = g if self.clip is None else g * min(1.0, self.clip / (bounds[number] + 1e-6))
+                    g = g if self.clip is None else g * min(1.0, self.clip / share / (bounds[number] + 1e-6))
                     p.grad = rule.gradient(s, name, g, y[name], stage.taken_at[name]).contiguous()
             for group, rate in zip(each.optimizer.param_groups, self._rates(s, each, present), strict=True):
                 group["lr"] = rate

@@ -7,7 +7,7 @@ A stage decides by its own gradients or by those of all stages, whose norm is th
 
 from collections import deque
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, sqrt
 
 import torch
 
@@ -28,9 +28,12 @@ class Clipping(Decision):
     needs_norms = True
 
     def __init__(self, policy: Policy, program: Program, group: Group) -> None:
-        self._max_norm = policy.clip_grad_norm
         self._skips = policy.skips
         self._clips_locally = policy.clip == "local"
+        self._max_norm = policy.clip_grad_norm
+        if self._clips_locally and self._max_norm is not None:
+            # Squares of norms add up: stages of equal norms together then have the norm that was asked for.
+            self._max_norm /= sqrt(len(program.plan.stages))
         self._group = group
         self._norm_delay = program.norm_delay
         self._pending_norms: deque[Pending[torch.Tensor]] = deque()
