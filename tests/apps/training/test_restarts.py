@@ -45,7 +45,6 @@ class Mortal(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.calls += 1
             if self.calls == 26 and DOOMED:
-                Path("dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return x * 1
 
@@ -63,8 +62,7 @@ def recipe(seed=0):
         epochs=2,
     )
 '''
-# Not rank 0, which also profiles.
-ONCE = 'os.environ.get("RANK") == "1" and not Path("dead").exists()'
+FAULT = "rank=1,after=25,kind=kill"
 
 
 def write(folder: Path, doomed: str) -> None:
@@ -85,8 +83,8 @@ def train(folder: Path, *options: str) -> tuple[commands.Ended, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    write(tmp_path, ONCE)
-    ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "2")
+    write(tmp_path, "False")
+    ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "2", "--simulate-fault", FAULT)
     assert ended.err.count("restart 1 of 2 after: rank 1 was ended by SIGKILL") == 1
     assert 10 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
     assert summary["minibatches"] == 40
@@ -112,8 +110,9 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_checkpoints_are_made_as_often_as_they_may(tmp_path: Path) -> None:
     """All ranks drain at the same minibatches: otherwise the run would hang."""
-    write(tmp_path, ONCE)
-    ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "1", "--checkpoint-every", "auto")
+    write(tmp_path, "False")
+    how = "--workers", "2", "--max-restarts", "1", "--checkpoint-every", "auto", "--simulate-fault", FAULT
+    ended, summary = train(tmp_path, *how)
     assert ended.err.count("restart 1 of 1 after: rank 1 was ended by SIGKILL") == 1
     assert checkpoint_cost.FIRST <= summary["resumed_from"] < 26
     assert summary["checkpoints"]["seconds"] > 0

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ class TrainingLoop:
 
     Attributes:
         evaluate_every: epochs; 0 evaluates only at the end.
+        watches: called with the run's minibatches after each.
         began_s: when the run began, by `time.perf_counter`, moved back by the seconds before the checkpoint that it was
             resumed from.
         losses: (number, loss) of each minibatch.
@@ -71,6 +73,7 @@ class TrainingLoop:
     evaluate_every: int
     checkpoints: CheckpointPolicy
     began_s: float
+    watches: Sequence[Callable[[int], None]] = ()
     losses: list[tuple[int, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -126,6 +129,8 @@ class TrainingLoop:
                     )
                     self.losses.append((done.number, done.loss))
                     self._restarts.finish(done.number)
+                    for watch in self.watches:
+                        watch(done.number + 1)
                     samples += done.samples
                     is_warm = done.number + 1 >= warm_minibatches and done.number >= self._evaluated_at
                     if rate_begin is None and is_warm:

@@ -16,6 +16,7 @@ from pipedream.options import ChoiceOptions, MethodOptions, ModelOptions, Pipeli
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.schedules import is_schedule_file, load_schedule
+from pipedream.services.failure.simulated_fault import FORM as FAULT_FORM, SimulatedFault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
             and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
         memory_bytes: memory of each worker; by default the cluster's, or what the machines have.
+        simulate_fault: a failure on purpose, as 'rank=2,after=100,kind=kill'; it does not come back after a restart.
         quiet: print nothing.
     """
 
@@ -120,6 +122,12 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
         read=tuple,
     )
     verbose: bool = Panel.RUN.option(False, "Print all layers of the profile, not only the slowest five.")
+    simulate_fault: str | None = Panel.FAILURES.option(
+        None,
+        "Let a rank fail on purpose, to see a recovery: it is killed, hangs, or has half of the time from there on.",
+        metavar=FAULT_FORM,
+        unset="none",
+    )
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +141,8 @@ class TrainingOptions(ChoiceOptions, MethodOptions):
                 continue
             if not (isinstance(value, int) and value >= lowest):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
+        if self.simulate_fault is not None:
+            SimulatedFault.parse(self.simulate_fault)
         every = self.checkpoint_every
         if not (every in (None, AUTO) or (type(every) is int and every >= 0)):
             raise PipelineError(f"checkpoint_every={every!r} was asked for; give 'auto' or a whole number from 0 on")

@@ -14,6 +14,7 @@ from pipedream.apps.training.job import Job, PlannedJob, Process, make_model_inp
 from pipedream.apps.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.apps.training.options import TrainingOptions
 from pipedream.apps.training.recipe import Recipe, blaming, make_recipe
+from pipedream.apps.training.slow_ranks import SlowRanks
 from pipedream.apps.training.summary_text import collectives_text, failures_text, slowness_text
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
@@ -28,6 +29,7 @@ from pipedream.services.checkpoint.folders import find_ranks_that_see
 from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.restarts import check_code_stays, count_restarts, keep_plan_of_attempt
 from pipedream.services.failure.same_settings import check_same_settings, describe_data
+from pipedream.services.failure.simulated_fault import FaultInjector, SimulatedFault
 from pipedream.services.joining import joining
 from pipedream.services.loggers.loggers import make_loggers
 from pipedream.services.phases.phases import phases_text
@@ -133,7 +135,9 @@ def run_job(
         _check_evaluations(pipeline, recipe, options)
         if policy.every != 0:
             pipeline.check_savable()
-        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
+        simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
+        watches = _make_watches(pipeline, simulated, options, process)
+        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s, watches)
         if job.resumed is not None:
             pipeline.load(str(job.resumed))
             losses = job.resumed.losses if process.rank == 0 else []
@@ -144,7 +148,6 @@ def run_job(
             callback.on_worker_lost(pipeline, planned.lost)
         if process.rank == 0:
             keep_plan_of_attempt(plan)  # the workers lost before it are not counted again
-        simulated = _simulate_run(pipeline.program, plan, in_turns=not pipeline.distributed)
         predicted = run_metrics(simulated).samples_per_s
         begin_times = CoreTimes.now()
         interrupt = loop.train(job.epochs, options.minibatches, plan.batch / predicted if predicted else 0.0)
@@ -178,6 +181,21 @@ def _build_pipeline(planned: PlannedJob, device: str) -> Pipeline:
                 "sample": None if names_layers else make_model_input(recipe, recipe.first_batch()),
             },
         )
+
+
+def _make_watches(
+    pipeline: Pipeline, simulated: Timeline, options: TrainingOptions, process: Process
+) -> list[Callable[[int], None]]:
+    """Returns what looks at each minibatch of a run: for a simulated fault, and for ranks that are slow."""
+    watches = list[Callable[[int], None]]()
+    if options.simulate_fault is not None:
+        fault = SimulatedFault.parse(options.simulate_fault)
+        watches.append(FaultInjector(fault, process.rank, process.count, count_restarts()).finish_minibatch)
+    if pipeline.distributed:
+        minibatches = simulated.microbatches / simulated.minibatch_microbatches
+        profiled_s = [rank.busy_s / minibatches for rank in run_metrics(simulated).per_rank]
+        watches.append(SlowRanks(pipeline, profiled_s, process.console).finish_minibatch)
+    return watches
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
