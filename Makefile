@@ -4,7 +4,8 @@
 # make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, the direction of imports, and the rules for words and sizes
 # make results  compares trained weights, plans and simulations with a table of earlier ones, in two to four minutes
-# make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
+# make docs     writes the gallery from the code, then builds the site in build/site, with llms.txt and the API in one
+#               page; fails on a dead link or reference
 # make bench    runs the benchmarks in turn
 # make gpu      checks a CUDA card, nine minutes at most; says so if there is none
 # make clean    removes everything that these made
@@ -53,6 +54,7 @@ results: $(STAMP)
 docs: $(STAMP) .venv/docs-installed
 	@$(BIN)/python scripts/make_docs.py
 	@$(BIN)/python -m sphinx -q -E -W -n --keep-going -c docs -d build/doctrees -b html . build/site
+	@$(BIN)/python scripts/make_llms.py build/site
 	@echo "build/site/index.html"
 
 .venv/docs-installed: requirements/docs.txt $(STAMP)
