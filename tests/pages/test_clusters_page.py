@@ -186,32 +186,57 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
         assert f">{words}" in shown
 
 
+# What a TrainJob may have, by the resource definition of Kubeflow Trainer 2.3 (manifests/base/crds in its repository).
+TRAIN_JOB = {
+    "runtimeRef": {"apiGroup", "kind", "name"},
+    "trainer": {"args", "command", "env", "image", "numNodes", "numProcPerNode", "resourcesPerNode"},
+}
+
+
 def test_job_of_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun reads of the command of each pod, with the variables that the training operator gives it."""
+    """What torchrun reads of the command of each pod, with the variables that Trainer gives it."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     (text,) = blocks("yaml", tmp_path)
-    job = yaml.safe_load(text)
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
-    for rank, replica in enumerate(replicas.values()):
-        (container,) = replica["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch", "the operator looks for this name"
-        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounted == {replica["template"]["spec"]["volumes"][0]["name"]: str(tmp_path / "shared")}
-        variables = {"NPROC_PER_NODE": job["spec"]["nprocPerNode"], "NNODES": str(len(replicas))}
-        variables |= {"NODE_RANK": str(rank), "MASTER_ADDR": "10.84.0.1", "MASTER_PORT": "23456"}
+    runtime, job = yaml.safe_load_all(text)
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert all(job["spec"][name].keys() <= TRAIN_JOB[name] for name in job["spec"])
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert "torch" in runtime["spec"]["mlPolicy"], "else it sets no variables"
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod, trainer = node["template"]["spec"]["template"]["spec"], job["spec"]["trainer"]
+    (container,) = pod["containers"]
+    assert node["name"] == container["name"] == "node", "Trainer looks for this name"
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted == {pod["volumes"][0]["name"]: str(tmp_path / "shared")}
+    for rank in range(trainer["numNodes"]):
+        variables = {"NPROC_PER_NODE": str(trainer["numProcPerNode"]), "NNODES": str(trainer["numNodes"])}
+        variables |= {"NODE_RANK": str(rank), "MASTER_ADDR": "10.84.0.1", "MASTER_PORT": "29400"}
         for name, value in variables.items():
             monkeypatch.setenv(f"PET_{name}", value)
-        program, *words = container["command"]
+        program, *words = trainer["command"]
         assert program == "torchrun"
         config, _, line = config_from_args(parse_args(words))
         assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 1)
-        assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("10.84.0.1:23456", rank)
+        assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("10.84.0.1:29400", rank)
         module, package, name, *options = line[line.index("-m") :]
         assert (module, package, name) == ("-m", "pipedream", "train")
         parameters = cli.load(name).make_context(name, options).params
         assert parameters["out"] == parameters["resume"] == str(tmp_path / "shared" / "run")
+
+
+@pytest.mark.slow
+def test_workers_of_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed; pip install 'ray[train]'")
+    (code,) = (block for block in blocks("python", tmp_path) if "TorchTrainer" in block)
+    first = folder_of(tmp_path) / "machine0"
+    (first / "train.py").write_text(code, encoding="utf-8")
+    paths = os.pathsep.join((str(first), *sys.path))
+    ended = commands.run("train.py", folder=first, environment={"PYTHONPATH": paths, "SLOW_S": "0"})
+    assert ended.status == 0, ended.err
+    assert json.loads((tmp_path / "shared" / "run" / "summary.json").read_text())["configuration"]["processes"] == 2
 
 
 # -- Slurm ------------------------------------------------------------------------------------------
