@@ -96,6 +96,7 @@ VARIANTS = (
     _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
     _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
     _Variant("torch FSDP", 2, "fsdp", "pipedream", _COPIES, 3),
+    _Variant("torch FSDP, bfloat16", 2, "fsdp", "pipedream", _COPIES | {"sums": "bfloat16"}, 3),
     _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),
     _Variant("data parallel, accumulating", 2 * M, "pipeline", "1f1b", _COPIES, 2),
     _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
@@ -319,7 +320,7 @@ def make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
         return {"do": "pipeline", "plan": text, "steps": steps}
     details: dict[str, dict[str, Any]] = {
         "ddp": {"microbatches": max(1, variant.samples // 2), "sums": variant.how.get("sums", "full")},
-        "fsdp": {},
+        "fsdp": {"halved": "sums" in variant.how},
         "torch": {"schedule": variant.schedule, "plan": text},
         "pipeline": {"plan": text},
     }
@@ -350,11 +351,11 @@ def _predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) 
     """Predicts torch's DDP and FSDP as compute, then communication.
 
     DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
-    gradients once, each half of an all-reduce.
+    gradients once, each half of an all-reduce; in bfloat16 it keeps what it gathered for the backward.
     """
     samples = max(1, variant.samples // 2)
     update_s = samples * compute_s(profile) + profile.update_s
-    sums = 1.5 if variant.runs == "fsdp" else 1.0
+    sums = 1.5 if variant.runs == "fsdp" and "sums" not in variant.how else 1.0
     return 2 * samples * profile.batch / (update_s / speed + sums * plan.costs.sync_s[0])
 
 
@@ -373,15 +374,22 @@ _DRAWN = (
 )  # fmt: skip
 
 
+_RIVALS = (
+    "torch DDP", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating", "2BW, full", "2BW, full, int8",
+    "1F1B, full", "1F1B, full, int8",
+)  # fmt: skip
+
+
 def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns a picture of each model: file name -> SVG."""
+    """Returns a picture of each model: file name -> SVG; with the rivals that send less, where these were measured."""
+    has_rivals = any(row["variant"] == "planner, 8, approximate" for row in rows)
     svg_by_name = {}
     for model in dict.fromkeys(row["model"] for row in rows):
         variants, ran = list[Variant](), {row["variant"] for row in rows if row["model"] == model}
         for _, point in _group_points(rows, model):
             link = point["solo"]["bytes_per_s"]
             variants.append(Variant(ONE_WORKER, link, samples_per_s=point["solo"]["samples_per_s"]))
-            for name in (name for name in _DRAWN if name in ran):
+            for name in (name for name in (_RIVALS if has_rivals else _DRAWN) if name in ran):
                 row = point.get(name, {})
                 title = name.removeprefix("torch ") if "DDP" in name else name
                 if title.endswith("accumulating") and row:

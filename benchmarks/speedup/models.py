@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 _OPTIMIZER = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
@@ -191,12 +191,19 @@ def _compute_token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tens
     return functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
-def shard_fully(model: nn.Sequential) -> None:
-    """Shards each layer by torch's FSDP; one on the meta device gets memory and weights."""
+def shard_fully(model: nn.Sequential, *, halved: bool = False) -> None:
+    """Shards each layer by torch's FSDP; one on the meta device gets memory and weights.
+
+    Args:
+        halved: gathers weights once, for forward and backward, and gradients in bfloat16.
+    """
+    how: dict[str, Any] = {}
+    if halved:
+        how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), "reshard_after_forward": False}
     is_meta, mesh = next(model.parameters()).is_meta, init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model, model):
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **how)
     if is_meta:
         model.to_empty(device="cpu")
         for module in model.modules():

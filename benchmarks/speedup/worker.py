@@ -102,14 +102,15 @@ class _Worker:
         loop = DataParallel(task, microbatches, sums)
         return self._time_steps(lambda: loop.step([batch] * microbatches), steps, 2 * microbatches)
 
-    def fsdp(self, steps: int, microbatches: int = 1, meta: bool = False) -> dict[str, float]:
+    def fsdp(self, steps: int, microbatches: int = 1, meta: bool = False, halved: bool = False) -> dict[str, float]:
         """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered.
 
         Args:
             microbatches: whose samples a worker takes in one pass.
+            halved: in bfloat16, gathering weights once.
         """
         model = self._make_model(meta)
-        shard_fully(model)
+        shard_fully(model, halved=halved)
         task, batch = self._make_task(model, microbatches)
         loop = PlainLoop(task)
         return self._time_steps(lambda: loop.step([batch]), steps, 2 * microbatches)

@@ -83,7 +83,7 @@ class Terms(NamedTuple):
 
 # As in torch's DistributedDataParallel, a small first bucket starts the network early. Nothing hides the last one, so
 # buckets should be small, but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of
-# a millisecond between GPUs. A minibatch with 20 MB of weights took 0.30 s over 1 Gbit/s with its sums at the update or
+# a millisecond between GPUs. A minibatch with 20 MB of weights took 0.30 s at 1 Gbit/s with its sums at the update or
 # with buckets of 25 MiB, 0.235 s with buckets of 4 MiB, and no less with 1 MiB (two CPU workers, 2026-11-21).
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20

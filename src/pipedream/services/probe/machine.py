@@ -91,7 +91,7 @@ def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, devi
     Args:
         memory_bytes: of each worker; by default what is free, or an equal share of it.
         device: 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those that this
-            machine lacks are on further ones like it, over 10 Gbit/s Ethernet.
+            machine lacks are on further ones like it, at 10 Gbit/s Ethernet.
 
     Raises:
         PlanError: this machine has no such GPU.
