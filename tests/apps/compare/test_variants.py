@@ -20,15 +20,15 @@ def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:
     ("variants", "words"),
     [
         (over(None, ddp=None, ours=42), "Over this machine's own links pipedream is the fastest."),
-        (over(50e6, ddp=None, ours=None), "Over 400 Mbit/s nothing ran."),
+        (over(50e6, ddp=None, ours=None), "At 400 Mbit/s nothing ran."),
         (
             (*over(1.25e9, ddp=60), *over(25e6, one_worker=30, ddp=10, ours=88)),
-            "Over 10 Gbit/s DDP is the fastest; over 200 Mbit/s pipedream (2.9 times one worker, 8.8 times DDP) is the "
+            "At 10 Gbit/s DDP is the fastest; at 200 Mbit/s pipedream (2.9 times one worker, 8.8 times DDP) is the "
             "fastest.",
         ),
         (
             (*over(50e6, ddp=10, ours=42), Variant("fast", 50e6, samples_per_s=60.0, approximation="powersgd:4")),
-            "Over 400 Mbit/s fast (6.0 times DDP) is the fastest, with exact gradients pipedream (4.2 times DDP).",
+            "At 400 Mbit/s fast (6.0 times DDP) is the fastest, with exact gradients pipedream (4.2 times DDP).",
         ),
     ],
 )
@@ -45,7 +45,7 @@ def test_seconds_until_the_loss_of_the_reference() -> None:
     assert compared.average_losses(reference)[:2] == [(5.0, -4.5), (5.5, -5.5)]
     assert compared.reach_reference(reference) == 100 * 5 / 10.0
     assert compared.reach_reference(late) is None
-    verdict = "On 4 workers over 1 Gbit/s, 1f1b is predicted to be the first at its own loss, after 50.0 s."
+    verdict = "On 4 workers at 1 Gbit/s, 1f1b is predicted to be the first at its own loss, after 50.0 s."
     assert compared.verdict == verdict
     longer = replace(late, losses=tuple((5 * (i + 1), float(-i)) for i in range(150)))
     compared = replace(compared, variants=(reference, longer))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pipedream.apps.compare.compare_options import ComparisonOptions
 from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.torch_baselines import check_torch_trains
-from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, format_link
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, at_link, format_link
 from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
 from pipedream.apps.training.loop import count_left
 from pipedream.apps.training.recipe import Recipe, load_recipe
@@ -241,7 +241,7 @@ class _Comparer:
 
     def _label(self, variant: Variant, plan: Plan) -> str:
         is_linked = self.runs.network is not None and plan.ranks > 1
-        return f"{variant.name} over {format_link(variant.link)}" if is_linked else variant.name
+        return f"{variant.name} {at_link(variant.link)}" if is_linked else variant.name
 
     def _choose_length(self, plan: Plan, minibatches: int) -> dict[str, int | None]:
         """Returns the epochs and minibatches of a run whose updates have so many.

@@ -140,7 +140,7 @@ class RecipeComparison:
         if not self.variants[0].test_losses and updates < _FEW_UPDATES:
             return f"{updates} updates without an evaluation do not decide; train more, or give the recipe test data"
         loss = f"its own {self._judged}" if best == reference else f"the {self._judged} of {reference}"
-        text = f"over {format_link(self.variants[0].link)}, {best} is predicted to be the first at {loss}"
+        text = f"{at_link(self.variants[0].link)}, {best} is predicted to be the first at {loss}"
         also = "" if best == reference else f"; {reference} takes {format_seconds(seconds[reference])}"
         return f"on {self.workers} workers {text}, after {format_seconds(seconds[best])}{also}"
 
@@ -148,8 +148,8 @@ class RecipeComparison:
         """Names the fastest variant over a link, and an exact one if that is approximate."""
         ran = sorted((v for v in self.links[link] if v.samples_per_s), key=lambda v: -(v.samples_per_s or 0.0))
         if not ran:
-            return f"over {format_link(link)} nothing ran"
-        text = f"over {format_link(link)} {self._praise(ran[0])} is the fastest"
+            return f"{at_link(link)} nothing ran"
+        text = f"{at_link(link)} {self._praise(ran[0])} is the fastest"
         exact = next((variant for variant in ran if not variant.approximation), ran[0])
         return text if exact is ran[0] else f"{text}, with exact gradients {self._praise(exact)}"
 
@@ -196,6 +196,11 @@ class RecipeComparison:
     def __str__(self) -> str:
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n".join([self.heading, align(self.table(), "lllr"), "", *notes, self.verdict])
+
+
+def at_link(bytes_per_s: float | None) -> str:
+    """Returns a rate with its preposition: at 400 Mbit/s."""
+    return f"{'over' if bytes_per_s is None else 'at'} {format_link(bytes_per_s)}"
 
 
 def format_link(bytes_per_s: float | None) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, format_link
+from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, at_link, format_link
 from pipedream.apps.report.charts import curve_svg
 from pipedream.apps.report.html_tables import document, scroll, section, table
 
@@ -45,7 +45,7 @@ def comparison_page(comparison: RecipeComparison) -> str:
 
 
 def _draw_losses(comparison: RecipeComparison, variants: Sequence[Variant], standalone: bool) -> str:
-    seconds = f"{'predicted' if comparison.delayed else 'measured'} seconds over {format_link(variants[0].link)}"
+    seconds = f"{'predicted' if comparison.delayed else 'measured'} seconds {at_link(variants[0].link)}"
     return curve_svg(
         {variant.name: variant.loss_curve for variant in variants},
         title=f"{comparison.heading}: training loss",
