@@ -1,6 +1,5 @@
 """Modules that keep something from one forward for the next: exact with whole minibatches, refused with parts."""
 
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import cycle
@@ -84,7 +83,6 @@ CARRIED: dict[str, tuple[Callable[[], Any], Forward]] = {
     "if it fits": (lambda: None, if_it_fits),
     "with dropout": (lambda: None, lambda module, x: in_training(module, module.dropout(x))),
     "list": (list, IN_LIST),
-    "deque": (lambda: deque(maxlen=2), IN_LIST),
     "dict": (dict, kept(lambda items: items.get("last", 0.0), lambda items, mean: items.update(last=mean))),
     "object": (SimpleNamespace, IN_OBJECT),
     "in place": (lambda: torch.zeros(6).double(), IN_PLACE),

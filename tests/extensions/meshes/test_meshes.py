@@ -150,7 +150,6 @@ TWO_MACHINES = Cluster((Level(2, 1e10), Level(2, 1e9)))
         (lambda: Layout("a:m").check([], [], [Mesh("m:2,n:2")]), "the dimension 'n', which no rule uses"),
         (lambda: check_found("cut1:4"), "such as cut1:2,cut2:2, without shard_weights; found cut1:4"),
         (lambda: check_found("data:2,cut1:2"), "found data:2,cut1:2; use such a mesh, and replicas"),
-        (lambda: check_found("cut2:2"), "found cut2:2"),
         (lambda: check_found("cut1:2", shard_weights="cut1"), "found cut1:2 and shard_weights='cut1'"),
         (lambda: check_found("cut1:2", cuts={"w": (0,)}), "found for the tensors w, none of which is a parameter"),
         (lambda: Layout(cuts={"p_w": (0, 0)}).parameter("w", (6, 8), Mesh("cut1:2,cut2:2")), "shards dimension 0 of"),

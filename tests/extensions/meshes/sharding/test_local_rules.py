@@ -66,8 +66,6 @@ RANDOM: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {  # and the oper
     "rand_like": (torch.rand_like, "rand_like"),
     "dropout": (lambda x: torch.dropout(x, 0.5, True), "bernoulli_"),
     "exponential": (lambda x: x.detach().exponential_(), "exponential_"),
-    "geometric": (lambda x: x.detach().geometric_(0.5), "geometric_"),
-    "log_normal": (lambda x: x.detach().log_normal_(), "log_normal_"),
     "multinomial": (lambda x: torch.multinomial(x, 1), "multinomial"),
     "rrelu": (lambda x: F.rrelu(x, training=True), "rrelu_with_noise"),
 }
