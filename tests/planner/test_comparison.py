@@ -163,6 +163,16 @@ def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     assert "(128 samples per update)" in comparison.verdict
 
 
+def test_equal_plans_are_one_row() -> None:
+    """A worker alone runs one program under all methods that do not split; of other microbatches it is another row."""
+    comparison = compare(DIGITS, EIGHT, "naive", "pipedream", "1f1b", schedule="auto", shape="1")
+    rows = [row for row in str(comparison).splitlines() if row.split()[1:3] == ["1", "1"]]
+    assert len(rows) == 1
+    assert {rows[0].split()[0], *rows[0].partition("also: ")[2].split(", ")} == {"naive", "pipedream", "1f1b"}
+    shared = [candidate.words for candidate in comparison.references if candidate.microbatches == 8]
+    assert shared == ["DDP on 8 workers, sharing each minibatch"]
+
+
 def test_what_does_not_fit_is_named() -> None:
     heavy = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
     comparison = compare(heavy, pd.Cluster.flat(4, memory_bytes=7000), schedule="1f1b")

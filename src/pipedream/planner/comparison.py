@@ -127,7 +127,8 @@ class Candidate:
         if self.replicas == (1,):
             return f"one worker{on}"
         if len(self.replicas) == 1:
-            return f"data parallelism {shorten(self.config)}{on}" if on else f"DDP on {self.config} workers"
+            shared = ", sharing each minibatch" * (self.microbatches > 1)
+            return f"data parallelism {shorten(self.config)}{on}" if on else f"DDP on {self.config} workers{shared}"
         if set(self.replicas) == {1} and not on:
             return f"a straight pipeline of {len(self.replicas)} stages"
         return f"the pipeline {shorten(self.config)}{on}"
@@ -262,9 +263,8 @@ class Comparison(Tabular):
         head = "  ".join(f"{name:{spec}}" for name, spec, _ in columns)
         rows, reference_rows = (
             [
-                "  ".join(f"{cell(candidate):{spec}}" for _, spec, cell in columns)
-                for candidate in candidates
-                if candidate.period_s is not None
+                "  ".join([*(f"{cell(first):{spec}}" for _, spec, cell in columns), *_name_equals(first, equals)])
+                for first, *equals in _group_equals(candidates)
             ]
             for candidates in (self.candidates, self.references)
         )
@@ -300,6 +300,23 @@ class Comparison(Tabular):
         if any(candidate.fixed_s for candidate in shown):
             columns.insert(6, ("fixed", ">9", lambda candidate: format_seconds(candidate.fixed_s)))
         return columns
+
+
+def _group_equals(candidates: Iterable[Candidate]) -> Iterable[list[Candidate]]:
+    """Returns the simulated candidates, those together that are the same plan under several methods or searches."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.period_s is not None:
+            figures = candidate.period_s, candidate.bubble, candidate.samples_per_update, candidate.peak_bytes
+            groups.setdefault((candidate.config, candidate.mesh, candidate.microbatches, *figures), []).append(
+                candidate
+            )
+    return groups.values()
+
+
+def _name_equals(first: Candidate, equals: Iterable[Candidate]) -> list[str]:
+    names = dict.fromkeys(candidate.schedule for candidate in equals if candidate.schedule != first.schedule)
+    return [f"also: {', '.join(names)}"] if names else []
 
 
 def compare_by_simulation(
