@@ -210,7 +210,7 @@ def test_the_first_line_is_the_verdict(tmp_path: Path, run_command: Callable[...
     output = json.loads(as_json)
     assert (f"verdict: {output['verdict']}", output["samples_per_update"]) == (verdict, 256)
     assert output["simulated_s"] == output["candidates"][0]["period_s"]
-    assert {row["samples_per_update"] for row in output["references"]} == {32}
+    assert {row["samples_per_update"] for row in output["references"]} == {32, 8 * 256}
     assert searched.startswith("verdict: use DDP on 8 workers: ")
     assert "\nPlan 1-5-1-1 " in searched
 

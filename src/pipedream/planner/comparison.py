@@ -77,6 +77,7 @@ class Candidate:
         fixed_s: the part of `period_s` that smaller microbatches do not shorten, at the worker with the most of it.
         why: the reason why it was not simulated; '' if it was.
         mesh: the mesh of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
+        accumulated: minibatches that each replica takes before the replicas sum their gradients.
     """
 
     schedule: str
@@ -93,6 +94,7 @@ class Candidate:
     why: str = ""
     mesh: str = ""
     fixed_s: float = 0.0
+    accumulated: int = 1
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -127,7 +129,8 @@ class Candidate:
         if self.replicas == (1,):
             return f"one worker{on}"
         if len(self.replicas) == 1:
-            shared = ", sharing each minibatch" * (self.microbatches > 1)
+            shared = f", accumulating {self.accumulated}" if self.accumulated > 1 else ""
+            shared = ", sharing each minibatch" if self.microbatches > 1 else shared
             return f"data parallelism {shorten(self.config)}{on}" if on else f"DDP on {self.config} workers{shared}"
         if set(self.replicas) == {1} and not on:
             return f"a straight pipeline of {len(self.replicas)} stages"
@@ -180,7 +183,8 @@ class Comparison(Tabular):
         rivals = [
             reference
             for reference in self.references
-            if reference.schedule == chosen.schedule or reference.samples_per_update == chosen.samples_per_update
+            if reference.samples_per_update == chosen.samples_per_update
+            or (reference.schedule == chosen.schedule and reference.accumulated == 1)
         ]
         best = min((chosen, *rivals), key=lambda candidate: candidate.seconds)
         best = best if best.seconds < chosen.seconds * (1 - _TIE) else chosen
@@ -467,7 +471,8 @@ def _list_round_trips(plan: Plan, messages_s: Sequence[float]) -> list[float]:
 
 def _format_plan(candidate: Candidate) -> str:
     meshes = list(dict.fromkeys(candidate.mesh.split("/"))) if candidate.is_meshed else []
-    return " ".join([shorten(candidate.config), *([shorten(" ".join(meshes))] if meshes else [])])
+    accumulating = [f"acc. {candidate.accumulated}"] if candidate.accumulated > 1 else []
+    return " ".join([shorten(candidate.config), *([shorten(" ".join(meshes))] if meshes else []), *accumulating])
 
 
 def _describe_seconds(candidate: Candidate) -> str:

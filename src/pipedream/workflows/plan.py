@@ -31,6 +31,7 @@ from pipedream.workflows.stage_search import StageSearch, compare_alone, make_ca
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
 )  # fmt: skip
+_RARE = "every:8"
 _MIN_GAIN = 0.02
 """Least share of the time that a coarser approximation must save."""
 
@@ -262,11 +263,13 @@ def _find_too_large(profile: Profile, request: PlanRequest, chosen: planner.Cand
 def _list_references(
     profile: Profile, request: PlanRequest, candidates: Sequence[planner.Candidate]
 ) -> Iterator[planner.Candidate]:
-    """Yields data parallelism, with a minibatch for each worker and with a part of one, and one worker."""
+    """Yields data parallelism, with a minibatch for each worker, several, and a part of one; and one worker."""
     listed = {(row.schedule, row.microbatches, row.config) for row in candidates if row.period_s is not None}
     cluster = request.workers_and_links
     workers, choices = cluster.workers, request.choices.exact
     split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
+    if workers > 1:
+        yield from _accumulate(profile, PlanRequest(cluster, shape="data-parallel", **choices.words | {"sums": _RARE}))
     for schedule, m, shape in [("pipedream", 1, "data-parallel"), *split, ("pipedream", 1, "1")]:
         config = str(workers) if shape == "data-parallel" else shape
         if (schedule, m, config) in listed:
@@ -280,6 +283,16 @@ def _list_references(
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
         else:
             yield _simulate(make_candidate(plan, shape), plan)
+
+
+def _accumulate(profile: Profile, request: PlanRequest) -> Iterator[planner.Candidate]:
+    """Yields data parallelism that sums its gradients after several minibatches, if it fits."""
+    with suppress(PlanError):
+        # Sums of weights take as long as those of gradients.
+        plan = _strip_search_costs(plan_once(profile, request).plan, profile, request)
+        candidate = _simulate(make_candidate(plan, str(request.shape)), plan)
+        count = int(_RARE.partition(":")[2])
+        yield replace(candidate, accumulated=count, samples_per_update=count * (candidate.samples_per_update or 0))
 
 
 def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
