@@ -138,7 +138,7 @@ FAULTS: tuple[tuple[Any, str, str, Fault], ...] = (
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 @pytest.mark.parametrize(
-    ("check", "finding", "place", "fault"), spread((slow(*row, id=row[1]) for row in FAULTS), every=4)
+    ("check", "finding", "place", "fault"), spread((slow(*row, id=row[1]) for row in FAULTS), every=8)
 )
 def test_a_fault_is_found(check: Any, finding: str, place: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)

@@ -58,7 +58,10 @@ def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(model, id=model.name, marks=[pytest.mark.slow] * (i > 1)) for i, model in enumerate(bubble.MODELS)],
+    [
+        pytest.param(model, id=model.name, marks=[pytest.mark.slow, pytest.mark.long][: i - 1] if i > 1 else ())
+        for i, model in enumerate(bubble.MODELS)
+    ],
 )
 def test_bubbles_are_about_those_of_the_paper_of_roundpipe(model: Any) -> None:
     predicted = [100 * score(bubble.make_plan(model, method)).bubble for method in bubble.METHODS]

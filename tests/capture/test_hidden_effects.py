@@ -9,7 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from marks import slow, thinned
+from marks import slow, spread, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -343,12 +343,15 @@ FORWARDS = WRITES | {f"hook on {name}": forward for name, forward in HOOKS.items
 
 @pytest.mark.parametrize(
     ("name", "cut", "options"),
-    [
-        *thinned([(name, cut, {}) for name in WRITES for cut in (None, "b", "e")], 4),
-        *thinned([(f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")], 3),
-        *((name, "b", {}) for name in LOOKS),
-        *(slow(name, "b", options) for name in FORWARDS if name not in LOOKS for options in METHODS),
-    ],
+    spread(
+        [
+            *thinned([(name, cut, {}) for name in WRITES for cut in (None, "b", "e")], 4),
+            *thinned([(f"hook on {name}", cut, {}) for name in HOOKS for cut in ("b", "c")], 3),
+            *((name, "b", {}) for name in LOOKS),
+            *(slow(name, "b", options) for name in FORWARDS if name not in LOOKS for options in METHODS),
+        ],
+        3,
+    ),
 )
 def test_it_trains_as_in_a_plain_loop(name: str, cut: str | None, options: dict[str, Any]) -> None:
     """Hooks act where the tensor is, and parameters may be looked at on any stage."""

@@ -261,8 +261,8 @@ def case_of(name: str) -> Any:
     return {**HF, **OWN}[name]
 
 
-SLOW = ["tied_gpt", "hf_mamba"]
-LONG = ["unet", "hf_llama", "hf_gpt2", "hf_t5"]
+SLOW = ["tied_gpt"]
+LONG = ["hf_mamba", "unet", "hf_llama", "hf_gpt2", "hf_t5"]
 
 
 @pytest.mark.parametrize("name", ["early_exits", *(slow(name) for name in SLOW), *(long(name) for name in LONG)])

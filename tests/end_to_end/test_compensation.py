@@ -135,7 +135,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [*thinned(CASES), *spread(slow(name, case.lengthened()) for name, case in SLOW)], ids=str
+    ("name", "case"), [*thinned(CASES), *spread((slow(name, case.lengthened()) for name, case in SLOW), 4)], ids=str
 )
 def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
     check_published(name, case)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow
+from marks import slow, spread
 from torch import nn
 from torch.nn import functional as F
 from training import assert_equal, batches, loop, piped
@@ -74,7 +74,7 @@ def test_what_a_file_adds_is_checked(section: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("section", FILES)
+@pytest.mark.parametrize("section", spread(map(slow, FILES)))
 def test_what_a_file_adds_is_trained_with(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_file(section)

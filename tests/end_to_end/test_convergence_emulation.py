@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from commands import load_benchmark
-from marks import thinned
+from marks import spread, thinned
 from torch import Tensor, nn
 from training import plan_of, train
 
@@ -96,7 +96,7 @@ def _cases() -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize(("task", "arm"), thinned(_cases(), 4))
+@pytest.mark.parametrize(("task", "arm"), spread(thinned(_cases(), 4), 3))
 def test_the_emulation_equals_the_running_pipeline(task: str, arm: Any) -> None:
     losses, state = _emulated(task, arm, 3)
     expected, weights = _run(task, arm, 3)

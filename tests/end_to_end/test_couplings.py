@@ -17,7 +17,7 @@ import zoo
 from built import Built
 from cases import OPTIMIZERS, Case, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
-from marks import slow, thinned
+from marks import slow, spread, thinned
 from torch import Tensor, nn
 from training import plan_of
 
@@ -133,7 +133,7 @@ def check_tied(case: Case, outcome: Trained) -> None:
 QUICK = (TIED[0], TIED[4], TIED[6], TIED[10], TIED[12])
 
 
-@pytest.mark.parametrize("case", thinned(c if c in QUICK else slow(c) for c in (*TIED, *LATE_TIED)), ids=str)
+@pytest.mark.parametrize("case", spread(thinned(c if c in QUICK else slow(c) for c in (*TIED, *LATE_TIED)), 3), ids=str)
 def test_weights_tied_across_stages_train_as_in_one_process(case: Case) -> None:
     check_tied(case, run(case))
 

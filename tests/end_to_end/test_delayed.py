@@ -65,7 +65,7 @@ def _matrix() -> list[Any]:
     ]
     longer = [pytest.param(case.lengthened(), id=f"{case} lengthened", marks=pytest.mark.slow) for case in slow]
     shown, methods = [pytest.param(case, id=str(case)) for case in quick], len(delayed.PAPERS)
-    return shown[:methods] + thinned(shown[methods:]) + spread(longer)
+    return shown[:methods] + thinned(shown[methods:]) + spread(longer, 4)
 
 
 @pytest.mark.parametrize("case", _matrix())

@@ -41,7 +41,7 @@ def spread(cases: Iterable[Any], every: int = 2) -> list[Any]:
     """Leaves every n-th of the cases that are marked slow to continuous integration, and marks the others as long."""
     parameters, count = [], 0
     for case in cases:
-        parameter: Any = case if hasattr(case, "marks") else pytest.param(case)
+        parameter: Any = case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
         if any(mark.name == "slow" for mark in parameter.marks):
             if count % every:
                 parameter = pytest.param(*parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.long])

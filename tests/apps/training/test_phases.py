@@ -16,7 +16,7 @@ import pytest
 import torch
 import zoo
 from cases import FLUSHING, OPTIMIZERS, Case, Fresh, check, make_pipeline, phased, run
-from marks import slow, thinned
+from marks import slow, spread, thinned
 
 import pipedream as pd
 from pipedream.apps.training.job import profile_recipe
@@ -121,7 +121,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(RUNS), ids=str)
+@pytest.mark.parametrize("case", spread(thinned(RUNS)), ids=str)
 def test_a_run_in_phases_trains_as_plain_pytorch(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)

@@ -237,7 +237,7 @@ def write_replicas(folder: Path, workers: int, lost: str = "pass") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [(2,), (3, 1)], ids=["2", "3-1"])
+@pytest.mark.parametrize("replicas", [(2,), long((3, 1))], ids=["2", "3-1"])
 def test_without_a_replica_the_others_do_the_rest(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """As one process does that runs the plan, and from the checkpoint on the plan with a replica fewer."""
     write_replicas(tmp_path, sum(replicas))

@@ -51,8 +51,11 @@ SAME = [
 @pytest.mark.parametrize(
     "case",
     spread(
-        pytest.param(case, id=f"{case} {case.scheduled}", marks=pytest.mark.slow if number % 16 else ())
-        for number, case in enumerate(SAME)
+        [
+            pytest.param(case, id=f"{case} {case.scheduled}", marks=pytest.mark.slow if number % 16 else ())
+            for number, case in enumerate(SAME)
+        ],
+        4,
     ),
 )
 def test_the_same_plan_goes_on_to_the_bit(case: Case, tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ ACROSS = [[(2, 1), (1, 1, 1), (1, 2)], [(2, 1), (1,), (1, 1, 1, 1)], [(3,), (1, 
 ROWS = [(animal, plans) for plans in ACROSS for animal in ("mlp", "lstm", "transformer")]
 
 
-@pytest.mark.parametrize(("animal", "plans"), spread([pytest.param(*ROWS[0]), *(slow(*row) for row in ROWS[1:])]))
+@pytest.mark.parametrize(("animal", "plans"), spread([pytest.param(*ROWS[0]), *(slow(*row) for row in ROWS[1:])], 4))
 def test_other_plans_go_on_as_one_process_would(animal: str, plans: list[tuple[int, ...]], tmp_path: Path) -> None:
     scheduled = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
     resume, whole = None, leg((1,), animal=animal, scheduled=scheduled, **SYNCHRONOUS)
