@@ -22,7 +22,7 @@ needs_bfloat16_lstm = pytest.mark.skipif("not torch.ops.mkldnn._is_mkldnn_bf16_s
 
 
 def thinned(cases: Iterable[Any], every: int = 2) -> list[Any]:
-    """Leaves every n-th of the cases that are not marked yet, and marks the others as slow.
+    """Leaves every n-th of the cases that are not marked yet, and marks the others as slow and as long in turns.
 
     Append new ones, or others change.
     """
@@ -30,14 +30,15 @@ def thinned(cases: Iterable[Any], every: int = 2) -> list[Any]:
     for case in cases:
         parameter: Any = case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
         if not parameter.marks:
-            if count % every:
-                parameter = slow(*parameter.values, id=parameter.id)
+            rounds, place = divmod(count, every)
+            if place:
+                parameter = (slow if (rounds + place) % 2 else long)(*parameter.values, id=parameter.id)
             count += 1
         parameters.append(parameter)
     return parameters
 
 
-def spread(cases: Iterable[Any], every: int = 2) -> list[Any]:
+def spread(cases: Iterable[Any], every: int = 3) -> list[Any]:
     """Leaves every n-th of the cases that are marked slow to continuous integration, and marks the others as long."""
     parameters, count = [], 0
     for case in cases:
