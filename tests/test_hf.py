@@ -71,10 +71,10 @@ class Words(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.inner, self.norm = nn.Embedding(32, 6), nn.Linear(6, 6), nn.LayerNorm(6)
-        self.head = nn.Linear(6, 32)
+        self.head, self.ones = nn.Linear(6, 32), nn.Buffer(torch.ones(6), persistent=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> dict[str, Tensor]:
-        logits = self.head(self.norm(torch.tanh(self.inner(self.embed(input_ids)))))
+        logits = self.head(self.norm(torch.tanh(self.inner(self.embed(input_ids) * self.ones))))
         items = rest.get("num_items_in_batch")
         if labels is None:
             return {"logits": logits}
@@ -485,6 +485,7 @@ def train_as_a_rank(folder: Path) -> list[tuple[Any, Any]]:
 def test_two_processes_train_as_the_plain_trainer(tmp_path: Path) -> None:
     """Every rank ends with the same weights, figures and evaluations, also after a resume."""
     plain = run("plain", tmp_path, **OF_RANKS)
+    plain.evaluate()
     for ended in processes.results(train_as_a_rank, 2, tmp_path, timeout_s=240.0):
         for history, weights in ended:
             for key in ("loss", "eval_loss", "eval_accuracy", "learning_rate", "epoch", "num_input_tokens_seen"):

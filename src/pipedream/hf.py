@@ -163,6 +163,10 @@ class Trainer(transformers.Trainer):
             self.pipeline = None
             del attributes["get_train_dataloader"]
         self.model.load_state_dict(state, assign=True)
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            if buffer.is_meta:  # of another rank's stage, and in no state dict
+                module, _, attribute = name.rpartition(".")
+                setattr(self.model.get_submodule(module), attribute, self._first_buffers[name])
         if hasattr(self.model, "tie_weights"):
             self.model.tie_weights()
         return output
@@ -219,6 +223,7 @@ class Trainer(transformers.Trainer):
         """Opens the pipeline; returns a dummy optimizer, which only carries the learning rates that callbacks see."""
         self.model.train()
         self._optimizer_args = self._optimizer_args or copy.copy(self.args)
+        self._first_buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.pipeline = self._open.enter_context(self._make_pipeline())
         self._group = torch.distributed.new_group(backend="gloo") if self.pipeline.distributed else None
         if self._checkpoint is not None:
