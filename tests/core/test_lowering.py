@@ -79,21 +79,22 @@ def test_pictures() -> None:
 
 def restless(rank: int) -> Iterator[Op]:
     """Each update one forward later than the one before: no two turns are alike."""
-    done = 0
     for number in count(1):
+        done = number * (number - 1) // 2
         yield from (Op(Kind.FORWARD, 0, k) for k in range(done, done + number))
         yield from (Op(Kind.BACKWARD, 0, k) for k in range(done, done + number))
-        done += number
 
 
 def test_an_order_without_a_period_or_an_end_is_refused() -> None:
     schedule = pd.schedules.build("pipedream", pd.Plan.uniform(1))
     ending = replace(schedule, order=lambda rank: iter([Op(Kind.FORWARD, 0, 0)]))
+    lacking = replace(schedule, order=lambda rank: (op for op in schedule.order(rank) if op.kind is not Kind.UPDATE))
     program = program_of("1f1b", pd.Plan.uniform(1), 2)
     short = with_rank(program, 0, period=program.ranks[0].period[:-1])
     for call, words in (
         (lambda: pd.lower(replace(schedule, order=restless)), "order of rank 0 does not (settle into a|repeat itself)"),
         (lambda: pd.lower(ending), "does not settle"),
+        (lambda: pd.lower(lacking), "microbatches: it has 2 ops there, not 3; run each pass and update once"),
         (lambda: list(ending.ops(0, 1)), "lacks 2 ops of a run of 1"),
         (lambda: list(short.instructions(0, 2)), "rank 0 lacks 1 ops of 2 microbatches"),
     ):

@@ -94,7 +94,7 @@ def test_every_option_of_a_method_can_be_said() -> None:
         ("pb_lwp[scale=2,scale=3]", {}, "gives its option scale twice; leave one out"),
         ("pb_lwp[scale=-1]", {}, "give a scale of at least 0, not -1.0"),
         ("pb_lwp[backward_rule=stash]", {}, "its backward rule is graph or recompute, found 'stash'"),
-        ("nowhere[a=1]", {}, "is not known; choose one of"),
+        ("zbh1[a=1]", {}, "schedule 'zbh1[a=1]' is not known; did you mean zb_h1?"),
         *(
             (name, {}, "not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in paci[backward_rule=recompute]")
             for name in (

@@ -201,7 +201,8 @@ class Comparison(Tabular):
         """Says how the plan was chosen."""
         best = self.candidates[0]
         count = sum(bool(candidate.config) for candidate in self.candidates)  # some were compared by their bound only
-        return f"the fastest of {count} plans, {self._format_seconds(best)}{self._describe_others(best)}"
+        fastest = f"the fastest of {count} plans" if count > 1 else "the only plan compared"
+        return f"{fastest}, {self._format_seconds(best)}{self._describe_others(best)}"
 
     def kinds(self) -> dict[str, Candidate | None]:
         """Returns the fastest candidate of each of `KINDS`; None if there is none."""

@@ -314,12 +314,14 @@ def method_of(name: str) -> Method:
     key = method_name.lower().replace("-", "_")
     method = METHODS.get(ALIASES.get(key, key))
     if method is None:
-        similar = get_close_matches(key, METHODS, n=1)
-        suggestion = f"; did you mean {similar[0]}?" if similar else ""
+        if similar := get_close_matches(key, METHODS, n=1):  # not after a list of all, where nobody finds it
+            raise ScheduleError(
+                f"schedule {name!r} is not known; did you mean {similar[0]}? 'pipedream show' lists all"
+            )
         notation = "FILE.csv in PyTorch's notation, or " if is_schedule_file("FILE.csv") else ""
         raise ScheduleError(
             f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: "
-            f"{notation}FILE.py that declares METHODS{suggestion}"
+            f"{notation}FILE.py that declares METHODS"
         )
     return method
 

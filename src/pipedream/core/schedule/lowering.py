@@ -219,9 +219,13 @@ def _fold(schedule: Schedule, rank: int, find_numbers: _FindNumbers) -> RankProg
     while start and repeats(start - 1):
         start -= 1
     # A period must contain all ops of a cycle; otherwise only a run of equal ops repeats.
-    if length != schedule.op_count(rank, cycle) or not all(repeats(i) for i in range(start, len(window) - length)):
+    if length != (due := schedule.op_count(rank, cycle)) or not all(
+        repeats(i) for i in range(start, len(window) - length)
+    ):
+        counts = f": it has {length} ops there, not {due}; run each pass and update once" if length != due else ""
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
+            f"{counts}"
         )
     instructions = _place(schedule, rank, window, start + length, joins, find_numbers)
     warmup, period = (list(chain.from_iterable(part)) for part in (instructions[:start], instructions[start:]))
