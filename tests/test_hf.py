@@ -114,6 +114,7 @@ def make_trainer(
     callbacks: Any = (),
     methods: Any = None,
     rest: Any = None,
+    optimizers: Callable[[nn.Module], Any] = lambda _: (None, None),
     **changes: Any,
 ) -> Any:
     """Returns a Trainer of `Words`: "plain" or of a "pipeline", with `methods` of that base."""
@@ -126,9 +127,11 @@ def make_trainer(
     if kind == "pipeline":
         steps = args.gradient_accumulation_steps
         rest = {"plan": make_plan(rest.get("schedule", "1f1b"), steps if steps > 1 else None)} | rest
+    model = Words().double().eval()  # as from_pretrained leaves it
     return trainer_class(
-        Words().double().eval(),  # as from_pretrained leaves it
+        model,
         args,
+        optimizers=optimizers(model),
         train_dataset=make_data(samples) if isinstance(samples, int) else samples,
         eval_dataset=make_data(5),
         callbacks=[callback() for callback in callbacks],
@@ -181,6 +184,22 @@ def setting(*names: str) -> Callable[..., None]:
     return lambda control, *_: [setattr(control, name, True) for name in names]  # type: ignore[return-value]
 
 
+def giving(kind: str = "", **of_scheduler: Any) -> Callable[[nn.Module], Any]:
+    """Returns what makes `optimizers=`: groups that decay and that do not, each in one stage, and a scheduler."""
+
+    def make(model: Any) -> tuple[Any, Any]:
+        weights = [*model.parameters()]
+        groups = [
+            {"params": weights[:3], "weight_decay": 0.1, "lr": 0.03},
+            {"params": weights[3:], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
+        return optimizer, getattr(torch.optim.lr_scheduler, kind)(optimizer, **of_scheduler) if kind else None
+
+    return make
+
+
+PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.9}
 SAME: dict[str, dict[str, Any]] = {
     **{f"drop_last, {n}": {"samples": n, "dataloader_drop_last": True} for n in (2, 3, 7, 9, 10, 16)},
     **{f"all, {n}": {"samples": n} for n in (1, 3, 7, 10)},
@@ -202,6 +221,18 @@ SAME: dict[str, dict[str, Any]] = {
     "loss": {"rest": {"compute_loss_func": squares}, "eval_strategy": "epoch", "samples": 18},
     "bfloat16": {"bf16": True, "max_steps": 3},
     "schedule": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}, "warmup_steps": 1},
+    "plateau": {
+        **{"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": PLATEAU | {"min_lr": [1e-3, 3e-3]}},
+        **{"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "rest": {"compute_metrics": accuracy}},
+        **{"metric_for_best_model": "accuracy", "num_train_epochs": 4},
+    },
+    "given optimizer": {"optimizers": giving(), "warmup_steps": 1},
+    "given lambdas": {
+        "optimizers": giving("LambdaLR", lr_lambda=[lambda step: (step + 1) / 9, lambda step: 0.7**step])
+    },
+    "given rates": {"optimizers": giving("LinearLR", total_iters=3), "num_train_epochs": 3},
+    "given plateau": {"optimizers": giving("ReduceLROnPlateau", **PLATEAU), "metric_for_best_model": "eval_loss"}
+    | {"eval_strategy": "epoch", "num_train_epochs": 4},
 }
 
 
@@ -282,24 +313,26 @@ def with_own_loss(act: Callable[[Any, Any], Any] = lambda model, inputs: model(*
     return lambda _: compute_loss
 
 
-OWN_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
-    "does not call the model; let it": lambda model, inputs: {"logits": inputs["input_ids"].double()[..., None]},
-    "gives the model another 'input_ids' than": lambda model, inputs: model(input_ids=inputs["input_ids"] + 0),
-    "calls the model with positional arguments": lambda model, inputs: model(inputs["input_ids"]),
+ALONE, DOUBLED = {"gradient_accumulation_steps": 1}, {"get_batch_samples": with_items_doubled}
+OWN_LOSSES: dict[str, tuple[Callable[[Any, Any], Any], ...]] = {
+    "does not call the model; let it": (lambda model, inputs: {"logits": inputs["input_ids"].double()[..., None]},),
+    "gives the model another 'input_ids' than": (lambda model, inputs: model(input_ids=inputs["input_ids"] + 0),),
+    "calls the model with positional arguments": (lambda model, inputs: model(inputs["input_ids"]),),
+    "get_batch_samples counts other items than the labels": (),
 }
 
 
 @pytest.mark.parametrize("words", OWN_LOSSES)
 def test_an_own_loss_that_does_more_is_refused(tmp_path: Path, words: str) -> None:
-    with pytest.raises(pd.PipelineError, match=f"compute_loss {words}"):
-        run("pipeline", tmp_path, methods={"compute_loss": with_own_loss(OWN_LOSSES[words])})
+    methods = {"compute_loss": with_own_loss(*OWN_LOSSES[words])} | ({} if OWN_LOSSES[words] else DOUBLED)
+    with pytest.raises(pd.PipelineError, match=words):
+        run("pipeline", tmp_path, methods=methods, **ALONE)
 
 
 def calling(name: str) -> Callable[[Any], Any]:
     return lambda base: lambda self, *positional, **options: getattr(base, name)(self, *positional, **options)
 
 
-ALONE = {"gradient_accumulation_steps": 1}
 METHODS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "get_train_dataloader": (lambda _: lambda self: torch.utils.data.DataLoader(self.train_dataset, 3), ALONE),
     "get_batch_samples": (with_items_doubled, ALONE),
@@ -391,6 +424,7 @@ def test_a_stream_that_ends_within_an_update_is_an_error(tmp_path: Path) -> None
 def test_a_resumed_training_counts_as_the_plain_one(tmp_path: Path, stops: bool) -> None:
     """Tokens and epochs too; also after a callback had ended an epoch, which the plain Trainer does not know then."""
     saving = SAVING | {"include_num_input_tokens_seen": "all"}
+    saving |= {} if stops else {"optimizers": giving("LinearLR", total_iters=6)}
     callbacks = [acting("on_step_end", 1, setting("should_epoch_stop"))] if stops else []
     assert_same(tmp_path, callbacks=callbacks, **EPOCHS | saving)
     assert_same(
@@ -440,7 +474,7 @@ REFUSALS: dict[str, Any] = {
 
 
 REFUSED_VALUES: dict[str, Any] = {
-    "lr_scheduler_type": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+    "lr_scheduler_type": {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
     "load_best_model_at_end with save_only_model": BEST | {"save_only_model": True},
     "optim": {"optim": "lomo"},
     KWARGS: {"accelerator_config": {KWARGS: {"sync_each_batch": True}}},
@@ -462,9 +496,35 @@ def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
             make_trainer("pipeline", tmp_path, **changes)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+RATES = torch.optim.lr_scheduler
+REFUSED_OPTIMIZERS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "Adagrad has state, or hooks; give optimizer_cls": lambda model, _: (torch.optim.Adagrad(model.parameters()), None),
+    "has a scheduler of another optimizer": lambda _, optimizer: (None, RATES.ConstantLR(optimizer)),
+    "has a weight that is not the model's": lambda *_: (adamw(Words()), None),
+    "head.bias in no group; freeze it": lambda model, _: (torch.optim.SGD([*model.parameters()][:-1]), None),
+    "ConstantLR has made steps": lambda _, each: (each, [rate := RATES.ConstantLR(each), rate.step()][0]),
+    "OneCycleLR does not keep its argument max_lr": lambda _, each: (each, RATES.OneCycleLR(each, 0.1, 9)),
+    "rates are not those at the scheduler's first step": lambda _, each: (
+        *(each, [RATES.ConstantLR(each), each.param_groups[0].update(lr=3)][0]),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("words", REFUSED_OPTIMIZERS)
+def test_optimizers_that_no_stage_can_make_anew_are_refused(tmp_path: Path, words: str) -> None:
+    with pytest.raises(pd.PipelineError, match=f"optimizers= .*{words}"):
+        run("pipeline", tmp_path, optimizers=lambda model: REFUSED_OPTIMIZERS[words](model, adamw(model)))
+
+
 OF_RANKS: dict[str, Any] = {
     **{"include_num_input_tokens_seen": "all", "eval_strategy": "epoch"} | SAVING,
-    **{"samples": 18, "rest": {"compute_metrics": accuracy}},
+    **{"samples": 18, "rest": {"compute_metrics": accuracy}, "lr_scheduler_type": "reduce_lr_on_plateau"},
+    **{"lr_scheduler_kwargs": PLATEAU, "num_train_epochs": 4, "save_total_limit": 9},
 }
 
 

@@ -8,6 +8,7 @@ updated with it. Epochs, logs, callbacks, evaluations and checkpoints therefore 
 """
 
 import copy
+import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,10 +16,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
@@ -52,7 +54,7 @@ _ADVICE = {  # what to write instead
     "create_optimizer": "give options={'optimizer': make}",
     "create_scheduler": "give options={'scheduler': make}",
     "create_optimizer_and_scheduler": "give options={'optimizer': make, 'scheduler': make}",
-    "lr_scheduler_type": "give options={'scheduler': make} with a rule that needs no evaluation",
+    "lr_scheduler_type": "set lr_scheduler_type='reduce_lr_on_plateau'",
     "router_aux_loss_coef": "set it to 0",
     "training_step": "override compute_loss",
     "use_liger_kernel": "apply its layers to the model before",
@@ -124,6 +126,7 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, **others)
         self._values = [dict(vars(self.args)), dict(vars(self._user_args))]
         self._optimizer_args: Any = None  # of the first train(), as in the plain Trainer
+        self._from_user: _UserOptimizers | None = None
         self.accelerator.device_placement = False
         cast(Any, self.callback_handler).call_event = self._call_event
 
@@ -189,11 +192,11 @@ class Trainer(transformers.Trainer):
         """Calls callbacks, with the user's arguments; refuses what they change where nothing would follow it."""
         if event == "on_step_end":
             state.epoch = self._done["epoch"]
-        before = self._list_rates()
+        before = _list_rates(self)
         control = cast(Any, transformers.trainer_callback.CallbackHandler).call_event(
             self.callback_handler, event, self._user_args, state, control, **options
         )
-        if self.pipeline is not None and before != self._list_rates():
+        if self.pipeline is not None and before != _list_rates(self):
             raise PipelineError(
                 f"a callback's {event} changed the optimizer or its schedule, which no stage follows; "
                 "set them in TrainingArguments, or use pipedream.Pipeline(scheduler=...)"
@@ -203,12 +206,6 @@ class Trainer(transformers.Trainer):
         if stops and event == "on_step_begin" and self._accumulated > 1:
             raise PipelineError("a callback's on_step_begin stops within an update; stop in on_step_end")
         return control
-
-    def _list_rates(self) -> str:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        rates = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        schedule = vars(self.lr_scheduler).items() if self.lr_scheduler is not None else ()
-        return repr((rates, [item for item in schedule if item[0] != "optimizer"]))
 
     def _collect_weights(self, pipeline: Pipeline) -> dict[str, Any]:
         """Returns the whole model's weights on every rank."""
@@ -224,6 +221,7 @@ class Trainer(transformers.Trainer):
         self.model.train()
         self._optimizer_args = self._optimizer_args or copy.copy(self.args)
         self._first_buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        self._from_user = self._from_user or _UserOptimizers.read(self.model, self.optimizer, self.lr_scheduler)
         self.pipeline = self._open.enter_context(self._make_pipeline())
         self._group = torch.distributed.new_group(backend="gloo") if self.pipeline.distributed else None
         if self._checkpoint is not None:
@@ -234,9 +232,14 @@ class Trainer(transformers.Trainer):
                 self.pipeline._training.seek(*divmod(done, updates))
         self.model_wrapped = torch.nn.Module()  # the loop around a pipeline touches no gradients
         self.accelerator._models.append(self.model_wrapped)  # an evaluation prepares nothing
-        dummy = torch.zeros(1, requires_grad=True)
-        rate = self._make_optimizer([("dummy", dummy)]).param_groups[0].get("lr", self.args.learning_rate)
-        self.optimizer = torch.optim.SGD([dummy], lr=rate)
+        trial = self._make_optimizer([("dummy", torch.zeros(1, requires_grad=True))])
+        rates = [{n: group[n] for n in ("lr", "initial_lr") if n in group} for group in trial.param_groups]
+        groups = [{"params": [torch.zeros(1, requires_grad=True)], **rate} for rate in rates]
+        self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate)
+        if self._from_user.scheduler is not None:
+            self.lr_scheduler = self._make_scheduler(self.optimizer)
+            if [group["lr"] for group in self.optimizer.param_groups] != self._from_user.rates:
+                raise _refuse_given("the optimizer's rates are not those at the scheduler's first step")
         return self.optimizer
 
     def _make_pipeline(self) -> Pipeline:
@@ -263,17 +266,24 @@ class Trainer(transformers.Trainer):
         return Pipeline(self.model, replace(self._plan, graph=None), **options)
 
     def _make_optimizer(self, named: list[tuple[str, Any]]) -> Any:
-        """Makes a stage's optimizer with the groups of `transformers.Trainer`: with weight decay, and without."""
-        decaying, args = set(self.get_decay_parameter_names(self.model)), self._optimizer_args
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
-        decays = {True: args.weight_decay, False: 0.0}
-        groups = [
-            {"params": [value for name, value in named if (name in decaying) is decays_here], "weight_decay": decay}
-            for decays_here, decay in decays.items()
-        ]
-        return kind([group for group in groups if group["params"]], **options)
+        """Makes a stage's optimizer with all groups of the whole model's: those given, or with and without decay."""
+        recipe, args = cast(_UserOptimizers, self._from_user), self._optimizer_args
+        if recipe.optimizer is not None:
+            (kind, options), places, groups = recipe.optimizer, recipe.places, copy.deepcopy(recipe.groups)
+        else:
+            decaying = set(self.get_decay_parameter_names(self.model))
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, self.model)
+            places, groups = {n: int(n not in decaying) for n, _ in named}, [{"weight_decay": args.weight_decay}]
+            groups.append({"weight_decay": 0.0})
+        for place, group in enumerate(groups):  # perhaps none: schedulers count groups, and logs have the first's rate
+            group["params"] = [value for name, value in named if places.get(name, 0) == place]
+        return kind(groups, **options)
 
     def _make_scheduler(self, optimizer: Any) -> Any:
+        scheduler = cast(_UserOptimizers, self._from_user).scheduler
+        if scheduler is not None:
+            return scheduler[0](optimizer, **scheduler[1])
+
         def make(steps: int) -> Any:
             options: Any = self.args.lr_scheduler_kwargs
             warmup = self.args.get_warmup_steps(steps)
@@ -281,8 +291,9 @@ class Trainer(transformers.Trainer):
             return transformers.get_scheduler(kind, optimizer, warmup, steps, scheduler_specific_kwargs=options)
 
         saved = self._checkpoint and transformers.TrainerState.load_from_json(str(self._checkpoint / _STATE_FILE))
-        if not saved or saved.max_steps == self.state.max_steps:
-            return make(self.state.max_steps)
+        scheduler = make(self.state.max_steps)
+        if not saved or saved.max_steps == self.state.max_steps or isinstance(scheduler, ReduceLROnPlateau):
+            return scheduler
         before, scheduler = make(saved.max_steps), make(self.state.max_steps)
         pairs = zip(before.lr_lambdas, scheduler.lr_lambdas, strict=True)
         scheduler.lr_lambdas = [partial(_change_schedule, saved.global_step, *pair) for pair in pairs]
@@ -317,6 +328,13 @@ class Trainer(transformers.Trainer):
         if self.pipeline.distributed:  # rank 0 has the outputs; callbacks decide by the metrics on every rank
             output = output._replace(metrics=gather_json(output.metrics, self._group)[0])
         return output
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and self.pipeline is not None and not skip_scheduler:
+            name = str(self.args.metric_for_best_model).removeprefix("eval_")
+            self.pipeline.followed.step_schedulers(metrics[f"eval_{name}"])
+        return metrics
 
     def prediction_step(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
         if self.pipeline is None:
@@ -356,6 +374,61 @@ class Trainer(transformers.Trainer):
             self.pipeline.save(folder / _STATE, extra={"late": late})
 
 
+class _UserOptimizers(NamedTuple):
+    """What `optimizers=` has, to be made anew on each stage: classes and their arguments; None where it has none.
+
+    Attributes:
+        groups: the options of each parameter group.
+        places: a weight's name -> its group.
+        rates: of the groups, after the scheduler's first step.
+    """
+
+    optimizer: tuple[Any, dict[str, Any]] | None = None
+    scheduler: tuple[Any, dict[str, Any]] | None = None
+    groups: Sequence[dict[str, Any]] = ()
+    places: Mapping[str, int] = {}
+    rates: Sequence[Any] = ()
+
+    @classmethod
+    def read(cls, model: Any, optimizer: Any, scheduler: Any) -> "_UserOptimizers":
+        if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
+            raise PipelineError("optimizers= has a scheduler of another optimizer, which changes no rate; give both")
+        if optimizer is None:
+            return cls()
+        if optimizer.state or any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+            raise _refuse_given(f"{type(optimizer).__name__} has state, or hooks")
+        places = {id(weight): n for n, group in enumerate(optimizer.param_groups) for weight in group["params"]}
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        if places.keys() - {id(weight) for weight in weights.values()}:
+            raise _refuse_given("the optimizer has a weight that is not the model's")
+        if names := [name for name, weight in weights.items() if weight.requires_grad and id(weight) not in places]:
+            raise PipelineError(f"optimizers= has {names[0]} in no group; freeze it with requires_grad_(False)")
+        groups = [{n: v for n, v in g.items() if n not in ("params", "param_names")} for g in optimizer.param_groups]
+        rates, rule = [group["lr"] for group in groups], None
+        if scheduler is not None:
+            if scheduler.last_epoch:
+                raise _refuse_given(f"{type(scheduler).__name__} has made steps")
+            state = vars(scheduler) | {"last_epoch": -1}
+            state |= {name: state[f"{name}s"] for name in ("lr_lambda", "min_lr") if f"{name}s" in state}
+            rule = type(scheduler), _collect_arguments(scheduler, state)
+            for group in groups:  # its first step has changed the other
+                group["lr"] = group.get("initial_lr", group["lr"])
+        named = {name: places[id(weight)] for name, weight in weights.items() if id(weight) in places}
+        return cls((type(optimizer), _collect_arguments(optimizer, optimizer.defaults)), rule, groups, named, rates)
+
+
+def _collect_arguments(instance: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments, after the first, from which an instance was made; refuses those that it does not keep."""
+    names = [*inspect.signature(type(instance)).parameters][1:]
+    if missing := [name for name in names if name not in values]:
+        raise _refuse_given(f"{type(instance).__name__} does not keep its argument {missing[0]}")
+    return {name: values[name] for name in names}
+
+
+def _refuse_given(what: str) -> PipelineError:
+    return PipelineError(f"optimizers= cannot be made anew on each stage: {what}; {_ADVICE['optimizers']}")
+
+
 class _Recorded(Exception):
     """Ends a loss that has called the model."""
 
@@ -372,6 +445,13 @@ class _Called:
 
     def __call__(self, *positional: Any, **inputs: Any) -> Any:
         return self._call(*positional, **inputs)
+
+
+def _list_rates(trainer: Trainer) -> str:
+    groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
+    rates = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    schedule = vars(trainer.lr_scheduler).items() if trainer.lr_scheduler is not None else ()
+    return repr((rates, [item for item in schedule if item[0] != "optimizer"]))
 
 
 def _change_schedule(
@@ -543,9 +623,8 @@ def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Ma
     overridden |= {n for base in bases[place + 1 :] for n in vars(base)} - vars(Trainer).keys()
     accumulates = overridden & {"get_train_dataloader", "get_batch_samples"} and args.gradient_accumulation_steps > 1
     refused = {name: getattr(args, name, None) or others.get(name) for name in REFUSED_ARGUMENTS.split()} | {
-        "optimizers": any(others.get("optimizers") or ()),
         "optim": "lomo" in args.optim,
-        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+        "lr_scheduler_type": args.lr_scheduler_type == "greedy",
         "gradient_accumulation_kwargs": config.gradient_accumulation_kwargs,
         "load_best_model_at_end with save_only_model": args.load_best_model_at_end and args.save_only_model,
         "gradient_accumulation_steps with a get_train_dataloader or get_batch_samples of your own": accumulates,

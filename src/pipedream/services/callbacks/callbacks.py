@@ -14,6 +14,8 @@ from pipedream.core.errors import PipelineError
 if TYPE_CHECKING:
     from pipedream.runtime.results import Done
 
+_PLATEAU = "the scheduler ReduceLROnPlateau"
+
 
 class Callback:
     """Base of callbacks: override the events that matter.
@@ -111,7 +113,7 @@ class FollowedEvaluations:
     def __init__(self, pipeline: Any, callbacks: Sequence[Callback], local: Any, monitor: str) -> None:
         self._pipeline, self._callbacks, self._local, self._monitor = pipeline, callbacks, local, monitor
         follows = any(stage_state.optimizer.schedule.follows_evaluations for _, stage_state in local.stage_states)
-        self.needed_by = ["the scheduler ReduceLROnPlateau"] if follows else []
+        self.needed_by = [_PLATEAU] if follows else []
         self.needed_by += ["early stopping"] if monitored(callbacks) else []
         self._waiting: Mapping[str, float] | None = None
         self._names: set[str] = set()
@@ -127,10 +129,15 @@ class FollowedEvaluations:
         """Reports the evaluation that waits, unless it still does."""
         if self._waiting is not None and not waits:
             means, self._waiting = self._waiting, None
-            for _, stage_state in self._local.stage_states:
-                stage_state.optimizer.schedule.step_after_evaluation(means[self._monitor])
+            self.step_schedulers(means[self._monitor])
             for callback in self._callbacks:
                 callback.on_evaluation(self._pipeline, means)
+
+    def step_schedulers(self, value: float) -> None:
+        """Steps the schedulers that follow evaluations, also after one that callbacks do not see."""
+        self.needed_by = [need for need in self.needed_by if need != _PLATEAU]
+        for _, stage_state in self._local.stage_states:
+            stage_state.optimizer.schedule.step_after_evaluation(value)
 
     def end(self, minibatches: int) -> None:
         """Reports the evaluation that waits; warns if there never was one that something needs."""
