@@ -89,7 +89,7 @@ def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
 
 def test_the_command(tmp_path: Path, run_command: Run, refused: Refused) -> None:
     profile, csv = CHAIN.save(tmp_path / "profile.json"), tmp_path / "sweep.csv"
-    options = ("--bandwidth", "300,3kB/s", "--schedule", "pipedream,naive", "--json", "--csv", csv)
+    options = ("--bandwidth", "300B/s,3kB/s", "--schedule", "pipedream,naive", "--json", "--csv", csv)
     summary = json.loads(run_command("sweep", profile, "--workers", "1,2", *options)[1])
     assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in summary["rows"]] == [
         *product((1, 2), (300.0, 3e3), (sweep.DATA_PARALLEL, "pipedream", "naive"))
