@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.apps.training import loop
+from pipedream.apps.training import loop, train
+from pipedream.workflows.simulate import simulate_program
 
 
 class Finishing:
@@ -58,6 +59,24 @@ def test_rate_of_an_epoch(batches: int, rates: list[float], monkeypatch: pytest.
     assert not training.train(2, None, 1.0)
     assert [number for number, _ in training.losses] == list(range(8))
     assert training.samples_per_s == rates
+
+
+def test_of_a_long_run_a_part_is_simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    totals: list[int] = []
+
+    def simulate(program: pd.Program, total: int, **how: Any) -> pd.Timeline:
+        totals.append(total)
+        return simulate_program(program, total, **how)
+
+    monkeypatch.setattr(train, "simulate_program", simulate)
+    monkeypatch.setattr(train, "_LONGEST", 12)
+    data = [(torch.randn(4, 3), torch.randn(4, 3))] * 50
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pd.run(
+        lambda: pd.Recipe(layers, F.mse_loss, partial(torch.optim.SGD, lr=0.1), data),
+        workers=2, epochs=1, out=tmp_path / "run", quiet=True,
+    )  # fmt: skip
+    assert max(totals) == 12
 
 
 def test_a_log_gets_lines_within_a_long_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

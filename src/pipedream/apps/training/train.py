@@ -37,6 +37,9 @@ from pipedream.services.probe.core_times import CoreTimes
 from pipedream.simulator import Stragglers
 from pipedream.workflows.simulate import simulate_program
 
+_LONGEST = 8192
+"""Most microbatches of a run that are simulated; a steady state of thousands is that of all."""
+
 
 @keywords(TrainingOptions)
 def run(recipe: Callable[..., Recipe], options: TrainingOptions) -> dict[str, Any]:
@@ -233,7 +236,9 @@ def _collect_files(
     # Only the later phases of a resumed run have spans.
     phase = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[phase].program, run_folder.cut_last_segment(timelines[phase], pipeline.drains)
-    simulate = partial(_simulate_run, program, plan, steady.microbatches, in_turns=not pipeline.distributed)
+    # After Ctrl-C a launcher ends its workers soon: a million minibatches would take minutes, and change no figure.
+    length = min(steady.microbatches, _LONGEST // program.cycle * program.cycle)
+    simulate = partial(_simulate_run, program, plan, length, in_turns=not pipeline.distributed)
     if len(slowness) != plan.workers:  # all workers in a process, or several processes each
         slowness = [max(slowness)] * plan.workers
     predicted = simulate()
