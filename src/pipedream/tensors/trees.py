@@ -37,5 +37,7 @@ def _map_leaf(function: Callable[[Any], Any], leaf: Any) -> Any:
 def _list_parts(leaf: Any) -> Mapping[Any, Any]:
     if isinstance(leaf, MutableMapping):
         return dict(leaf)
-    is_instance = is_dataclass(leaf) and not isinstance(leaf, type)
+    # The library's own, such as a message between layers, are whole: parts of theirs stand for others.
+    is_users = not type(leaf).__module__.startswith("pipedream.")
+    is_instance = is_users and is_dataclass(leaf) and not isinstance(leaf, type)
     return {field.name: getattr(leaf, field.name) for field in fields(leaf)} if is_instance else {}
