@@ -46,7 +46,7 @@ def base_at(plan: pd.Plan, stage: int, versions: int, in_flight: int, most: tupl
 def alive_after(
     rule: pd.schedules.WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
 ) -> int:
-    """Sets of weights alive behind an op, whose backwards wait and forwards come; `read`: microbatch -> version."""
+    """Counts the weight versions that waiting backwards and coming forwards read; `read`: microbatch -> version."""
     until = rule.kept_until(stage)
     if rule.name == "stamped":  # for forwards to come, not for backwards
         return len({newest} | {read[k] for k in coming if read[k] <= newest})

@@ -48,7 +48,7 @@ class SimulatedFault:
 
 
 class FaultInjector:
-    """Does a fault's harm to this process if it is the fault's rank, in the first attempt of a run.
+    """Inflicts a fault on this process if it is the fault's rank, in the first attempt of a run.
 
     Args:
         processes: of the run.
@@ -64,11 +64,11 @@ class FaultInjector:
         self._fault, self._is_here = fault, rank == fault.rank and not restarts
 
     def finish_minibatch(self, trained: int) -> None:
-        """Takes note of the minibatches of the run so far."""
+        """Strikes when the run has trained as many minibatches as the fault waits for."""
         if not self._is_here or trained != self._fault.after:
             return
         if self._fault.kind == "slow":
-            # Ops themselves must take longer, as on a throttled core: a sleep between them would look like none.
+            # Ops themselves must take longer, as on a throttled core: a sleep between them would look like no fault.
             throttle = subprocess.Popen([sys.executable, "-S", "-c", _THROTTLE, str(os.getpid())])
             weakref.finalize(self, throttle.kill)
         else:
