@@ -236,7 +236,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SAME, 4))
+@pytest.mark.parametrize("name", thinned(SAME, 9))
 def test_it_is_the_plain_trainer(tmp_path: Path, name: str) -> None:
     """Numbers of updates, logs and weights, however the data divides."""
     trainer = assert_same(tmp_path, **SAME[name])

@@ -11,6 +11,7 @@ import compensated
 import encoded
 import pytest
 import torch
+from marks import thinned
 from torch.utils.checkpoint import checkpoint
 
 from pipedream import testing
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PLAIN = {"lr": 0.05, "momentum": 0.9}
 
 
+@pytest.mark.slow
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     space: dict[str, Any] = {}
@@ -51,7 +53,7 @@ CHECKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", thinned(CHECKS, 3))
 def test_checks_accept_what_is_published_and_nothing_else(name: str) -> None:
     right, wrong = CHECKS[name]
     right()

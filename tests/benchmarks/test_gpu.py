@@ -19,7 +19,7 @@ sys.path.append(str(FOLDER))
 profiles = importlib.import_module("profiles")
 
 SPEED = {"host", "throughput", "store", "recurrent", "clock"}  # their bounds are a card's
-SLOW = {"waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
+SLOW = {"facts", "waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
 LONG = {"host", "links", "processes", "death"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 

@@ -56,6 +56,7 @@ def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
     assert longer.graph.edges == measured.graph.edges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import Started
 from hypothesis import given, strategies as st
-from marks import slow
+from marks import long, slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 sys.path.append(str(FOLDER))
@@ -34,7 +34,7 @@ def curve(load: Callable[[str], Any]) -> Any:
     return load("curve")
 
 
-@pytest.mark.parametrize("name", ["vgg", slow("lstm"), slow("encoder_decoder"), "gpt"])
+@pytest.mark.parametrize("name", ["vgg", slow("lstm"), slow("encoder_decoder"), long("gpt")])
 def test_a_sleeping_model_is_timed(name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine adds between two waits, a step is as long as profiled, and gradients come on the way."""
     clock = [100.0]

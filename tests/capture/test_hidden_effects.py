@@ -236,7 +236,7 @@ def _written(kind: str) -> Net:
     return net
 
 
-@pytest.mark.parametrize("kind", thinned([*SAME_AGAIN, *ANEW], 3))
+@pytest.mark.parametrize("kind", thinned([*SAME_AGAIN, *ANEW], 7))
 def test_weights_that_a_forward_writes_are_not_written_twice(kind: str) -> None:
     refused, net = partial(pytest.raises, pd.PipelineError), partial(_written, kind)
     check(net, microbatches=1)  # what was profiled is what is trained

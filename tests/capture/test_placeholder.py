@@ -332,6 +332,7 @@ def test_a_draw_is_seen(name: str) -> None:
     assert pd.capture(model.to("meta"), x.to("meta")).graph.seeded == seeded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [slow(0.0), 0.5])
 def test_the_dropouts_of_a_transformer_are_seen(dropout: float) -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True), 2)

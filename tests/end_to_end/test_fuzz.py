@@ -125,7 +125,7 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 
 @pytest.mark.parametrize("name", ["plan", *(slow(name) for name in COMMANDS if name != "plan")])
 @pytest.mark.filterwarnings("ignore:the workers have")
-@settings(max_examples=30, **QUIET)
+@settings(max_examples=10, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(
     name: str, data: st.DataObject, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]

@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_another_plan(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "schedule", "stages", "m"),
     [
-        ("resnet", "pipedream", 3, 1),
+        slow("resnet", "pipedream", 3, 1),
         slow("unet", "pipedream", 4, 1),
         ("tied_gpt", "pipedream_2bw", 3, 4),
         slow("resnet", "pipedream_2bw", 2, 2),
@@ -185,6 +185,7 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
     assert before == {name: set(vars(module)) for name, module in model.named_modules()}
 
 
+@pytest.mark.slow
 def test_layers_of_a_chain_are_compiled() -> None:
     torch.compiler.reset()
     batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marks import needs_hf, spread
+from marks import needs_hf, seeds, spread
 from random_models import random_case
 from split_training import (
     Feature,
@@ -71,7 +71,7 @@ def test_a_flushing_method_equals_the_plain_loop(case: Case) -> None:
     check_same(_plain(case, 4), pipelined(case, batches_of(case), stages=3, microbatches=4, seed=34), case.tolerance)
 
 
-@pytest.mark.parametrize("seed", spread(pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)))
+@pytest.mark.parametrize("seed", seeds(1, 7, 30))
 def test_random_models_at_random_cuts(seed: int) -> None:
     case, schedule = random_case(seed), ("1f1b", "gpipe")[seed % 2]
     batches = batches_of(case)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, strategies as st
+from marks import few
 
 import pipedream as pd
 from pipedream.core.units import format_bytes
@@ -59,6 +60,7 @@ def test_passes_hide_the_copies_or_the_plan_is_refused() -> None:
     assert "150 kB are missing: with the same cuts --recompute auto saves 296 kB" in str(refusal.value)
 
 
+@few
 @given(
     rows=st.lists(st.tuples(st.integers(1, 8), st.sampled_from([0, 1, 5, 20, 60])), min_size=3, max_size=5),
     rate=st.floats(2e3, 4e4),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 
 import pipedream as pd
@@ -67,7 +68,7 @@ def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
 
 @pytest.mark.parametrize(
     ("width", "forwards_s", "config", "order"),
-    [(2, (0.1,) * 8, "2-2", (0, 2, 1, 3)), (3, (0.4, 0.2), "4-2", (0, 3, 1, 4, 2, 5))],
+    [(2, (0.1,) * 8, "2-2", (0, 2, 1, 3)), slow(3, (0.4, 0.2), "4-2", (0, 3, 1, 4, 2, 5))],
 )
 def test_rare_sums_cross_sites(width: int, forwards_s: tuple[float, ...], config: str, order: tuple[int, ...]) -> None:
     layers = tuple(pd.LayerProfile(seconds, 2 * seconds, 1_000_000, 1_000_000) for seconds in forwards_s)

@@ -680,7 +680,7 @@ OBJECTS = {
     "with its view, written": Case(twice(2), "another gradient", m=1),
 }
 CASES = LOSSES | BATCHES | WEIGHTS | OPTIMIZERS | FORWARDS | OBJECTS
-NAMES = [name for kind in (LOSSES, BATCHES, WEIGHTS, OPTIMIZERS, FORWARDS, OBJECTS) for name in thinned(kind)]
+NAMES = [name for kind in (LOSSES, BATCHES, WEIGHTS, OPTIMIZERS, FORWARDS, OBJECTS) for name in thinned(kind, 4)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from drawn import runs, schedules
 from hypothesis import assume, given, settings, strategies as st
+from marks import few
 from programs import edited, program_of
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
@@ -176,7 +177,7 @@ def summed(draw: st.DrawFn) -> pd.Schedule:
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@few
 @given(summed(), st.integers(1, 15))
 def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""
@@ -187,7 +188,7 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: in
     check_same(by_rank(simulate(program, alone, total)), expected, "F B I W U send")
 
 
-@settings(max_examples=8)
+@few
 @given(summed(), st.integers(1, 15))
 def test_sums_and_messages_share_the_ports(schedule: pd.Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))

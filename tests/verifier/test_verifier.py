@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from drawn import STRAIGHT, laid_out, runs, schedules, straight
 from hypothesis import given, settings, strategies as st
-from marks import long, slow
+from marks import few, long, slow
 from programs import edited, program_of, uniform_program as of, with_rank
 
 import pipedream as pd
@@ -89,6 +89,7 @@ def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_dela
     return plan
 
 
+@few
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4).map(tuple), st.data())
 def test_a_depth_is_legal_where_pipedream_does_not_deadlock(replicas: tuple[int, ...], data: st.DataObject) -> None:
     """With update delays, and in-flight counts around the border of what is legal."""

@@ -335,6 +335,7 @@ def test_a_run_has_its_seconds_after_its_warm_up(seconds: float, bytes_per_s: fl
     assert updates <= 2 * (period + 12) + seconds * rate
 
 
+@pytest.mark.slow
 def test_one_worker_is_the_planners_choice_over_a_slow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
     profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)

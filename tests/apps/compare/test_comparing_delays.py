@@ -108,6 +108,7 @@ def test_a_method_that_flushes_is_the_reference() -> None:
         assert [str(phase) for phase in compare.read_methods(texts)] == methods
 
 
+@pytest.mark.slow
 def test_the_command(run_command: Run, tmp_path: Path) -> None:
     flags = ("--emulate-delay", "--workers", 3, "--minibatches", 4, "--out", tmp_path / "out")
     command = ("compare", tmp_path / "small.py", *flags, "--link", "1gbit/s", "--schedule", "pipedream")

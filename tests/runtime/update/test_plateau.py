@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from cases import make_pipeline
-from marks import slow
+from marks import long, slow
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -41,7 +41,7 @@ def trained(
         return rates, evaluations, pipeline.learning_rates(), pipeline.state_dict()
 
 
-@pytest.mark.parametrize(("counts", "monitor"), [slow((1, 1), "loss"), ((2, 1), "square")])
+@pytest.mark.parametrize(("counts", "monitor"), [long((1, 1), "loss"), slow((2, 1), "square")])
 def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None:
     scheduler = partial(HALVES, mode="max") if monitor == "square" else HALVES
     rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)

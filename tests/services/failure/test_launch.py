@@ -239,7 +239,7 @@ print(os.getpid(), launch(2, ["-m", "worker", "a", "b"], max_restarts=1, fewest=
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["forks", long("threads"), slow("cards")])
+@pytest.mark.parametrize("how", [slow("forks"), long("threads"), long("cards")])
 def test_workers_and_their_replacements_are_forks_and_differ_in_nothing_else(tmp_path: Path, how: str) -> None:
     """Where the launcher has another thread, or has asked for cards, they are interpreters."""
     (tmp_path / "worker.py").write_text(f"BEFORE = {sorted(os.environ)}\n{FORKED}", encoding="utf-8")

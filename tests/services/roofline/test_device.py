@@ -16,6 +16,7 @@ def measured() -> Device:
     return measure_device(seconds=0.5)
 
 
+@pytest.mark.slow
 def test_measured_device_has_what_the_roofline_needs(measured: Device) -> None:
     assert measured.name.startswith("cpu: ")
     assert measured.memory_bytes > 10**9

@@ -267,6 +267,7 @@ def test_a_prefix_of_the_inner_model_may_be_missing_or_added() -> None:
         files.fit_names(outer, bare, state, {}, "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -> None:
     saved = hugging_face(name)

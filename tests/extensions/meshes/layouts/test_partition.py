@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from marks import few
 
 import pipedream as pd
 from pipedream.extensions.meshes.layouts.search import partition, search
@@ -141,7 +142,7 @@ def test_a_partition_is_completed_around_given_schemes(ops: pd.Operators, data: 
     assert whole.cuts[0].elements >= original.cuts[0].elements
 
 
-@settings(max_examples=8)
+@few
 @given(steps)
 def test_no_method_is_better(ops: pd.Operators) -> None:
     """Than the recursion in a single cut, than all cuts at once in several."""

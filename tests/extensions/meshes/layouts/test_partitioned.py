@@ -107,12 +107,11 @@ def _check_partition(name: str, ranks: GroupRank | SimulatedRanks, found_partiti
 
 
 def _list_cases() -> list[Any]:
-    """One case is quick, each model with one of the ways on 4 ranks slow, the rest long."""
+    """Each model with one of the ways on 4 ranks is slow, the rest long."""
     rows = []
     for (number, name), (way, how), count in product(enumerate(CASES), enumerate(WAYS), (2, 4, 8)):
         marks = [pytest.mark.slow if count == 4 and way == number % 4 else pytest.mark.long]
-        is_quick = (name, way, count) == ("mlp", 1, 8)
-        rows.append(pytest.param(name, how, count, marks=[] if is_quick else marks, id=f"{name}-{how}-{count}"))
+        rows.append(pytest.param(name, how, count, marks=marks, id=f"{name}-{how}-{count}"))
     return rows
 
 
@@ -230,6 +229,7 @@ def stacked(kind: Any, width: int) -> nn.Module:
     return Built(forward, cells=nn.ModuleList(kind(width, width, bias=False) for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ops = pd.operators(stacked(nn.RNNCell, 64), torch.randn(64, 4, 64), loss=_sum_squares)
     plain, merged = search.Search(ops, most_cells=10**9), search.Search(ops, most_cells=100)
