@@ -74,7 +74,7 @@ def test_what_a_file_adds_is_checked(section: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("section", spread(map(slow, FILES)))
+@pytest.mark.parametrize("section", spread(map(slow, FILES), every=6))
 def test_what_a_file_adds_is_trained_with(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_file(section)
@@ -216,7 +216,7 @@ def test_a_store_keeps_checkpoints_where_it_is_imported(database: Path, capsys: 
     assert local == ["runs/run.sqlite", "runs/a/run.sqlite", "runs/run.sqlite"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_store_is_found_in_its_folder(database: Path) -> None:
     """Step 3, in a copy of the package."""

@@ -17,7 +17,7 @@ import zoo
 from built import Built
 from cases import OPTIMIZERS, Case, check, make_pipeline, phased, run, stage_states
 from compensated import BasisRotation
-from marks import slow, spread, thinned
+from marks import long, slow, spread, thinned
 from torch import Tensor, nn
 from training import plan_of
 
@@ -143,7 +143,7 @@ IN_PROCESSES = {2: [TIED[2], LATE_TIED[1], *TIED[8:13], *TIED[14:]], 3: [TIED[3]
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [long(2), 3, long(5)])
 def test_processes_keep_tied_weights_equal(workers: int, tmp_path: Path) -> None:
     in_team = lambda *how: processes.team(workers).results(run, *how)[0]  # noqa: E731
     for case in IN_PROCESSES[workers]:

@@ -73,7 +73,7 @@ def _train_with_each(name: str, profile: pd.Profile, words: list[str]) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, long(3)])
 def test_processes_equal_one(workers: int) -> None:
     has_lstm = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # in bfloat16; a CPU without AVX-512 has none
     words = [w for w in FEATURES if FEATURES[w].workers == workers and (has_lstm or w != "autocast")]
@@ -148,7 +148,7 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
     [
         long("tied_gpt", Feature("pipedream_2bw", 2), "eager"),
         pytest.param("tied_gpt", Feature("1f1b", 2), True, marks=[pytest.mark.long, needs_compiler]),
-        slow("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager"),
+        long("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager"),
         slow("attention_lstm", Feature(), "aot_eager"),
     ],
 )

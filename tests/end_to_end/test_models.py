@@ -65,7 +65,7 @@ def _plain(case: Case, microbatches: int) -> Trained:
     return plain_loop(case, batches_of(case), microbatches)
 
 
-@pytest.mark.parametrize("case", _chosen(default=QUICK))
+@pytest.mark.parametrize("case", spread(_chosen(default=QUICK)))
 def test_a_flushing_method_equals_the_plain_loop(case: Case) -> None:
     """The last minibatch has three samples, fewer than microbatches."""
     check_same(_plain(case, 4), pipelined(case, batches_of(case), stages=3, microbatches=4, seed=34), case.tolerance)

@@ -10,6 +10,7 @@ import cases
 import processes
 import pytest
 from cases import Case, check, check_same, per_worker, run
+from marks import long
 
 import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
@@ -117,7 +118,7 @@ IN_PROCESSES = {
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 4, 5, 6])
+@pytest.mark.parametrize("workers", [3, long(4), long(5), 6])
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [case if max(case.replicas) > 3 else per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.team(workers).results(cases.run_all, chosen, timeout_s=240.0)

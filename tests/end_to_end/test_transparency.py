@@ -14,7 +14,7 @@ import strict
 import torch
 import zoo
 from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_processes, run
-from marks import slow, thinned
+from marks import long, slow, thinned
 
 import pipedream as pd
 
@@ -235,7 +235,7 @@ LINKED = {
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", LINKED)
+@pytest.mark.parametrize("workers", [2, long(3), long(4)])
 def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(workers: int) -> None:
     check_processes(workers, LINKED[workers], strict.run_all)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import load_script
+from marks import long
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -91,7 +92,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 
 @needs_hf
 @pytest.mark.slow
-@pytest.mark.parametrize(("low_precision", "rel"), [(False, 1e-5), (True, 1e-3)])
+@pytest.mark.parametrize(("low_precision", "rel"), [(False, 1e-5), long(True, 1e-3)])
 def test_a_script_trains_like_a_plain_loop(low_precision: bool, rel: float, capsys: pytest.CaptureFixture[str]) -> None:
     setup, script, generate, _, _, _, less_memory = read_blocks("from_hugging_face.md")
     sources = [without_dropout(setup), less_memory] if low_precision else [without_dropout(setup)]

@@ -22,17 +22,17 @@ needs_bfloat16_lstm = pytest.mark.skipif("not torch.ops.mkldnn._is_mkldnn_bf16_s
 
 
 def thinned(cases: Iterable[Any], every: int = 2) -> list[Any]:
-    """Leaves every n-th of the cases that are not marked yet, and marks the others as slow and as long in turns.
+    """Leaves every n-th of the cases that are not marked yet; marks a third of the others as slow, the rest as long.
 
     Append new ones, or others change.
     """
-    parameters, count = [], 0
+    parameters, count, left_out = [], 0, 0
     for case in cases:
         parameter: Any = case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
         if not parameter.marks:
-            rounds, place = divmod(count, every)
-            if place:
-                parameter = (slow if (rounds + place) % 2 else long)(*parameter.values, id=parameter.id)
+            if count % every:
+                parameter = (long if left_out % 3 else slow)(*parameter.values, id=parameter.id)
+                left_out += 1
             count += 1
         parameters.append(parameter)
     return parameters

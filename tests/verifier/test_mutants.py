@@ -15,7 +15,7 @@ import cases
 import pytest
 from cases import Case
 from hypothesis import assume, given, settings, strategies as st
-from marks import slow, thinned
+from marks import slow, spread, thinned
 from programs import program_of, with_rank
 
 import pipedream as pd
@@ -338,7 +338,9 @@ def accepted(draw: st.DrawFn, case: Case) -> pd.Program:
 QUICK = [Case("mlp", "interleaved_1f1b", 4, microbatches=4), *(case for case in RUNS if case.replicas == (1, 2))]
 
 
-@pytest.mark.parametrize("case", [*thinned(QUICK, 3), *(slow(case) for case in RUNS if case not in QUICK)], ids=str)
+@pytest.mark.parametrize(
+    "case", spread([*thinned(QUICK, 3), *(slow(case) for case in RUNS if case not in QUICK)], every=4), ids=str
+)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from built import Built
 from cases import Fresh, stage_states
-from marks import slow, thinned
+from marks import long, slow, thinned
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +32,7 @@ from pipedream.runtime.updates import UpdateThread
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DELAYED = "roundpipe[delay=1]"
-RUNS = [("roundpipe", 3), slow(DELAYED, 3), (DELAYED, 4)]
+RUNS = [long("roundpipe", 3), long(DELAYED, 3), (DELAYED, 4)]
 """In the last one workers take turns."""
 CUTS = (1, 3, 4, 6)
 CPU = torch.device("cpu")

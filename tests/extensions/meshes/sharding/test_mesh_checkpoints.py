@@ -115,10 +115,10 @@ PIPEDREAM = ("mlp", "model:2", "d_ff:model", "pipedream", None)
     "case",
     [
         long(Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4)),
-        Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
-        Case(*PIPEDREAM, options={"compensation": ("error_feedback", "gap_aware")}),
+        long(Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)})),
+        long(Case(*PIPEDREAM, options={"compensation": ("error_feedback", "gap_aware")})),
         Case(*PIPEDREAM, options={"compensation": "basis_rotation:2:one_sided", "optimizer": ADAMW}),
-        Case("mlp", "model:2/-", "batch:data, d_ff:model", shard_weights="data", options={"ema": 0.9}),
+        long(Case("mlp", "model:2/-", "batch:data, d_ff:model", shard_weights="data", options={"ema": 0.9})),
     ],
     ids=str,
 )
