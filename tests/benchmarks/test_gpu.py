@@ -19,8 +19,8 @@ sys.path.append(str(FOLDER))
 profiles = importlib.import_module("profiles")
 
 SPEED = {"host", "throughput", "store", "recurrent", "clock"}  # their bounds are a card's
-SLOW = {"facts", "waits", "throughput", "store", "equality", "precision", "memory", "clock", "compiled"}
-LONG = {"host", "links", "processes", "death"}
+SLOW = {"facts", "waits", "equality", "precision", "memory"}
+LONG = {"host", "links", "processes", "death", "throughput", "store", "clock", "compiled"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 
 

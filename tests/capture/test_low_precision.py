@@ -55,7 +55,7 @@ def _list_cases() -> list[Any]:
             marks.append(pytest.mark.skip(reason="transformers is not installed"))
         if (name, kind) not in PLAIN_FAILS:
             parameters.append(pytest.param(name, kind, marks=marks, id=f"{name}-{kind}"))
-    return spread(parameters, every=24)
+    return spread(parameters, every=48)
 
 
 @pytest.mark.parametrize(("name", "kind"), _list_cases())

@@ -27,7 +27,7 @@ TABLE = FOLDER / "partition_table.py"  # what two of them print, no recipe
 PARTITIONED = [FOLDER / "rnn_partition.py", FOLDER / "wide_resnet.py"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA, TABLE})
-ALIKE = ("gpt2_stdlib", "lora_gpt", "mesh_gpt", "muon_gpt", "resnet_digits", "soap_gpt")
+ALIKE = ("char_gpt", "gpt2_stdlib", "lora_gpt", "lstm_lm", "mesh_gpt", "muon_gpt", "resnet_digits", "soap_gpt")
 """Recipes as others are; continuous integration does not run them."""
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),

@@ -59,7 +59,8 @@ def _profile(name: str, dropout: bool = False) -> pd.Profile:
             pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
             for name in ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
             for feature in FLUSHING
-        )
+        ),
+        every=6,
     ),
 )
 def test_features_equal_the_serial_rule(name: str, feature: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import strict
 import torch
 from built import Built
-from marks import long, slow
+from marks import long, slow, spread
 from torch import nn
 from torch.distributed.tensor import _random
 from torch.nn import functional as F
@@ -98,7 +98,7 @@ TWO_RANKS = (
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
-    [*TWO_RANKS, *(slow(name) for name in (*CASES, *RECURRENT, FOUND)), *(long(name) for name in LONGEST)],
+    [*TWO_RANKS, *spread(map(slow, (*CASES, *RECURRENT, FOUND)), every=4), *map(long, LONGEST)],
     ids=str,
 )
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
