@@ -27,6 +27,12 @@ METHODS = (Method(mine, stage_order=looped), Method(method_of("gpipe").build, na
 
 RunCommand = Callable[..., tuple[int, str, str]]
 HEAD = "from pipedream.schedules import Method\n"
+ORDER = """from dataclasses import replace
+from pipedream.schedules import Method, build
+def mine(plan, m):
+    return replace(build("1f1b", plan, 4), order=lambda rank: {})
+METHODS = (Method(mine),)
+"""
 
 
 def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
@@ -76,10 +82,15 @@ def test_a_method_needs_one_import() -> None:
     [
         ("METHODS = ()", "declares none"),
         ("METHODS = [1]", "must be a tuple of Method, found"),
-        ("raise KeyError('there')", "failed with KeyError: 'there'; fix the file"),
+        (
+            "raise KeyError('there')",
+            r"failed with KeyError: 'there' \(at wrong.py:1 in <module>: raise .*\); fix the file",
+        ),
         ("import", "failed with SyntaxError"),
         (HEAD + "METHODS = (Method(lambda plan, m: 3, name='mine'),)", "returned 3, not a Schedule"),
         (HEAD + "METHODS = (Method(lambda: 3, name='mine'),)", "failed with TypeError: .* 0 positional arguments"),
+        (ORDER.format("iter([1 // rank])"), r"wrong.py failed with ZeroDivisionError: .* \(at wrong.py:4 in <lambda>"),
+        (ORDER.format("[3]"), "yielded 3 in its order, not an Op"),
         (
             HEAD + "from pipedream.schedules.asynchronous.pb_lwp import pb_lwp\n"
             "METHODS = (Method(lambda plan, m: pb_lwp(plan, m, by='magic'), name='mine'),)",
@@ -91,7 +102,7 @@ def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, r
     file = tmp_path / "wrong.py"
     file.write_text(text)
     with pytest.raises(pd.errors.ScheduleError, match=message):
-        pd.schedules.build(str(file), pd.Plan.uniform(2))
+        list(pd.schedules.build(str(file), pd.Plan.uniform(2)).order(0))
     status, _, error = run_command("show", file)
     assert (status, "Traceback" in error) == (2, False)
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.extensions import import_folder
+from pipedream.core.user_code import with_place
 
 Entry = TypeVar("Entry")
 
@@ -79,7 +80,7 @@ def run_file(path: str, text: bytes, noun: str, error: type[PipelineError]) -> M
     try:
         return _run_bytes(path, text)
     except Exception as failure:
-        raise error(f"the {noun} {path} failed with {type(failure).__name__}: {failure}; fix the file") from failure
+        raise error(f"the {noun} {path} failed with {with_place(failure)}; fix the file") from failure
 
 
 @cache

@@ -9,7 +9,8 @@ these (``horizons=3/2/1``), or None (``none``).
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +22,9 @@ from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.extensions import import_methods
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
+from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.user_code import with_place
 from pipedream.schedules.files import is_schedule_file, load_schedule
 from pipedream.schedules.kit.method import Method, StageOrder
 
@@ -186,17 +189,31 @@ def load_method(name: str) -> Method:
 
 
 def _build_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule that a user's method builds; its errors are reported as the file's."""
-    try:
-        make: Callable[..., Any] = method.build
+    """Returns the schedule that a user's method builds; its errors, and its order's, are reported as the file's."""
+    make: Callable[..., Any] = method.build
+    with _blaming(name):
         built = make(plan, microbatches, **options)
+    if not isinstance(built, Schedule):
+        raise ScheduleError(f"the schedule {name} returned {built!r}, not a Schedule; fix the file")
+
+    def order(rank: int) -> Iterator[Op]:
+        with _blaming(name):
+            for op in built.order(rank):
+                if not isinstance(op, Op):
+                    raise ScheduleError(f"the schedule {name} yielded {op!r} in its order, not an Op; fix the file")
+                yield op
+
+    return replace(built, order=order)
+
+
+@contextmanager
+def _blaming(name: str) -> Iterator[None]:
+    try:
+        yield
     except PipelineError:
         raise
     except Exception as error:
-        raise ScheduleError(f"the schedule {name} failed with {type(error).__name__}: {error}; fix the file") from error
-    if not isinstance(built, Schedule):
-        raise ScheduleError(f"the schedule {name} returned {built!r}, not a Schedule; fix the file")
-    return built
+        raise ScheduleError(f"the schedule {name} failed with {with_place(error)}; fix the file") from error
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.user_code import with_place
 
 _SAME_CLAIM = 1e-9
 _CLAIM_WORDS = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
@@ -72,7 +73,7 @@ def check_claims(
     except ScheduleError:
         raise
     except Exception as error:  # of the file's functions
-        raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
+        raise ScheduleError(f"schedule {name!r}: a claim failed with {with_place(error)}") from error
     compared = tuple(dict.fromkeys(figure for figure, *_ in rows))
     differences = tuple(
         f"{_CLAIM_WORDS.get(figure, figure)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
