@@ -52,6 +52,8 @@ GoogleDocstring._parse_attribute_docstring = lambda self: list(self._consume_to_
 
 html_theme = "furo"
 html_title = f"pipedream {__version__}"
+html_static_path = ["site"]
+html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_sphinx = False
 

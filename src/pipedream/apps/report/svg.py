@@ -76,7 +76,7 @@ def timeline_svg(
     parts += _draw_legend(
         [kind for kind in SPAN_NAMES if any(span.kind == kind for span in spans)],
         bottom + _AXIS,
-        LEFT if standalone else 8,
+        *((LEFT, 38) if standalone else (8, 28)),  # a page on a narrow screen shows the whole legend
     )
     label = title or f"Timeline of {timeline.name}, {timeline.source}"
     return frame("".join(parts), width, bottom + _AXIS + _LEGEND, label, standalone)
@@ -259,14 +259,14 @@ def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Call
     return parts
 
 
-def _draw_legend(kinds: list[str], y: float, x: float) -> list[str]:
+def _draw_legend(kinds: list[str], y: float, x: float, apart: float) -> list[str]:
     parts = []
     for kind in kinds:
         name = {"wait": "wait", "send": "send"}.get(kind, f"{kind}0")
         height = 3 if kind == "send" else 10
         parts.append(rect(name, x, y + 10 - height / 2, 14, height, rx="1.5", fill=COLOURS[name][0]))
         parts.append(text(x + 20, y + 14, SPAN_NAMES[kind], colour="faint"))
-        x += 38 + 6.2 * len(SPAN_NAMES[kind])
+        x += apart + 6.2 * len(SPAN_NAMES[kind])
     return parts
 
 
