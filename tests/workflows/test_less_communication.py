@@ -52,7 +52,7 @@ def test_an_approximation_is_offered_with_an_exact_answer() -> None:
     assert compared.plan.choices.words
     assert compared.verdict.startswith("use ")
     assert "(approximate: " in compared.verdict
-    assert compared.verdict.endswith(f"; with exact gradients {compared.exact.verdict}")
+    assert compared.verdict.endswith(f"; without approximation {compared.exact.verdict}")
     assert compared.candidates[0].period_s < 0.98 * compared.exact.candidates[0].period_s
 
 

@@ -153,7 +153,7 @@ class Comparison(Tabular):
         candidates: plans that could be chosen: the simulated ones first, by increasing period.
         references: plans that could not, because another shape or method was asked for, or because it has another
             number of samples per update.
-        exact: the same with exact gradients, if the plan approximates them because it was allowed to.
+        exact: the same without approximation, if the plan approximates them because it was allowed to.
         too_large: a faster plan that does not fit the memory.
         doubt: why the seconds of the profile decide nothing; '' if they do.
     """
@@ -173,7 +173,7 @@ class Comparison(Tabular):
         if self.exact is None:
             return self._recommend()
         how = self.plan.choices.approximations
-        return f"{self._recommend()} (approximate: {how}); with exact gradients {self.exact.verdict}"
+        return f"{self._recommend()} (approximate: {how}); without approximation {self.exact.verdict}"
 
     def _recommend(self) -> str:
         """Compares the plan with the references that have its method, or as many samples per update."""

@@ -28,12 +28,19 @@ def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:
         ),
         (
             (*over(50e6, ddp=10, ours=42), Variant("fast", 50e6, samples_per_s=60.0, approximation="powersgd:4")),
-            "At 400 Mbit/s fast (6.0 times DDP) is the fastest, with exact gradients pipedream (4.2 times DDP).",
+            "At 400 Mbit/s fast (6.0 times DDP) is the fastest, without approximation pipedream (4.2 times DDP).",
         ),
     ],
 )
 def test_the_verdict_names_the_fastest(variants: tuple[Variant, ...], words: str) -> None:
     assert RecipeComparison("vgg", 2, variants).verdict == words
+
+
+def test_other_work_is_named() -> None:
+    compared = RecipeComparison("vgg", 2, (Variant(DDP, 50e6, slowness=1.05), Variant("late", 50e6, slowness=4.0)))
+    (reason,) = compared.reasons()
+    assert reason.startswith("speeds may be wrong: other work took 75% of a worker's cores in late at 400 Mbit/s; ")
+    assert not replace(compared, variants=compared.variants[:1]).reasons()
 
 
 def test_seconds_until_the_loss_of_the_reference() -> None:

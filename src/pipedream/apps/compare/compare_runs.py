@@ -36,6 +36,7 @@ from pipedream.services.failure.guard import guard_job
 from pipedream.services.failure.launch import launch, set_threads
 from pipedream.services.failure.processes import write_error
 from pipedream.services.joining import joining
+from pipedream.services.probe.core_times import CoreTimes
 from pipedream.slow_links import Network
 
 _SENT = "sent_bytes.json"  # of all workers, from their start to their end
@@ -167,6 +168,7 @@ def read_run(folder: Path, variant: Variant) -> Variant | None:
             bubble=summary["bubble"]["measured"],
             peak_bytes=summary["memory"]["measured_bytes"],
             seconds_to_target=summary["seconds_to_target"],
+            slowness=summary.get("slowness") or 1.0,
             metrics=summary["metrics"],
             losses=tuple((batch * (number + 1), loss) for number, loss in losses),
             test_losses=tuple(
@@ -220,6 +222,7 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
     else:
         rival = PlainLoop(task)
     loop = TrainingLoop(rival, recipe, Console(quiet=True), 1, CheckpointPolicy(open_store(""), 0, 0), began_s)
+    begin_times = CoreTimes.now()
     if interrupt := loop.train(options["epochs"] or recipe.epochs, options["minibatches"], 0.0):
         raise interrupt
     summary = loop.list_figures() | {
@@ -227,6 +230,7 @@ def _train_rival(kind: str, task: Task, options: dict[str, Any], began_s: float)
         "recipe": recipe.name,
         "seed": options["seed"],
         "workers": plan.workers,
+        "slowness": max(run_folder.gather_slowness(begin_times)) if task.device.type == "cpu" else 1.0,
         "throughput": {"measured_per_s": median(loop.samples_per_s or [rival.samples / loop.train_s])},
         "bubble": {"measured": None},
         "memory": {"of": "the fullest worker", "measured_bytes": rival.measure_peak()},

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.tabular import align
-from pipedream.core.units import format_bytes, format_number, format_seconds
+from pipedream.core.units import describe_slowness, format_bytes, format_number, format_seconds
 
 ONE_WORKER, DDP = "one worker", "DDP"
 _FEW_UPDATES = 100
@@ -30,6 +30,7 @@ class Variant:
         bubble: share of time in which workers did not compute; None for torch's.
         peak_bytes: peak of tensors, on the fullest worker.
         why: why it did not run, or not to its end; else ''.
+        slowness: how many times longer work took, for other work on the cores; 1 on free cores.
         approximation: of the gradients, such as 'sums=powersgd:4'.
         losses: (samples trained, loss) of each minibatch.
         test_losses: the same of each evaluation.
@@ -48,6 +49,7 @@ class Variant:
     seconds_to_target: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     why: str = ""
+    slowness: float = 1.0
     approximation: str = ""
     losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
     test_losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
@@ -145,13 +147,13 @@ class RecipeComparison:
         return f"on {self.workers} workers {text}, after {format_seconds(seconds[best])}{also}"
 
     def _judge_link(self, link: float | None) -> str:
-        """Names the fastest variant over a link, and an exact one if that is approximate."""
+        """Names the fastest variant over a link, and the fastest other one if it approximates gradients."""
         ran = sorted((v for v in self.links[link] if v.samples_per_s), key=lambda v: -(v.samples_per_s or 0.0))
         if not ran:
             return f"{at_link(link)} nothing ran"
         text = f"{at_link(link)} {self._praise(ran[0])} is the fastest"
         exact = next((variant for variant in ran if not variant.approximation), ran[0])
-        return text if exact is ran[0] else f"{text}, with exact gradients {self._praise(exact)}"
+        return text if exact is ran[0] else f"{text}, without approximation {self._praise(exact)}"
 
     def _praise(self, variant: Variant) -> str:
         """Returns a variant's name, and how much faster it is than one worker and DDP."""
@@ -189,8 +191,12 @@ class RecipeComparison:
         return list(zip(*filled, strict=True))
 
     def reasons(self) -> tuple[str, ...]:
-        """Explains why runs have no figures."""
-        reasons = (f"{variant.name} has no figures: {variant.why}" for variant in self.variants if variant.why)
+        """Explains why runs have no figures, or doubtful ones."""
+        reasons = [f"{variant.name} has no figures: {variant.why}" for variant in self.variants if variant.why]
+        worst = max(self.variants, key=lambda variant: variant.slowness)
+        if busy := describe_slowness(worst.slowness, "a worker's"):
+            where = f"{worst.name} {at_link(worst.link)}"
+            reasons.append(f"speeds may be wrong: {busy} in {where}; compare again on free cores")
         return tuple(dict.fromkeys(reasons))
 
     def __str__(self) -> str:
