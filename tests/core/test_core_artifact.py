@@ -191,6 +191,22 @@ def test_what_does_not_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
                 read(tmp_path / name)
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """As root, a rename would replace the device by a file."""
+    device, link = tmp_path / "null", tmp_path / "link.json"
+    os.mkfifo(device)
+    reader = os.open(device, os.O_RDONLY | os.O_NONBLOCK)
+    artifact.write_text(device, "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    link.symlink_to("file.json")
+    artifact.write_text(link, "text")
+    assert link.is_symlink()
+    assert (tmp_path / "file.json").read_text() == "text"
+    with pytest.raises(pd.errors.ArtifactError, match=r"cannot write \.: Is a directory; choose another place"):
+        artifact.write_text(".", "text")
+
+
 @pytest.mark.parametrize("wrong", ["copy_s", "loss_s", "update_temporary_bytes", "optimizer_bytes"])
 def test_costs_are_not_negative(wrong: str) -> None:
     layers: Any = (pd.LayerProfile(1.0, 2.0, 3, 4),)

@@ -43,7 +43,7 @@ def test_what_is_written_is_read_again(value: float) -> None:
 
 TWO = pd.Plan.uniform(2)
 LATE = replace(pd.Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
-NO_NUMBERS = ("", "-1", "0", "GB", "1 XB", "1e", "nan", "inf", "1 GB/s/s")
+NO_NUMBERS = ("", "-1", "0", "GB", "1 XB", "1e", "nan", "inf", "1e400", "1 GB/s/s")
 BANDWIDTH = r"is not a bandwidth; write for example 1e9, 1\.25GB/s or 10Gbit/s"
 
 

@@ -144,11 +144,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 def new_file(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file to write, which then replaces `path`; makes the folder.
 
+    A device or a pipe, such as ``/dev/null``, is written itself: root's rename would replace it by a file.
+
     Raises:
         ArtifactError: the file cannot be written; no partial file is left.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")  # containers have equal ids
     with writing(path):
+        if path.exists() and not path.is_file():  # a folder is refused by its writer
+            yield path
+            return
+        path = path.resolve()  # /dev/stdout is a link
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")  # containers have equal ids
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield scratch

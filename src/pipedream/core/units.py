@@ -20,9 +20,10 @@ def parse_bytes(text: str | float) -> int:
     """Reads ``16e9``, ``512MB`` or ``2 GiB``. Raises ValueError: another text, or no positive size."""
     match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?[bB]?\s*", str(text))
     scale = {**_PREFIX, **_BINARY}
-    if match is None or float(match[1]) <= 0:
+    size_bytes = float(match[1]) * scale[(match[2] or "").lower()] if match else 0.0
+    if not 0 < size_bytes < math.inf:
         raise ValueError(f"{text!r} is not a size; write for example 16e9, 512MB or 2GiB")
-    return int(float(match[1]) * scale[(match[2] or "").lower()])
+    return int(size_bytes)
 
 
 def parse_rate(text: str | float) -> float:
@@ -33,7 +34,7 @@ def parse_rate(text: str | float) -> float:
             bytes to others.
     """
     match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|B)(?:/s|ps)?)?\s*", str(text))
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         ambiguous = re.fullmatch(_NUMBER + r"([kKmMgGtT])(?:b/s|bps|b)\s*", str(text))
         suggestion = f"; did you mean {ambiguous[1]}{ambiguous[2]}bit/s?" if ambiguous else ""
         raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s{suggestion}")
