@@ -145,7 +145,7 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     ends = [process.end() for process in on_each(probe, machines, folder, **interfaces)]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     assert "rank 0 to rank 1" in ends[0].out
-    cluster = pd.Cluster.load(first / "cluster.json")
+    cluster = pd.Cluster.load(shared / "cluster.json")
     assert cluster.workers == 2
     assert cluster.bandwidth_bytes_per_s < 60e6, "not the 2 GB/s of one machine"
     profile, *others = plan.splitlines()

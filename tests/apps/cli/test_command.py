@@ -111,6 +111,17 @@ def test_the_status_of_an_interrupt(error: type[BaseException], status: int, mon
     assert cli.main(["show"]) == status
 
 
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_each_machine_prints_what_it_lacks(
+    local_rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "3", "LOCAL_RANK": local_rank}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["simulate", "nothing.json"]) == 2
+    assert ("nothing.json does not exist" in capsys.readouterr().err) == (local_rank == "0")
+
+
 def test_a_misspelt_command_is_corrected(refused: Refused) -> None:
     assert "No such command 'simulat'. Did you mean 'simulate'" in refused("simulat")
 

@@ -146,7 +146,7 @@ def _name_output() -> str:
 
 
 def _report_error(error: PipelineError | OSError | MemoryError) -> int:
-    """Prints an error, once for all workers."""
+    """Prints an error, once for all workers of a machine."""
     status = error.status if isinstance(error, PipelineError) else 1
     if isinstance(error, PeerError):
         return status  # the worker that failed prints it
@@ -157,8 +157,8 @@ def _report_error(error: PipelineError | OSError | MemoryError) -> int:
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it
         reports = isinstance(error, WorkerError) or getattr(error, "is_first", False)
-        if os.environ.get("RANK", "0") != "0" and not reports:
-            return status  # all ranks found the same, and rank 0 prints it
+        if os.environ.get("LOCAL_RANK", "0") != "0" and not reports:
+            return status  # the ranks of a machine found the same; another machine may lack a file
     print(text, file=sys.stderr, flush=True)
     return status
 
