@@ -186,7 +186,6 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
     assert before == {name: set(vars(module)) for name, module in model.named_modules()}
 
 
-@pytest.mark.slow
 def test_layers_of_a_chain_are_compiled() -> None:
     torch.compiler.reset()
     batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]

@@ -117,7 +117,6 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: pd.Profile, stages: int, sh
     assert best.slowest_stage_s >= of_stages(free, stages).best().slowest_stage_s
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 5, 10))
 def test_the_best_plan_stays(seed: int) -> None:
     """Of 400 graphs and chains, the plan and not only its period, at any family of plans, any memory, one to three

@@ -229,7 +229,6 @@ def stacked(kind: Any, width: int) -> nn.Module:
     return Built(forward, cells=nn.ModuleList(kind(width, width, bias=False) for _ in range(2)))
 
 
-@pytest.mark.slow
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     ops = pd.operators(stacked(nn.RNNCell, 64), torch.randn(64, 4, 64), loss=_sum_squares)
     plain, merged = search.Search(ops, most_cells=10**9), search.Search(ops, most_cells=100)
