@@ -1,6 +1,7 @@
 """A profile that other work has disturbed is measured again, and decides nothing."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,16 @@ def test_another_try_or_no_verdict(slowness: list[float], kept_s: float, monkeyp
     left, seconds = iter(slowness), iter([3.0, 2.0, 1.0])
     times = SimpleNamespace(slowness_until=lambda end: next(left))
     monkeypatch.setattr("pipedream.workflows.profile.CoreTimes", SimpleNamespace(now=lambda: times))
-    monkeypatch.setattr("pipedream.profiler.measure", lambda *chain, **options: profile_of(next(seconds)))
+    reasons = []
+
+    def measure(*chain: Any, reason: str, **options: Any) -> pd.Profile:
+        reasons.append(reason)
+        return profile_of(next(seconds))
+
+    monkeypatch.setattr("pipedream.profiler.measure", measure)
     monkeypatch.setattr("pipedream.profiler.count_threads", lambda: 2)
     profile = pd.profile(torch.nn.Linear(2, 2), torch.ones(1, 2))
     assert (profile.layers[0].forward_s, next(left, None)) == (kept_s, None)
+    assert [bool(reason) for reason in reasons] == [False, True, True][: len(slowness)]
     verdict = compare(profile, pd.Cluster.flat(2)).verdict
     assert verdict.startswith("none, as other work disturbed the measurement: 2 threads") == (slowness[-1] > 1.5)

@@ -62,6 +62,7 @@ def measure(
     part_of: Callable[[Any, int, int], Any] = part_of,
     call: Callable[[Callable[..., Any], Sample], Any] | None = None,
     enter_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    reason: str = "",
 ) -> Profile:
     """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
@@ -82,6 +83,7 @@ def measure(
         parts: 1 / parts of the sample is measured as well, for minibatches that are split (`Profile.in_parts`).
         part_of: (sample, its number of samples, fewer) -> the first of them.
         call, enter_backward: see `Passes`.
+        reason: for another try, which its progress says.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
@@ -98,7 +100,10 @@ def measure(
         Passes, layers, graph, device=device, autocast=autocast, call=call, enter_backward=enter_backward
     )
     passes = make_passes(loss, Stopwatch(device, without_launches=True))
-    with preserve_state(layers, indices, seed), progress(f"profiling {model_name}", 2 * (warmup + runs)) as advance:
+    with (
+        preserve_state(layers, indices, seed),
+        progress(f"profiling {model_name}{reason}", 2 * (warmup + runs)) as advance,
+    ):
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         sizes, loss_bytes = passes.measure_sizes(fresh)

@@ -215,12 +215,12 @@ def _measure(
     return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes, *filter(None, [busy])))
 
 
-def _measure_again(measure: Callable[[], Profile], tries: int) -> tuple[Profile, str]:
+def _measure_again(measure: partial[Profile], tries: int) -> tuple[Profile, str]:
     """Returns the first profile that other work has not disturbed, else the fastest, and a note on that work."""
     disturbed: list[tuple[float, Profile, str]] = []
-    for _ in range(tries):
+    for number in range(tries):
         begin_times = CoreTimes.now()
-        profile = measure()
+        profile = measure(reason=", measured again: other work took the processor" * bool(number))
         slowness = begin_times.slowness_until(CoreTimes.now())
         note = describe_disturbance(profile, slowness, profiler.count_threads())
         if not note:
