@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,11 +26,15 @@ from pipedream.apps.training.job import profile_recipe
 
 pytestmark = [
     pytest.mark.filterwarnings(
-        "ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning", "ignore:the loader's batch has"
+        "ignore::FutureWarning",
+        "ignore:.*pin_memory.*:UserWarning",
+        "ignore:the loader's batch has",
+        "ignore:Cannot (locate|pickle):Warning",
     ),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
     pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; pip install accelerate"),
 ]
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed; pip install trl")
 
 
 def libraries() -> tuple[Any, Any]:
@@ -494,6 +498,9 @@ def test_each_refused_argument_is_refused(tmp_path: Path) -> None:
     for name, changes in REFUSED_VALUES.items():
         with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
             make_trainer("pipeline", tmp_path, **changes)
+    args = transformers.TrainingArguments(str(tmp_path), gradient_accumulation_steps=2)
+    with pytest.raises(pd.PipelineError, match="gradient_accumulation_steps with a schedule that splits no minibatch"):
+        hf.Trainer(Words(), args, schedule="pipedream")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -580,25 +587,42 @@ def test_a_resumed_training_measures_nothing(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(resumed.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=1e-8)
 
 
-@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed; pip install trl")
-@pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}], ids=str)
-def test_a_trainer_of_trl_tunes_as_the_plain_one(tmp_path: Path, changes: Any) -> None:
+def make_tuners(folder: Path, kind: str = "Llama", **changes: Any) -> Iterator[Any]:
+    """Yields a trainer that tunes in a pipeline, and then the plain one."""
     trl, (transformers, hf) = import_module("trl"), libraries()
     rows = import_module("datasets").Dataset.from_list(make_data(9))
     tokenizer, options = make_tokenizer(), {**SETTINGS, "max_length": None, "eval_strategy": "epoch", "bf16": False}
     options["dataset_kwargs"] = {"skip_prepare_dataset": True}
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    logs = []
-    for base in (trl.SFTTrainer, type("Tuner", (hf.Trainer, trl.SFTTrainer), {})):
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1
+    )
+    for base in (type("Tuner", (hf.Trainer, trl.SFTTrainer), {}), trl.SFTTrainer):
         torch.manual_seed(0)
-        args = trl.SFTConfig(str(tmp_path), gradient_accumulation_steps=2, **options | changes)
-        model = transformers.LlamaForCausalLM(config)
-        trainer = base(model, args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+        args = trl.SFTConfig(str(folder), gradient_accumulation_steps=2, **options | changes)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        yield base(model, args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+
+
+@needs_trl
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}], ids=str)
+def test_a_trainer_of_trl_tunes_as_the_plain_one(tmp_path: Path, changes: Any) -> None:
+    logs = []
+    for trainer in make_tuners(tmp_path, **changes):
         trainer.train()
         logs.append([{k: v for k, v in log.items() if not k.endswith(UNTIMED)} for log in trainer.state.log_history])
     for entry, expected in zip(*logs, strict=True):
         assert entry == pytest.approx(expected, abs=1e-4)
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("kind", "changes", "name"),
+    [("Llama", {"activation_offloading": True}, "activation_offloading"), ("Mixtral", {}, "router_aux_loss_coef")],
+)
+def test_what_a_trainer_of_trl_is_refused(tmp_path: Path, kind: str, changes: Any, name: str) -> None:
+    with pytest.raises(pd.PipelineError, match=f"{name}: not possible in a pipeline"):
+        next(make_tuners(tmp_path, kind, **changes)).train()
 
 
 @pytest.mark.slow

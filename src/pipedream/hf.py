@@ -29,9 +29,11 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.pipeline import Pipeline
+from pipedream.plan_request import AUTO
 from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results import Done
+from pipedream.schedules import properties_of
 from pipedream.services.joining.joining import run_on_rank_0
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.profile import profile
@@ -44,6 +46,7 @@ REFUSED_ARGUMENTS = (
     "auto_find_batch_size deepspeed enable_jit_checkpoint fp16 fsdp optim_target_modules parallelism_config "
     "use_liger_kernel"
 )
+_UNSPLIT = "gradient_accumulation_steps with a schedule that splits no minibatch"
 _ADVICE = {  # what to write instead
     "auto_find_batch_size": "set per_device_train_batch_size",
     "deepspeed": "leave it out: the stages divide the weights",
@@ -54,6 +57,7 @@ _ADVICE = {  # what to write instead
     "create_optimizer": "give options={'optimizer': make}",
     "create_scheduler": "give options={'scheduler': make}",
     "create_optimizer_and_scheduler": "give options={'optimizer': make, 'scheduler': make}",
+    _UNSPLIT: "set it to 1, or take the schedule 1f1b or pipedream_2bw",
     "lr_scheduler_type": "set lr_scheduler_type='reduce_lr_on_plateau'",
     "router_aux_loss_coef": "set it to 0",
     "training_step": "override compute_loss",
@@ -107,7 +111,8 @@ class Trainer(transformers.Trainer):
         **others: Any,
     ) -> None:
         args = args or transformers.TrainingArguments()
-        _check(type(self), args, others)
+        parts = args.gradient_accumulation_steps
+        _check(type(self), args, others, {"schedule": schedule, "microbatches": parts} | dict(options or {}))
         self.pipeline: Pipeline | None = None
         self._plan, self._schedule, self._workers, self._options = plan, schedule, workers, dict(options or {})
         self._user_args, self._open = args, ExitStack()
@@ -613,8 +618,14 @@ class _Batches:
             yield {**batch, "num_items_in_batch": items} if counted else batch
 
 
-def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Mapping[str, Any]) -> None:
+def _check(
+    kind: type[Trainer],
+    args: transformers.TrainingArguments,
+    others: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
     """Refuses what is set, or overridden, and not followed."""
+    schedule, splits = options["schedule"], (options["microbatches"] or 1) > 1
     config: Any = args.accelerator_config
     bases = kind.__mro__[: kind.__mro__.index(transformers.Trainer)]
     place = bases.index(Trainer)
@@ -623,11 +634,13 @@ def _check(kind: type[Trainer], args: transformers.TrainingArguments, others: Ma
     overridden |= {n for base in bases[place + 1 :] for n in vars(base)} - vars(Trainer).keys()
     accumulates = overridden & {"get_train_dataloader", "get_batch_samples"} and args.gradient_accumulation_steps > 1
     refused = {name: getattr(args, name, None) or others.get(name) for name in REFUSED_ARGUMENTS.split()} | {
+        "activation_offloading": getattr(args, "activation_offloading", False),  # of SFTTrainer
         "optim": "lomo" in args.optim,
         "lr_scheduler_type": args.lr_scheduler_type == "greedy",
         "gradient_accumulation_kwargs": config.gradient_accumulation_kwargs,
         "load_best_model_at_end with save_only_model": args.load_best_model_at_end and args.save_only_model,
         "gradient_accumulation_steps with a get_train_dataloader or get_batch_samples of your own": accumulates,
+        _UNSPLIT: splits and schedule != AUTO and not properties_of(schedule).splits_minibatch,
     }
     _refuse(refused, overridden)
 
@@ -641,10 +654,7 @@ def _check_training(trainer: Trainer, args: Any, callbacks: Sequence[Any], resum
         if not type(callback).__module__.startswith("transformers.")
         for event in ("on_pre_optimizer_step", *["on_substep_end"] * (args.gradient_accumulation_steps > 1))
     }
-    refused |= {  # of SFTTrainer
-        "activation_offloading": getattr(args, "activation_offloading", False),
-        "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
-    }
+    refused["router_aux_loss_coef"] = getattr(trainer, "aux_loss_enabled", False)  # of SFTTrainer
     refused["ignore_data_skip with resume_from_checkpoint"] = resumes and args.ignore_data_skip
     refused["a second train(), which needs the first one's optimizer,"] = not resumes and trainer._first >= 0
     _refuse(refused, set(vars(trainer)))
