@@ -49,6 +49,6 @@ def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
 
 
 def test_an_elastic_run_has_no_mesh(tmp_path: Path, refused: Refused) -> None:
-    (tmp_path / "recipe.py").write_text("recipe = print")
+    (tmp_path / "recipe.py").touch()
     mesh = ["--elastic", "--workers", "4", "--config", "1-1", "--mesh", "model:2"]
     assert "--elastic was given with --mesh model:2, but a mesh" in refused("train", str(tmp_path / "recipe.py"), *mesh)

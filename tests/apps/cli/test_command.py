@@ -85,16 +85,14 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, run_co
         ("train none.py", "the recipe none.py does not exist"),
         ("train imports.py --workers 1", "No module named 'nothing_of_that_name' (at imports.py:1"),
         ("train plan.json --workers 2", "the recipe plan.json is not a Python file; give one that ends in .py"),
-        ("train lacks.py --workers 2", "lacks.py has no function recipe(); define one"),
         ("train wrong.py --workers 2", "does not import: SyntaxError: '(' was never closed (wrong.py, line 1)"),
         ("checkpoint verify nowhere", "there is no complete checkpoint in nowhere"),
     ],
 )
 def test_first_mistakes(files: Path, arguments: str, message: str, refused: Refused) -> None:
     Path("mine.py").write_text("def recipe(): ...", encoding="utf-8")
-    Path("lacks.py").write_text("import sys\n", encoding="utf-8")
     Path("wrong.py").write_text("def recipe(", encoding="utf-8")
-    Path("imports.py").write_text("import nothing_of_that_name as recipe\n", encoding="utf-8")
+    Path("imports.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
     error = refused(*arguments.split())
     assert message in error
     assert error.startswith("pipedream: ")
@@ -183,7 +181,7 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
 
     monkeypatch.setattr("pipedream.apps.cli.train.start_workers", start_workers)
     monkeypatch.chdir(tmp_path)
-    Path("recipe.py").write_text("recipe = print")
+    Path("recipe.py").touch()
     Path("code.py").write_text("raise AssertionError('a plan is data')")
     replace(pd.schedules.uniform("chimera", 2), schedule="chimera").save("chimera.json")
     replace(pd.schedules.uniform("1f1b", 2), schedule="code.py").save("code.json")
@@ -197,7 +195,7 @@ def test_many_more_workers_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPa
     for name in ("launch", "import_for_workers"):
         monkeypatch.setattr(f"pipedream.services.failure.launch.{name}", lambda *_, **__: 0)
     for count, words in ((8, ""), (9, "pipedream: 9 workers take turns on 1 core, each with memory for torch; give ")):
-        assert run_command("train", "examples/digits.py", "--workers", count)[2].partition("fewer")[0] == words
+        assert run_command("train", __file__, "--workers", count)[2].partition("fewer")[0] == words
 
 
 def test_elastic_runs_check_all_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
