@@ -1,6 +1,8 @@
 """What the runtime costs is measured by its own run: in one process, over several, and for a profile."""
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream as pd
 from pipedream.apps.training import job
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.services.probe import calibration
 from pipedream.services.probe.probe import measure_runtime
 
 
@@ -38,6 +41,28 @@ def test_a_single_process_measures_itself_once() -> None:
     cluster = measured.on_links(pd.Cluster.local(2))
     assert cluster.link(0)[1] == 0.0
     assert cluster.memory_bytes == pd.Cluster.local(2).memory_bytes
+
+
+def test_other_costs_are_processor_time_of_all_threads_outside_of_ops() -> None:
+    """A worker that waits for its link takes none; one of another thread does."""
+
+    def compute(seconds: float) -> None:
+        end_s = time.thread_time() + seconds
+        while time.thread_time() < end_s:
+            pass
+
+    meter = calibration._Meter()
+    recorders = [meter.make_recorder(rank, torch.device("cpu")) for rank in range(2)]
+    for index in range(6):
+        for rank, recorder in enumerate(recorders):
+            start = recorder.mark()
+            compute(2e-3)
+            recorder.note("F", rank, index, start)
+        thread = threading.Thread(target=compute, args=(4e-3,))
+        thread.start()
+        thread.join()
+        time.sleep(5e-3)
+    assert 4e-3 <= meter.measure_other_s(range(6)) < 5.5e-3
 
 
 def measured() -> tuple[RuntimeCosts, tuple[float, float]]:

@@ -18,7 +18,8 @@ class RuntimeCosts:
 
     Attributes:
         op_s: seconds of each forward and each backward.
-        message_s, message_s_per_byte: seconds of each message, at its sender and again at its receiver.
+        message_s, message_s_per_byte: seconds that each message takes from the processor, at its sender and again at
+            its receiver; those of the link are the cluster's.
         update_s: seconds of each update.
         load_s: seconds of reading a minibatch, at the input stage.
         encodings_s_per_byte: encoding -> seconds of encoding or decoding, per byte in memory.

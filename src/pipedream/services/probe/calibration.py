@@ -20,10 +20,11 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.choices import DEFAULTS
 from pipedream.core.plan.codec import list_encodings
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.comm.process_group import gather_json, world_group
 from pipedream.runtime.data.rng import preserved_rng
+from pipedream.runtime.recorder import Moment
 from pipedream.runtime.session.session import Session
 from pipedream.services.failure.guard import Guard
 from pipedream.services.joining.joining import is_distributed
@@ -47,8 +48,8 @@ class Calibration:
         message_bytes: of an activation, and of its gradient.
         op_s: of a forward or a backward, beyond its layers.
         update_s: of an update, beyond the step of the optimizer.
-        other_s: of a minibatch, beyond forwards, backwards, updates and waits: for each worker, or in a single process
-            one number for all.
+        other_s: processor time of a minibatch, of all threads of a process, beyond forwards, backwards and updates: for
+            each process. A link makes it wait, which takes none.
         arrival_s: from the beginning of a send to the end of its receive; 0 in a single process.
     """
 
@@ -57,6 +58,39 @@ class Calibration:
     update_s: float
     other_s: tuple[float, ...]
     arrival_s: float
+
+
+class _Meter:
+    """Reads a process's processor time when its first worker begins a minibatch, without that of the workers' ops."""
+
+    def __init__(self) -> None:
+        self.ops_s = 0.0
+        self.other_s: dict[int, float] = {}
+
+    def make_recorder(self, rank: int, device: torch.device) -> SpanRecorder:
+        return _MeteredRecorder(self, rank, device)
+
+    def measure_other_s(self, part: range) -> float:
+        """Returns the median of minibatches."""
+        return median(after - before for before, after in pairwise(self.other_s[index] for index in part))
+
+
+class _MeteredRecorder(SpanRecorder):
+    def __init__(self, meter: _Meter, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self._meter, self._began_s = meter, 0.0
+        self.mark = self._begin
+
+    def _begin(self) -> float:
+        self._began_s = time.thread_time()
+        return time.perf_counter()
+
+    def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
+        if kind in WORK:
+            self._meter.ops_s += time.thread_time() - self._began_s
+        if kind == "F":  # other workers of this process begin the minibatch later
+            self._meter.other_s.setdefault(index, time.process_time() - self._meter.ops_s)
+        super().note(kind, stage, index, start)
 
 
 class _Layer(nn.Module):
@@ -79,7 +113,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
 
     Every rank calls it and gets the same answer. The random generators are left as they were.
     """
-    count = program.placement.stages
+    count, meter = program.placement.stages, _Meter()
     warm_ups = WARM_UP, max(_SHORT_WARM_UP, count)  # the second fills the pipeline again
     layers = [_Layer() for _ in range(count)]
     graph = LayerGraph.chain(tuple(Layer(str(i), "Layer", (f"{i}.weight",)) for i in range(count)))
@@ -91,7 +125,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
             partial(LossScorer, Loss(_mean_product), {}), lambda named: _NoStep([p for _, p in named], lr=0.0)
         ),
         device=torch.device("cpu"),
-        make_recorder=SpanRecorder,
+        make_recorder=meter.make_recorder,
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _MESSAGE_NUMBERS]
     layers_alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _MINIBATCHES, strict=True)]
@@ -117,17 +151,17 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     finally:
         session.close(failed=failed)
     group = world_group() if session.workers_here.distributed else None
-    rows = gather_json(layers_alone_s, group)
     small = range(warm_ups[0], warm_ups[0] + _MINIBATCHES[0])
     large = range(small.stop + warm_ups[1], small.stop + warm_ups[1] + _MINIBATCHES[1])
+    rows = gather_json([*zip(layers_alone_s, map(meter.measure_other_s, (small, large)), strict=True)], group)
 
     def summarize(number: int, part: range) -> Calibration:
-        layers_s = sum(row[number] for row in rows) / len(rows)
+        layers_s = sum(row[number][0] for row in rows) / len(rows)
         return Calibration(
             message_bytes=8 * _MESSAGE_NUMBERS[number],
             op_s=(_sum_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
             update_s=_sum_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
-            other_s=_measure_other_s(timeline, part, is_one_process=not session.workers_here.distributed),
+            other_s=tuple(row[number][1] for row in rows),
             arrival_s=_measure_arrival_s(timeline, part) if session.workers_here.distributed else 0.0,
         )
 
@@ -191,29 +225,6 @@ def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
         if span.kind in kinds and span.index in part:
             durations[span.rank, span.kind].append(span.end_s - span.start_s)
     return sum(map(lower_quartile, durations.values()))
-
-
-def _measure_other_s(timeline: Timeline, part: range, *, is_one_process: bool) -> tuple[float, ...]:
-    """Returns `Calibration.other_s`: the rest of the time between the starts of two forwards.
-
-    The shortest receive is taken for one that need not wait.
-    """
-    seconds = []
-    for ranks in [range(timeline.workers)] if is_one_process else [[rank] for rank in range(timeline.workers)]:
-        spans = [span for span in timeline.spans if span.rank in ranks]
-        starts = [span.start_s for span in spans if span.kind == "F" and span.index in part and span.rank == ranks[0]]
-        busy = [span for span in spans if span.kind not in ("send", "step")]
-        other_s = [
-            end_s - start_s - sum(span.end_s - span.start_s for span in busy if start_s <= span.start_s < end_s)
-            for start_s, end_s in pairwise(starts)
-        ]
-        receives: defaultdict[int, list[Span]] = defaultdict(list)
-        for span in spans:
-            if span.kind == "wait" and span.index in part and not is_one_process:
-                receives[span.index].append(span)
-        shortest = [min(span.end_s - span.start_s for span in row) for row in zip(*receives.values(), strict=False)]
-        seconds.append(max(0.0, median(other_s)) + sum(shortest))
-    return tuple(seconds)
 
 
 def _measure_arrival_s(timeline: Timeline, part: range) -> float:
