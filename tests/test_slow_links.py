@@ -186,10 +186,6 @@ def test_what_cannot_be_made(widths: Any, rates: Any, words: str, monkeypatch: p
         pass
 
 
-def test_loopback_is_measured() -> None:
-    assert slow_links.loopback_bytes_per_s(tries=2, each_s=0.02) > 1e6
-
-
 @pytest.mark.parametrize("pairs", [[], [("10.84.0.1", "10.84.0.2")]])
 def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) -> None:
     """With --hosts 1x2 nothing passes the ports of the outer level."""

@@ -67,11 +67,7 @@ def test_the_text_of_a_profile(tmp_path: Path) -> None:
         (f"{NODE}\n{NODE}", "line 2: a is already defined on line 1"),
         (NODE.replace("1.0", "nan"), "line 1: forward_compute_time should be a number, found 'nan'"),
         (NODE.replace("2.0", "-2.0"), "line 1: backward_compute_time should be a number from 0 to 1e.15, found -2.0"),
-        (NODE.replace("3.0", "[3.0; x]"), "line 1: activation_size should be a number, found 'x'"),
-        (NODE.replace("4.0", "1e400"), "line 1: parameter_size should be a number, found '1e400'"),
-        (f"{NODE} -- stage_id=-1", "line 1: the fourth part of a node is stage_id=.., found 'stage_id=-1'"),
         (f"{NODE}\n\ta -- b\n", "line 2: the edge names 'b', which no earlier line defines"),
-        (f"{NODE}\n\ta\n", "line 2: an edge has 2 node ids"),
         (f"{NODE}\n\ta -- a\n", "line 2: the edges form a cycle through a"),
         (TEXT[: TEXT.index("\tnode1")], "line 1: node3 has no edge in or out, is the end of the file missing"),
         (NODE[1:], "line 1: a node has 3 or 4 parts between ' -- ', found 2"),
@@ -84,12 +80,3 @@ def test_damage_is_named_with_its_line(text: str | None, says: str, tmp_path: Pa
     with pytest.raises(pd.PipelineError, match=says) as error:
         GraphText.load(tmp_path / "graph.txt")
     assert str(tmp_path / "graph.txt") in str(error.value)
-
-
-@given(st.data())
-def test_a_file_that_is_cut_off_is_refused_or_a_number_shorter(data: st.DataObject) -> None:
-    try:
-        graph = GraphText.parse(TEXT[: data.draw(st.integers(0, len(TEXT) - 2))])
-    except pd.errors.ArtifactError:
-        return
-    assert len(graph.nodes) < 3 or len(graph.edges) == 2, "it lost an edge unseen"

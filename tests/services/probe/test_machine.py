@@ -144,11 +144,6 @@ def test_copies_to_the_host_are_as_fast_as_the_slower_direction(monkeypatch: pyt
     assert machine.host_bytes_per_s(torch.device("cpu")) is None
 
 
-@pytest.mark.gpu
-def test_a_gpu_copies_faster_than_a_disk() -> None:
-    assert (machine.host_bytes_per_s(torch.device("cuda")) or 0.0) > 1e9
-
-
 def test_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -d`, of which the process uses something already."""
     most = 1 << 50
