@@ -73,11 +73,14 @@ VARIANTS: dict[str, Way] = {
     "DiLoCo, every 30": _copies("diloco:30"),
     "1F1B": _pipeline("1f1b"),
     "1F1B, int8": _pipeline("1f1b", messages="int8"),
+    "1F1B, int4": _pipeline("1f1b", messages="int4"),
     "PipeDream, noam": _pipeline("pipedream"),
     "PipeDream, full": _pipeline("pipedream", in_flight="full"),
     "PipeDream, full, int8": _pipeline("pipedream", in_flight="full", messages="int8"),
+    "PipeDream, full, int4": _pipeline("pipedream", in_flight="full", messages="int4"),
     "2BW": _pipeline("pipedream_2bw"),
     "2BW, int8": _pipeline("pipedream_2bw", messages="int8"),
+    "2BW, int4": _pipeline("pipedream_2bw", messages="int4"),
 }
 
 

@@ -83,7 +83,7 @@ class _Variant:
 _STRAIGHT: dict[str, Any] = {"shape": "straight"}
 _COPIES: dict[str, Any] = {"shape": "data-parallel"}
 _FULL = _STRAIGHT | {"in_flight": "full"}
-_HALVES, _BYTES = {"messages": "bfloat16"}, {"messages": "int8"}
+_HALVES, _BYTES, _HALF_BYTES = {"messages": "bfloat16"}, {"messages": "int8"}, {"messages": "int4"}
 _CHUNKS: dict[str, Any] = {"chunks": 2}
 
 VARIANTS = (
@@ -103,13 +103,16 @@ VARIANTS = (
     _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
     _Variant("PipeDream, full, bfloat16", 1, "pipeline", "pipedream", _FULL | _HALVES, 16),
     _Variant("PipeDream, full, int8", 1, "pipeline", "pipedream", _FULL | _BYTES, 16),
+    _Variant("PipeDream, full, int4", 1, "pipeline", "pipedream", _FULL | _HALF_BYTES, 16),
     _Variant("2BW, full", M, "pipeline", "pipedream_2bw", _FULL, 4),
     _Variant("2BW, full, bfloat16", M, "pipeline", "pipedream_2bw", _FULL | _HALVES, 4),
     _Variant("2BW, full, int8", M, "pipeline", "pipedream_2bw", _FULL | _BYTES, 4),
+    _Variant("2BW, full, int4", M, "pipeline", "pipedream_2bw", _FULL | _HALF_BYTES, 4),
     _Variant("1F1B", M, "pipeline", "1f1b", _STRAIGHT, 4),
     _Variant("1F1B, full", M, "pipeline", "1f1b", _FULL, 4),
     _Variant("1F1B, full, bfloat16", M, "pipeline", "1f1b", _FULL | _HALVES, 4),
     _Variant("1F1B, full, int8", M, "pipeline", "1f1b", _FULL | _BYTES, 4),
+    _Variant("1F1B, full, int4", M, "pipeline", "1f1b", _FULL | _HALF_BYTES, 4),
     _Variant("torch 1F1B", M, "torch", "1f1b", _STRAIGHT, 2),
     _Variant("GPipe", M, "pipeline", "gpipe", _STRAIGHT, 2),
     _Variant("torch GPipe", M, "torch", "gpipe", _STRAIGHT, 2),
@@ -121,7 +124,11 @@ VARIANTS = (
 RIVALRY = (
     *("torch DDP", "torch DDP, accumulating", "torch DDP, fp16", "torch DDP, fp16, accumulating"),
     *("torch local SGD, every 8", "PowerSGD 4", "PowerSGD 4, accumulating", "DiLoCo, every 30"),
-    *(f"{name}, full{less}" for name in ("PipeDream", "2BW", "1F1B") for less in ("", ", bfloat16", ", int8")),
+    *(
+        f"{name}, full{less}"
+        for name in ("PipeDream", "2BW", "1F1B")
+        for less in ("", ", bfloat16", ", int8", ", int4")
+    ),
 )
 """The variants of the sleeping curve."""
 
@@ -376,7 +383,7 @@ _DRAWN = (
 
 _RIVALS = (
     "torch DDP", "torch DDP, fp16, accumulating", "PowerSGD 4, accumulating", "2BW, full", "2BW, full, int8",
-    "1F1B, full", "1F1B, full, int8",
+    "2BW, full, int4", "1F1B, full", "1F1B, full, int8", "1F1B, full, int4",
 )  # fmt: skip
 
 

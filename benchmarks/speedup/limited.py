@@ -24,8 +24,9 @@ from pipedream.slow_links import slow_network
 
 LIMIT_BYTES = 1_400_000_000
 VARIANTS = (
-    "torch DDP", "torch DDP, fp16", "torch FSDP", "torch FSDP, bfloat16", "1F1B, full", "1F1B, full, int8", "2BW, full",
-    "2BW, full, int8", "torch local SGD, every 8", "PowerSGD 4", "DiLoCo, every 30",
+    "torch DDP", "torch DDP, fp16", "torch FSDP", "torch FSDP, bfloat16", "1F1B, full", "1F1B, full, int8",
+    "1F1B, full, int4", "2BW, full", "2BW, full, int8", "2BW, full, int4", "torch local SGD, every 8", "PowerSGD 4",
+    "DiLoCo, every 30",
 )  # fmt: skip
 LINKS = {"test": (), "short": (12.5e6,), "full": (50e6, 12.5e6)}
 

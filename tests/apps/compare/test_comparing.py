@@ -360,14 +360,14 @@ def test_compares_over_links(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links."""
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     options = ["--workers", "2", "--link", "40mbit/s", "--microbatches", "4", "--json"]
-    for method in ("torch", "data-parallel", "data-parallel+powersgd:1", "1f1b", "1f1b+int8", "auto"):
+    for method in ("torch", "data-parallel", "data-parallel+powersgd:1", "1f1b", "1f1b+int4", "auto"):
         options += ["--schedule", method]
     ended = commands.run("-m", "pipedream", "compare", "small.py", *options, folder=tmp_path, timeout_s=600.0)
     assert (ended.status, ended.orphans) == (0, []), ended.err
     comparison = json.loads(ended.out)
     rows = {row["name"]: row for row in comparison["variants"]}
     assert [row["why"] for row in rows.values()] == [""] * 13
-    assert rows["1f1b+int8"]["approximation"] == "messages=int8"
+    assert rows["1f1b+int4"]["approximation"] == "messages=int4"
     weights_bytes = 4 * (3 * 72 + 18)
     for name, samples in (("DDP", 16), ("DDP, minibatch shared", 8)):  # two workers send the weights' gradients once
         assert rows[name]["bytes_per_sample"] > 2 * weights_bytes / samples

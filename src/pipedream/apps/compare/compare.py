@@ -48,8 +48,8 @@ STATE = "compare.json"
 """Name of the file with a comparison's settings and figures."""
 COMPARED = (
     "torch", "data-parallel", "data-parallel+powersgd:4", "data-parallel+diloco:30",
-    "1f1b", "1f1b+bfloat16", "1f1b+int8", "pipedream", "pipedream+int8",
-    "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", AUTO,
+    "1f1b", "1f1b+bfloat16", "1f1b+int8", "1f1b+int4", "pipedream", "pipedream+int8", "pipedream+int4",
+    "pipedream_2bw", "pipedream_2bw+bfloat16", "pipedream_2bw+int8", "pipedream_2bw+int4", AUTO,
 )  # fmt: skip
 """The methods that are compared with one worker by default, with their sums or messages."""
 
