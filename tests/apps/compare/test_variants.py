@@ -38,9 +38,10 @@ def test_the_verdict_names_the_fastest(variants: tuple[Variant, ...], words: str
 
 def test_other_work_is_named() -> None:
     compared = RecipeComparison("vgg", 2, (Variant(DDP, 50e6, slowness=1.05), Variant("late", 50e6, slowness=4.0)))
-    (reason,) = compared.reasons()
-    assert reason.startswith("speeds may be wrong: other work took 75% of a worker's cores in late at 400 Mbit/s; ")
-    assert not replace(compared, variants=compared.variants[:1]).reasons()
+    (doubt,) = compared.doubts()
+    assert doubt.startswith("speeds may be wrong: other work took 75% of a worker's cores in late at 400 Mbit/s; ")
+    alone = replace(compared, variants=compared.variants[:1], notes=("of the profile",))
+    assert alone.doubts() == ("of the profile",)
 
 
 def test_seconds_until_the_loss_of_the_reference() -> None:

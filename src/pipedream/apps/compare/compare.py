@@ -161,7 +161,9 @@ class _Comparer:
             self.progress("profiling the model ...")
             processes, parts = 0 if self.comparison.delayed else workers, self.options.microbatches or workers
             self.runs.run("profile", processes, "profile", runs=10, microbatches=parts)
-        return Profile.load(file)
+        profile = Profile.load(file)
+        self.comparison = replace(self.comparison, notes=profile.notes)
+        return profile
 
     def plan(self, way: _Way, link: float | None, profile: Profile, recipe: Recipe) -> _Row:
         """Returns a row over a link, with what an earlier call has measured, or why it cannot train the recipe."""

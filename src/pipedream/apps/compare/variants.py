@@ -75,6 +75,7 @@ class RecipeComparison:
         delayed: all workers of a run are in one process, and its losses show what stale gradients cost; the first run
             flushes, so it trains as one worker does.
         finished: all runs have ended.
+        notes: those of the profile.
     """
 
     recipe: str
@@ -83,6 +84,7 @@ class RecipeComparison:
     settings: Mapping[str, Any] = field(default_factory=dict)
     delayed: bool = False
     finished: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def heading(self) -> str:
@@ -191,16 +193,19 @@ class RecipeComparison:
         return list(zip(*filled, strict=True))
 
     def reasons(self) -> tuple[str, ...]:
-        """Explains why runs have no figures, or doubtful ones."""
-        reasons = [f"{variant.name} has no figures: {variant.why}" for variant in self.variants if variant.why]
-        worst = max(self.variants, key=lambda variant: variant.slowness)
-        if busy := describe_slowness(worst.slowness, "a worker's"):
-            where = f"{worst.name} {at_link(worst.link)}"
-            reasons.append(f"speeds may be wrong: {busy} in {where}; compare again on free cores")
+        """Explains why runs have no figures."""
+        reasons = (f"{variant.name} has no figures: {variant.why}" for variant in self.variants if variant.why)
         return tuple(dict.fromkeys(reasons))
 
+    def doubts(self) -> tuple[str, ...]:
+        """Explains why figures may be wrong."""
+        worst = max(self.variants, key=lambda variant: variant.slowness, default=Variant(""))
+        busy = describe_slowness(worst.slowness, "a worker's")
+        text = f"speeds may be wrong: {busy} in {worst.name} {at_link(worst.link)}; compare again on free cores"
+        return (*self.notes, text) if busy else self.notes
+
     def __str__(self) -> str:
-        notes = [f"note: {reason}" for reason in self.reasons()]
+        notes = [f"note: {reason}" for reason in (*self.reasons(), *self.doubts())]
         return "\n".join([self.heading, align(self.table(), "lllr"), "", *notes, self.verdict])
 
 

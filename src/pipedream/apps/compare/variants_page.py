@@ -38,7 +38,7 @@ def comparison_page(comparison: RecipeComparison) -> str:
     pictures = [_draw_losses(comparison, variants, standalone=False) for variants in comparison.links.values()]
     if len(pictures) > 1:
         pictures.insert(0, comparison_svg(comparison, standalone=False))
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in comparison.reasons())
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in (*comparison.reasons(), *comparison.doubts()))
     body = f"<section>{scroll('Pictures', ''.join(pictures), 'fits')}</section>\n<section>{figures}</section>\n"
     body += section("Notes", f"<ul>{reasons}</ul>" if reasons else "")
     return document(comparison.heading, comparison.verdict, body)
