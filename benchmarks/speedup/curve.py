@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ VARIANTS = (
     _Variant("torch DDP, fp16", 2, "ddp", "pipedream", _COPIES | {"sums": "float16"}, 3),
     _Variant("torch DDP, fp16, accumulating", 2 * M, "ddp", "1f1b", _COPIES | {"sums": "float16"}, 2),
     _Variant("torch local SGD, every 8", 2, "ddp", "pipedream", _COPIES | {"sums": "every:8"}, 8),
+    _Variant("torch local SGD, every 32", 2, "ddp", "pipedream", _COPIES | {"sums": "every:32"}, 32),
     _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
     _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
     _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
@@ -147,6 +148,7 @@ class _Size:
     Attributes:
         rounds: in each of which all variants take turns.
         patience_s: for which a run that other processes disturbed is repeated.
+        choices: see `CHOICES`.
     """
 
     models: tuple[str, ...]
@@ -154,6 +156,7 @@ class _Size:
     variants: tuple[str, ...]
     rounds: int
     patience_s: float
+    choices: Mapping[str, int] = field(default_factory=dict)
 
 
 _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, full", "torch 1F1B")
@@ -177,6 +180,7 @@ def measure(
     only: Sequence[str] = (),
     rounds: int | None = None,
     sleep: bool = False,
+    with_choices: bool = True,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Returns a row for each model, rho and variant.
@@ -186,9 +190,11 @@ def measure(
         models, rhos, only, rounds: others than those of the size.
         links: rates in bytes/s, in place of rhos.
         sleep: the models sleep instead of computing (`sleeping`).
+        with_choices: what the planner would choose is run, too.
         keep: gets the rows so far after each point.
     """
-    few = _SIZES[size] if rounds is None else replace(_SIZES[size], rounds=rounds)
+    few = replace(_SIZES[size], choices=CHOICES if with_choices else {})
+    few = few if rounds is None else replace(few, rounds=rounds)
     names = only or few.variants
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
@@ -240,13 +246,15 @@ def _measure_point(
     }
     plans = {variant.name: variant.plan(profiles, cluster) for variant in VARIANTS if variant.name in names}
     verdicts = {}
-    for name, count in CHOICES.items():
+    for name, count in size.choices.items():
         allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
         answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", **allowed))
         plans[name], verdicts[name] = answer.plan, answer.verdict
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
-    copies = {name: "solo" for name in CHOICES if plans[name].ranks == 1}
-    copies |= {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
+    copies = {name: "solo" for name in size.choices if plans[name].ranks == 1}
+    copies |= {
+        name: same for name in size.choices for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])
+    }
     for name in take_turns([name for name in measured if name not in copies], size.rounds):
         point_row = measured[name]
         if point_row and "why" in point_row[-1]:
@@ -265,6 +273,7 @@ def _measure_point(
     alone = statistics.median(run["samples_per_s"] for run in measured["solo"])
     rows = {"solo": common | {"variant": "solo", "samples_per_s": alone, "compute_s": microbatch_s}}
     rows["solo"]["parameter_bytes"] = bytes_per_s * rho * microbatch_s
+    rows["solo"]["others"] = statistics.median(run["others"] for run in measured["solo"])
     for name, plan in plans.items():
         rates = sorted(run["samples_per_s"] for run in measured[name] if "why" not in run)
         row: dict[str, Any] = common | {"variant": name, "config": plan.config, "method": plan.schedule}
@@ -295,12 +304,22 @@ def _predict_points(
     """
     speeds = find_speeds(profiles, statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points))
     for rows, plans in points:
-        rows["solo"]["speed"] = speeds[1]
+        rows["solo"] |= {"speed": speeds[1], "passes_s": compute_s(profiles[1]) / speeds[1]}
+        rows["solo"]["step_s"] = profiles[1].update_s / speeds[1]
         for name, plan in plans.items():
             rows[name]["predicted_per_s"] = predict(name, plan, profiles, speeds)
+            if (variant := BY_NAME.get(name)) is not None:
+                rows[name] |= _take_apart(variant, plan, speeds[variant.planned])
             if fastest and "most" in rows[name]:
                 rows[name]["samples_per_s"] = rows[name]["most"]
     return [row for rows, _ in points for row in rows.values()]
+
+
+def _take_apart(variant: _Variant, plan: Plan, speed: float) -> dict[str, float]:
+    """Returns the seconds of an update's passes, of the worker with the most, and of its optimizer."""
+    minibatch_s = max((stage.forward_s + stage.backward_s) / stage.replicas for stage in plan.stages)
+    step_s = max(stage.update_s for stage in plan.stages)
+    return {"passes_s": minibatch_s * variant.samples / variant.planned / speed, "step_s": step_s / speed}
 
 
 def find_speeds(profiles: dict[int, Profile], samples_per_s: float) -> dict[int, float]:

@@ -1,9 +1,9 @@
-"""The four models of the curve, as chains of layers, with one microbatch of data for each; a chain under FSDP."""
+"""The models of the curve and of `sizes`, as chains of layers, and a microbatch of data for each; chains under FSDP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,16 +51,21 @@ class _Convolution(nn.Conv2d):
         return functional.max_pool2d(images, 2) if self.ends_block else images
 
 
-def _make_vgg() -> nn.Sequential:
-    """Convolutions, then dense layers with most of the weights; takes float32[batch, 3, 32, 32]."""
+def _make_vgg(wider: float = 1.0) -> nn.Sequential:
+    """Convolutions, then dense layers with most of the weights; takes float32[batch, 3, 32, 32].
+
+    Args:
+        wider: factor on the widths of all layers.
+    """
+    dense = round(1024 * wider)
     layers: list[nn.Module] = []
     channels = 3
     for block in ((60, 60), (64, 64), (192, 192, 192, 192)):
-        for number, width in enumerate(block, 1):
+        for number, width in enumerate((round(width * wider) for width in block), 1):
             layers.append(_Convolution(channels, width, ends_block=number == len(block)))
             channels = width
-    layers += [nn.Flatten(), nn.Linear(channels * 16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1024, 10))
+    layers += [nn.Flatten(), nn.Linear(channels * 16, dense), nn.ReLU(), nn.Linear(dense, dense), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(dense, 10))
 
 
 class _Embedding(nn.Embedding):
@@ -233,6 +238,17 @@ MODELS = {
     "gpt": make_gpt_job("small GPT", width=160, length=128, samples=8),
 }
 """Name -> what is trained."""
+
+SIZED = {
+    f"gpt_{millions}m": make_gpt_job(f"GPT of width {width}", width=width, length=128, samples=2, blocks=6)
+    for millions, width in {1: 112, 3: 192, 10: 384, 30: 640}.items()
+} | {
+    f"vgg_{millions}m": replace(
+        MODELS["vgg"], title=f"VGG-like, {wider} times as wide", make=partial(_make_seeded, partial(_make_vgg, wider))
+    )
+    for millions, wider in {1: 0.43, 3: 0.74, 10: 1.4, 30: 2.36}.items()
+}
+"""The same of models of about so many million weights."""
 
 LARGE = make_gpt_job("GPT of 101 million weights", width=1024, length=16, samples=4)
 """With gradients and momentum 1.2 GB."""

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 import accuracy
 import curve
 import limited
+import sizes
 import workers
 from scaffold import Environment, make_parser, stop_if
 
 from pipedream.core.units import parse_rate
 from pipedream.slow_links import why_not
 
-PARTS = {"curve": curve, "sleeping": curve, "accuracy": accuracy, "limited": limited, "workers": workers}
+PARTS = {
+    "curve": curve, "sleeping": curve, "sizes": sizes, "accuracy": accuracy, "limited": limited, "workers": workers
+}  # fmt: skip
 """Each has `measure` and `tables`, and may have `pictures`."""
+KEYS = {"curve": ("model", "rho", "variant"), "sleeping": ("model", "rho", "variant"), "sizes": sizes.KEY}
+"""Of parts of which only some points or variants may be measured again: what tells their rows apart."""
 
 
 def main() -> None:
@@ -35,7 +41,7 @@ def main() -> None:
             save = partial(_save, file, parts, name, partial(Environment().describe, f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
             how: dict[str, Any] = {} if name in ("limited", "workers") else {"keep": save}
-            if PARTS[name] is curve:
+            if name in KEYS:
                 how |= {"models": options.models, "only": options.variants, "rounds": options.rounds}
             if name == "curve":
                 how |= {"rhos": options.rhos}
@@ -43,6 +49,8 @@ def main() -> None:
                 is_full = options.size == "full"
                 how |= {"sleep": True, "links": options.links or (curve.LINKS if is_full else curve.LINKS[2:3])}
                 how |= {"only": options.variants or (curve.RIVALRY if is_full else ())}
+            elif name == "sizes":
+                how |= {"links": options.links}
             elif name == "accuracy":
                 how |= {"tasks": options.tasks, "links": options.links, "earlier": parts.get(name, {}).get("rows", ())}
             save(PARTS[name].measure(options.size, log, **how))
@@ -60,29 +68,40 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=list(curve.MODELS),
         default=(),
-        help="of the curve; other rows of rows.json are kept, and those of the accuracy are not measured again",
+        help="of the curve or of the sizes; other rows of rows.json are kept, those of the accuracy not measured again",
     )
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
-    parser.add_argument("--variants", nargs="+", default=(), choices=[variant.name for variant in curve.VARIANTS])
+    parser.add_argument("--variants", nargs="+", default=(), help="rows of the parts of --only")
     parser.add_argument("--tasks", nargs="+", choices=("digits", "characters"), default=(), help="of the accuracy")
     parser.add_argument(
-        "--links", nargs="+", type=parse_rate, default=(), help="of the accuracy or of sleeping, e.g. 100mbit/s"
+        "--links",
+        nargs="+",
+        type=parse_rate,
+        default=(),
+        help="of the accuracy, the sizes or of sleeping, e.g. 100mbit/s",
     )
-    parser.add_argument("--rounds", type=int, help="of the curve")
+    parser.add_argument("--rounds", type=int, help="of the curve and the sizes")
     parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
     parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for part in options.only or PARTS:
+        listed: dict[str, Any] = {"models": sizes.SIZED if part == "sizes" else curve.MODELS}
+        listed["variants"] = accuracy.VARIANTS if part == "accuracy" else curve.BY_NAME
+        for option, names in listed.items():
+            if wrong := [name for name in getattr(options, option) if name not in names]:
+                parser.error(f"--{option}: {part} has no {wrong[0]!r}, but {', '.join(names)}; choose parts by --only")
+    return options
 
 
 def _save(
     file: Path, measured: dict[str, Any], name: str, describe: Callable[[], str], rows: list[dict[str, Any]]
 ) -> None:
-    """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
-    if PARTS[name] is curve and name in measured:
-        new = {_make_key(row) for row in rows}
-        rows = [row for row in measured[name]["rows"] if _make_key(row) not in new] + rows
+    """Writes the rows of a part; it keeps those of points and variants that were not measured again, see `KEYS`."""
+    if name in KEYS and name in measured:
+        make_key = itemgetter(*KEYS[name])
+        new = set(map(make_key, rows))
+        rows = [row for row in measured[name]["rows"] if make_key(row) not in new] + rows
     measured[name] = {"environment": describe(), "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -92,10 +111,6 @@ def _save(
             f'{json.dumps(part)}: {{"environment": {json.dumps(part_rows["environment"])}, "rows": [\n{lines}\n]}}'
         )
     file.write_text("{" + ",\n".join(parts) + "}\n")
-
-
-def _make_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["model"], row["rho"], row["variant"]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from messages import measure_message_s_per_byte
-from models import LARGE, MODELS, Job, shard_fully
+from models import LARGE, MODELS, SIZED, Job, shard_fully
 from sleeping import Seconds, load_seconds, make_sleeping, set_seconds
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -244,4 +244,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     name, parts, *sleeps = sys.argv[1:]
     seconds = load_seconds(name) if sleeps else None
-    answer_lines(_Worker((MODELS | {"large": LARGE})[name], int(parts), seconds).answer)
+    answer_lines(_Worker((MODELS | SIZED | {"large": LARGE})[name], int(parts), seconds).answer)

@@ -11,7 +11,6 @@ RUN = Path(__file__).parents[2] / "benchmarks" / "failures" / "run.py"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, as a module."""
     monkeypatch.syspath_prepend(str(RUN.parent))
     return commands.load_script(RUN)
 

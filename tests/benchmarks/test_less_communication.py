@@ -24,4 +24,3 @@ def test_trains_what_is_missing(tmp_path: Path) -> None:
     again = commands.run(RUN, "--out", "kept", "--again", folder=tmp_path)
     assert again.status == 0, again.err
     assert again.out.count("| int8 |") == 2
-    assert "### digits" in again.out

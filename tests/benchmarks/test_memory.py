@@ -11,6 +11,7 @@ import torch
 from built import Built
 from commands import Started, load_benchmark
 from hypothesis import given, strategies as st
+from marks import long
 from torch import nn
 
 import pipedream as pd
@@ -57,13 +58,7 @@ def test_a_longer_profile_has_the_bytes_of_a_longer_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=model.name, marks=[pytest.mark.slow, pytest.mark.long][: i - 1] if i > 1 else ())
-        for i, model in enumerate(bubble.MODELS)
-    ],
-)
+@pytest.mark.parametrize("model", [*bubble.MODELS[:3], *map(long, bubble.MODELS[3:])], ids=lambda model: model.name)
 def test_bubbles_are_about_those_of_the_paper_of_roundpipe(model: Any) -> None:
     predicted = [100 * score(bubble.make_plan(model, method)).bubble for method in bubble.METHODS]
     assert predicted[:2] == pytest.approx(model.published[:2], abs=0.06), "of 1F1B"

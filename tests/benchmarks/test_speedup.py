@@ -21,17 +21,12 @@ sys.path.remove(str(FOLDER))  # other benchmarks have a run.py, too
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("curve", "models", "sleeping", "workers")  # other folders have a models.py, too
+    names = ("curve", "models", "run", "sizes", "sleeping", "workers")  # other folders have a models.py, too
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def curve(load: Callable[[str], Any]) -> Any:
-    return load("curve")
 
 
 @pytest.mark.parametrize("name", ["vgg", slow("lstm"), slow("encoder_decoder"), long("gpt")])
@@ -75,7 +70,8 @@ def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
     return [solo, *rows]
 
 
-def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
+def test_tables_show_ratios_that_are_never_rounded_up(load: Callable[[str], Any]) -> None:
+    curve = load("curve")
     text = curve.tables([*_rows(1.0, 50.0, 99.99), *_rows(4.0, 16.0, 98.0)])
     assert "| PipeDream, full / torch DDP | 1.99 (1.00) | 6.12 (1.00) |" in text
     assert "PipeDream, 2BW and 1F1B: median 0.99, 0.98 to 1.00, 2 of 2 at least 0.90" in text
@@ -88,17 +84,28 @@ def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
 @pytest.mark.network
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["curve", "sleeping"])
+@pytest.mark.parametrize("part", ["curve", "sleeping", "sizes"])
 def test_it_runs_in_its_smallest_size(tmp_path: Path, part: str) -> None:
-    ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", part, "--out", "out"), folder=tmp_path).end(
-        400.0
-    )
+    options = ("--size", "test", "--only", part, "--out", "out")
+    ended = Started((str(FOLDER / "run.py"), *options), folder=tmp_path).end(400.0)
     assert ended.status == 0, ended.err
-    assert "| torch DDP | 2 microbatches |" in ended.out
+    assert ("| PipeDream, full, int4 | 1 |" if part == "sizes" else "| torch DDP | 2 microbatches |") in ended.out
     rows = json.loads((tmp_path / "out" / "rows.json").read_text())[part]["rows"]
     assert all(row["samples_per_s"] > 0 for row in rows)
-    picture = tmp_path / "out" / ("gpt.svg" if part == "curve" else "sleeping_gpt.svg")
-    assert picture.read_text().startswith("<svg")
+    assert (tmp_path / "out" / f"{part}_gpt.svg".removeprefix("curve_")).read_text().startswith("<svg")
+
+
+def test_sizes_that_are_measured_in_parts(tmp_path: Path, load: Callable[[str], Any]) -> None:
+    """What is measured again replaces its row, whatever rho is then; speed-ups are over the worker of the same day."""
+    run, sizes, parts = load("run"), load("sizes"), dict[str, Any]()
+    for day, (alone, weights) in enumerate([(10.0, 1), (10.0, 30), (5.0, 1)]):
+        more = {"model": f"gpt_{weights}m", "weights": weights * 10**6, "bytes_per_s": 3.125e6, "alone_per_s": alone}
+        more |= {"passes_s": 0.2, "step_s": 0.01, "work_s": 0.03 * weights}
+        run._save(tmp_path / "rows.json", parts, "sizes", str, [row | more for row in _rows(1.0 + day, alone, 50.0)])
+    text = sizes.tables(parts["sizes"]["rows"])
+    assert "| torch DDP | 5 (1.00) | 10 (1.00) |" in text
+    assert "| torch DDP | 2 | 200 | 10 | 900 | 6.4 | 400 |" in text, "4 samples of 10 kB over both directions"
+    assert sizes.pictures(parts["sizes"]["rows"])["sizes_gpt.svg"].count("5x PipeDream, full") == 1
 
 
 @given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
