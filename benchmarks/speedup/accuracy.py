@@ -1,8 +1,8 @@
 """Seconds to a target, end to end, on two hosts with a slow link between them.
 
 One worker, torch's DDP with its means to send less, data parallelism with approximate sums, and pipelines train the
-digits and the characters (accuracy_recipe.py) for the same epochs. Learning rates are tuned for each of them, with a
-seed of their own, over a fast link.
+digits, the characters and the text (accuracy_recipe.py) for the same epochs. Learning rates are tuned for each of them,
+with a seed of their own, over a fast link.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from worker_processes import Disturbance
 from pipedream import Cluster, Plan, Profile, plan as make_plan
 from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.variants import DDP, ONE_WORKER, format_link, format_ratio
+from pipedream.core.plan.sum_method import SumMethod
 from pipedream.core.units import format_bytes, format_number
 from pipedream.slow_links import Network, slow_network
 
 ACCUMULATED = 8  # minibatches that each worker accumulates for an update
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
-QUIET, TRIES = 0.05, 2  # share of the cores that others may take; runs until that is so
-TIMED_EPOCHS = 2  # over each link; the first one fills the pipeline
+QUIET, TRIES = 0.05, 2  # share of the cores that others may take; at most so many runs until that is so
 FAST = 50e6  # bytes per second that plans of a training without link are made for
 
 
@@ -67,6 +67,7 @@ VARIANTS: dict[str, Way] = {
     "DDP, fp16": _copies("float16", kind="ddp"),
     "DDP, fp16, accumulating 8": _copies("float16", ACCUMULATED, "ddp"),
     "local SGD, every 8": _copies("every:8", kind="ddp"),
+    "local SGD, every 32": _copies("every:32", kind="ddp"),
     "PowerSGD 1": _copies("powersgd:1"),
     "PowerSGD 4": _copies("powersgd:4"),
     "PowerSGD 4, accumulating 8": _copies("powersgd:4", ACCUMULATED),
@@ -92,6 +93,8 @@ class Task:
         metric: that decides, and the target's.
         rate: in the middle of those that are tried.
         minibatches: of an epoch; None: all data.
+        microbatches: of a minibatch, where a method splits it; None: two in profiles, each method's own number in runs.
+        variants: its own rows; () for those of the size.
     """
 
     name: str
@@ -99,6 +102,8 @@ class Task:
     rate: float
     epochs: int
     minibatches: int | None
+    microbatches: int | None = None
+    variants: tuple[str, ...] = ()
 
     def describe_request(self, rate: float, *, batch: int = 1, each_update: int = 1) -> str:
         """Returns what the recipe reads."""
@@ -108,6 +113,15 @@ class Task:
 
 DIGITS = Task("digits", "accuracy", 0.01, 5, None)
 CHARACTERS = Task("characters", "loss", 0.004, 8, 30)
+TEXT = Task(
+    "text", "loss", 0.001, 8, 32, 8,
+    (
+        ONE_WORKER, "DDP, fp16", "local SGD, every 8", "local SGD, every 32", "PowerSGD 4",
+        "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "1F1B", "1F1B, int8", "1F1B, int4", "2BW, int8", "2BW, int4",
+        "PipeDream, full, int8", "PipeDream, full, int4",
+    ),
+)  # fmt: skip
+TASKS = {task.name: task for task in (DIGITS, CHARACTERS, TEXT)}
 
 
 @dataclass(frozen=True)
@@ -115,21 +129,24 @@ class Size:
     """How much is run.
 
     Attributes:
-        rates: factors on the task's rate that are tried; one alone is not tried.
+        rates: factors on the task's rate that are tried; one alone is taken.
         links: bytes per second.
+        variants: () for those of each task, or all.
+        tries: runs over a link, until other processes leave the cores alone.
     """
 
     tasks: tuple[Task, ...]
     seeds: int
     rates: tuple[float, ...]
     links: tuple[float, ...] = (50e6,)
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = ()
+    tries: int = 1
 
 
 SIZES = {
     "test": Size((Task("digits", "accuracy", 0.01, 1, 4),), 1, (1.0,), variants=(DDP, "PipeDream, full")),
     "short": Size((Task("digits", "accuracy", 0.01, 2, None),), 1, (1.0,), variants=(DDP, "PipeDream, full", "2BW")),
-    "full": Size((DIGITS, CHARACTERS), 3, (0.5, 1.0, 2.0, 4.0), (3.125e6, 12.5e6, 50e6)),
+    "full": Size((*TASKS.values(),), 3, (0.5, 1.0, 2.0, 4.0), (3.125e6, 12.5e6, 50e6), tries=TRIES),
 }
 
 
@@ -139,6 +156,10 @@ def measure(
     *,
     tasks: Sequence[str] = (),
     links: Sequence[float] = (),
+    variants: Sequence[str] = (),
+    seeds: int | None = None,
+    rates: Sequence[float] = (),
+    profiles: Path | None = None,
     earlier: Sequence[dict[str, Any]] = (),
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
@@ -146,17 +167,20 @@ def measure(
 
     Args:
         size: 'test', 'short' or 'full'.
-        tasks, links: others than those of the size.
+        tasks, links, variants, seeds, rates: others than those of the size.
+        profiles: folder for the profile of each task, so that a later call makes the same plans; by default none.
         earlier: rows that are not measured again.
         keep: gets the rows so far after each run.
     """
     few, rows = SIZES[size], list(earlier)
+    few = replace(few, variants=tuple(variants) or few.variants, rates=tuple(rates) or few.rates)
+    few = few if seeds is None else replace(few, seeds=seeds)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one worker has as many as each of two
     with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network:
         for task in few.tasks:
             if tasks and task.name not in tasks:
                 continue
-            bench = _Bench(task, few, network, Path(folder, task.name))
+            bench = _Bench(task, few, network, Path(folder, task.name), profiles)
             for run in bench.list_runs(rows, links or few.links):
                 rows.append(bench.run(run, rows))
                 keep(rows)
@@ -172,28 +196,51 @@ class _Bench:
     size: Size
     network: Network
     folder: Path
+    profiles: Path | None
     _count: int = 0
 
     def list_runs(self, rows: Sequence[dict[str, Any]], links: Sequence[float]) -> Iterator[dict[str, Any]]:
         """Yields the runs that `rows` lacks, which may grow: rates, seeds without a link, seeds over links."""
-        common = {"task": self.task.name}
+        common, variants = {"task": self.task.name}, self.size.variants or self.task.variants or tuple(VARIANTS)
         planned = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
-                  for name in self.size.variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
+                  for name in variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
         yield from (run for run in planned if not any(run.items() <= row.items() for row in rows))
         for link in (None, *links):
             for seed in range(self.size.seeds):
-                for name in self.size.variants:
-                    rate = _find_best_rate(rows, self.task.name, name) or self.task.rate
+                for name in variants:
+                    rate = _find_best_rate(rows, self.task.name, name) or self.task.rate * self.size.rates[0]
                     run = common | {"variant": name, "seed": seed, "bytes_per_s": link, "rate": rate}
                     if not any(run.items() <= row.items() for row in rows):
                         yield run
 
     @cached_property
+    def target(self) -> float:
+        """The recipe's; it may have changed since a row was trained."""
+        os.environ[ASKED] = self.task.describe_request(self.task.rate)
+        return float(recipe().target[1])
+
+    @cached_property
     def profile(self) -> Profile:
+        file = self.profiles / f"{self.task.name}.profile.json" if self.profiles else None
+        if file is not None and file.exists():
+            return Profile.load(file)
         os.environ[ASKED] = self.task.describe_request(self.task.rate)
         self.network.limit(None)
-        folder = self._make_runs(TUNING_SEED).run("profile", 2, "profile", runs=10, microbatches=PARTS)
-        return Profile.load(folder / "profile.json")
+        folder = self._make_runs(TUNING_SEED).run(
+            "profile", 2, "profile", runs=10, microbatches=self.task.microbatches or PARTS
+        )
+        profile = Profile.load(folder / "profile.json")
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(file)
+        return profile
+
+    def count_timed_epochs(self, name: str) -> int:
+        """Returns how many epochs are timed over a link: one to fill the pipeline, then periods of averages."""
+        way = VARIANTS[name]
+        period = SumMethod.parse(way.plan.get("sums", "full")).period
+        each = self.task.minibatches
+        return 2 if each is None else 1 + max(1, round(period * way.minibatches / each))
 
     def run(self, run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns a row: what the training comes to, and over a link the seconds of its first epochs.
@@ -207,12 +254,16 @@ class _Bench:
         same = {key: run[key] for key in ("task", "variant", "seed", "rate")} | {"cuts": cuts}
         row = next((row for row in rows if same.items() <= row.items()), None)
         row = run | (row or self._train(run, plan, None, self.task.epochs) | same) | {"bytes_per_s": link}
+        epochs = _count_epochs(
+            [evaluation[self.task.metric] for evaluation in row["evaluations"]], self.task, self.target
+        )
+        row |= {"target": self.target, "epochs_to_target": epochs}
         if link is None:
             return row
         best: dict[str, Any] = {}
-        for _ in range(TRIES if self.size.seeds > 1 else 1):
+        for _ in range(self.size.tries):
             disturbance = Disturbance(lambda: sum(os.times()[:4]))
-            timed = self._train(run, plan, link, TIMED_EPOCHS)
+            timed = self._train(run, plan, link, self.count_timed_epochs(run["variant"]))
             timed["others"] = disturbance.share()
             if not best or timed["others"] < best["others"]:
                 best = timed
@@ -227,7 +278,10 @@ class _Bench:
 
     def _make_plan(self, name: str, bytes_per_s: float) -> Plan:
         way, workers = VARIANTS[name], 1 if name == ONE_WORKER else 2
-        plan = make_plan(self.profile, Cluster.flat(workers, bandwidth_bytes_per_s=bytes_per_s), **way.plan)
+        how, microbatches = way.plan, self.task.microbatches
+        if microbatches is not None and how.get("schedule") in ("1f1b", "pipedream_2bw"):
+            how = {"microbatches": microbatches} | how
+        plan = make_plan(self.profile, Cluster.flat(workers, bandwidth_bytes_per_s=bytes_per_s), **how)
         return _accumulate(plan, way.accumulated) if way.kind == "pipeline" and way.accumulated > 1 else plan
 
     def _train(self, run: dict[str, Any], plan: Plan, bytes_per_s: float | None, epochs: int) -> dict[str, Any]:
@@ -243,8 +297,6 @@ class _Bench:
         return {
             "metric": self.task.metric,
             "samples_per_s": summary["throughput"]["measured_per_s"],
-            "target": recipe().target[1],
-            "epochs_to_target": _count_epochs(summary),
             "epoch_bytes": int(sent.read_text()) / epochs if sent.exists() else 0,
             "final": summary["metrics"][self.task.metric],
             "loss": summary["metrics"]["loss"],
@@ -258,11 +310,10 @@ def _accumulate(plan: Plan, accumulated: int) -> Plan:
     return replace(plan, schedule="1f1b", batch=count * plan.batch, microbatches=count)
 
 
-def _count_epochs(summary: dict[str, Any]) -> int | None:
+def _count_epochs(values: Sequence[float], task: Task, target: float) -> int | None:
     """Returns the epochs after which the target was reached; None if it was not."""
-    seconds = [evaluation["seconds"] for evaluation in summary["evaluations"]]
-    target_s = summary["seconds_to_target"]
-    return None if target_s is None else seconds.index(target_s) + 1
+    sign = -1 if task.metric == "loss" else 1
+    return next((epoch for epoch, value in enumerate(values, 1) if sign * value >= sign * target), None)
 
 
 def _reach(row: dict[str, Any], timed: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +336,11 @@ def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> 
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns for each task and link what each variant reached, and the rates that were tried."""
-    timed = [row for row in rows if row["bytes_per_s"]]
+    timed = [
+        row
+        for row in rows
+        if row["bytes_per_s"] and _find_best_rate(rows, row["task"], row["variant"]) in (None, row["rate"])
+    ]
     parts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in timed if row["task"] == task]
@@ -301,8 +356,9 @@ def _format_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         runs.setdefault(row["variant"], []).append(row)
     baseline, metric, seeds = rows[0], rows[0]["metric"], len(next(iter(runs.values())))
-    ddp = _find_median(row["seconds_to_target"] for row in runs.get(DDP, rows))
-    titles = f"variant | learning rate | {metric} at the end | s to target | DDP's over them | bytes to target"
+    reference = DDP if DDP in runs else ONE_WORKER
+    reference_s = _find_median(row["seconds_to_target"] for row in runs[reference]) if reference in runs else None
+    titles = f"variant | learning rate | {metric} at the end | s to target | {reference}'s over them | bytes to target"
     table_rows = []
     for name, variant_runs in runs.items():
         seconds = [row["seconds_to_target"] for row in variant_runs]
@@ -312,14 +368,14 @@ def _format_table(rows: list[dict[str, Any]]) -> str:
             f"{variant_runs[0]['rate']:g}",
             format_range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
             _format_reached(seconds, lambda value: f"{value:.1f}"),
-            "-" if None in (middle, ddp) else format_ratio(ddp / middle),
+            "-" if middle is None or reference_s is None else format_ratio(reference_s / middle),
             _format_reached([row["bytes_to_target"] for row in variant_runs], format_bytes),
             format_range([row["samples_per_s"] for row in variant_runs], format_number),
             f"{max(row['others'] for row in variant_runs):.0%}",
         ]
         table_rows.append(table_row)
     head = f"### {baseline['task']}, {format_link(baseline['bytes_per_s'])}\n\n"
-    head += f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).\n\n"
+    head += f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seed{'s' * (seeds > 1)} (their range).\n\n"
     return head + format_table(f"{titles} | samples/s | others' share of the cores", "lr", table_rows)
 
 

@@ -52,7 +52,9 @@ def main() -> None:
             elif name == "sizes":
                 how |= {"links": options.links}
             elif name == "accuracy":
-                how |= {"tasks": options.tasks, "links": options.links, "earlier": parts.get(name, {}).get("rows", ())}
+                how |= {"tasks": options.tasks, "links": options.links, "variants": options.variants}
+                how |= {"seeds": options.seeds, "rates": options.rates, "profiles": options.out}
+                how |= {"earlier": parts.get(name, {}).get("rows", ())}
             save(PARTS[name].measure(options.size, log, **how))
     for name in names:
         if name in parts:
@@ -73,7 +75,9 @@ def _parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
     parser.add_argument("--variants", nargs="+", default=(), help="rows of the parts of --only")
-    parser.add_argument("--tasks", nargs="+", choices=("digits", "characters"), default=(), help="of the accuracy")
+    parser.add_argument("--tasks", nargs="+", choices=list(accuracy.TASKS), default=(), help="of the accuracy")
+    parser.add_argument("--seeds", type=int, help="of the accuracy: how many")
+    parser.add_argument("--rates", nargs="+", type=float, default=(), help="of the accuracy: factors that are tried")
     parser.add_argument(
         "--links",
         nargs="+",

@@ -117,3 +117,5 @@ def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_
     assert figures["seconds_to_target"] == pytest.approx(ends_s[epochs - 1])
     assert figures["bytes_to_target"] == 100 * epochs
     assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
+    bench = accuracy._Bench(accuracy.TEXT, accuracy.SIZES["full"], None, Path(), None)
+    assert [bench.count_timed_epochs(name) for name in ("2BW", "local SGD, every 32", "DiLoCo, every 30")] == [2, 3, 3]
