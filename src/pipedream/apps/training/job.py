@@ -404,8 +404,8 @@ def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, proces
     count = requested or ranks or (processes if processes > 1 else ranks_of(options.single_mesh))
     if processes > 1 and count != processes:
         hint = "; torchrun's --nnodes does not count spare machines" if count < processes else ""
-        asked = "are those of the cluster" if options.workers is None and options.cluster else "were asked for"
-        raise PlanError(f"{count} workers {asked}, {processes} processes were started; make the numbers equal{hint}")
+        origin = "are those of the cluster" if options.workers is None and options.cluster else "were asked for"
+        raise PlanError(f"{count} workers {origin}, {processes} processes were started; make the numbers equal{hint}")
     if ranks not in (0, count):
         plan_size = f"with the mesh {options.mesh} is for {ranks} ranks" if options.mesh else f"is for {ranks} workers"
         config = options.plan.config if options.plan is not None else "-".join(map(str, parse_counts(options.shape)))
