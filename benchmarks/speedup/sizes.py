@@ -239,9 +239,8 @@ def _draw(family: str, bytes_per_s: float, rows: list[dict[str, Any]]) -> str:
     for name in _list_names(rows):
         ran = [row for row in rows if row["variant"] == name and "why" not in row]
         lines[name] = sorted((math.log(row["weights"]), row["samples_per_s"] / row["alone_per_s"]) for row in ran)
-    ranked = sorted(lines.items(), key=lambda line: -line[1][-1][1] if line[1] else 0.0)
     return curve_svg(
-        {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in ranked},
+        {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in lines.items()},
         title=f"{_FAMILIES[family]}, two workers {at_link(bytes_per_s)}",
         width_px=_PANEL_PX[0],
         height_px=_PANEL_PX[1],
