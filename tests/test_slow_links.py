@@ -1,6 +1,7 @@
 """Slow networks: they are as slow as asked, they need no root, and nothing of them stays."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import commands
 import pytest
@@ -84,6 +86,32 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
         assert seconds(network, 0, 1, 1_000_000) > 0.48
         network.limit(None)
         assert fastest_s(partial(seconds, network, 0, 1, 3_000_000), 0.29) < 0.29
+
+
+@pytest.mark.network
+def test_a_message_and_its_answer_take_two_latencies() -> None:
+    with slow_links.slow_network((2,), (None,)) as network:
+        try:
+            network.limit(10e6, latency_s=0.05)
+        except slow_links.LinkError as error:
+            pytest.skip(str(error))
+        assert 0.1 < fastest_s(partial(seconds, network, 0, 1, 100), 0.12) < 0.12
+        assert seconds(network, 0, 1, 3_000_000) > 0.39
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "words"),
+    [
+        (0.05, r"LinkError.*50\.0 ms was asked for, but .* no netem .*; load it \(sudo"),
+        (-0.05, r"PipelineError.*a latency of -0\.05 s was asked for; give seconds from 0 on"),
+    ],
+)
+def test_what_a_kernel_cannot_emulate(latency_s: float, words: str) -> None:
+    place = Mock(batch=Mock(side_effect=pd.PipelineError("qdisc kind is unknown")))
+    network = slow_links.Network((slow_links.Host("", place),), {(0, 0): ((place, "wire"), (place, "port"))})
+    with pytest.raises(pd.PipelineError) as raised:
+        network.limit(1e6, latency_s=latency_s)
+    assert re.match(words, repr(raised.value))
 
 
 @pytest.mark.network
@@ -191,6 +219,9 @@ def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) 
     """With --hosts 1x2 nothing passes the ports of the outer level."""
     (line,) = slow_links._write_rules(5e6, pairs)
     assert line.startswith("qdisc replace dev {} root tbf rate 5000000bps ")
+    _, delay, inner = slow_links._write_rules(5e6, pairs, 0.05)
+    assert delay.startswith("qdisc replace dev {} root handle 2: netem delay 50000us limit ")
+    assert inner == line.replace("root", "parent 2:1")
 
 
 def test_hosts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from scaffold import format_table, make_parser
 from seconds import pace_of_gpt, times_of
 from tasks import TASKS
 
-from pipedream.apps.compare.variants import format_link
+from pipedream.core.units import format_link
 
 PAGE = Path(__file__).with_name("README.md")
 MARKS = ("<!-- made by report.py -->", "<!-- end -->")

@@ -23,9 +23,9 @@ from worker_processes import Disturbance
 
 from pipedream import Cluster, Plan, Profile, plan as make_plan
 from pipedream.apps.compare.compare_runs import Runs
-from pipedream.apps.compare.variants import DDP, ONE_WORKER, format_link, format_ratio
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, format_ratio
 from pipedream.core.plan.sum_method import SumMethod
-from pipedream.core.units import format_bytes, format_number
+from pipedream.core.units import format_bytes, format_link, format_number
 from pipedream.slow_links import Network, slow_network
 
 ACCUMULATED = 8  # minibatches that each worker accumulates for an update

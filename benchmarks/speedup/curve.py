@@ -20,9 +20,9 @@ from worker_processes import Workers, worker_processes
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile
 from pipedream.apps.compare.compare import predict_samples_per_s
-from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, format_link
+from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant
 from pipedream.apps.compare.variants_page import comparison_svg
-from pipedream.core.units import format_bytes
+from pipedream.core.units import format_bytes, format_link
 from pipedream.plan_request import PlanRequest
 from pipedream.slow_links import Network, slow_network
 from pipedream.workflows.plan import plan_and_compare

@@ -18,8 +18,7 @@ from scaffold import format_table
 from worker_processes import stop_processes, worker_processes
 
 from pipedream import Cluster
-from pipedream.apps.compare.variants import format_link
-from pipedream.core.units import format_bytes
+from pipedream.core.units import format_bytes, format_link
 from pipedream.slow_links import slow_network
 
 LIMIT_BYTES = 1_400_000_000

@@ -13,12 +13,12 @@ import torch
 from models import SIZED
 from scaffold import format_table
 
-from pipedream.apps.compare.variants import ONE_WORKER, at_link, format_link
+from pipedream.apps.compare.variants import ONE_WORKER
 from pipedream.apps.report.charts import curve_svg
 from pipedream.apps.report.svg import frame
 from pipedream.core.plan.codec import CODECS
 from pipedream.core.plan.sum_method import SumMethod
-from pipedream.core.units import format_number
+from pipedream.core.units import format_link, format_number
 from pipedream.runtime.comm.channel import LocalGroup, Waiting
 from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.replica import Replica
@@ -177,7 +177,8 @@ def _format_rates(bytes_per_s: float, rows: list[dict[str, Any]]) -> str:
     cells = {"solo": "one worker"} | {name: name for name in _list_names(rows)}
     lines = [[title, *(_format_rate(name, group) for group in models)] for name, title in cells.items()]
     heads = "|".join(["weights", *(_format_weights(group[0]["weights"]) for group in models)])
-    title = f"Samples per second of both workers {at_link(bytes_per_s)} (over those of one worker at the same time):"
+    link = format_link(bytes_per_s)
+    title = f"Samples per second of both workers at {link} (over those of one worker at the same time):"
     return f"{title}\n\n{format_table(heads, 'lr', lines)}"
 
 
@@ -241,7 +242,7 @@ def _draw(family: str, bytes_per_s: float, rows: list[dict[str, Any]]) -> str:
         lines[name] = sorted((math.log(row["weights"]), row["samples_per_s"] / row["alone_per_s"]) for row in ran)
     return curve_svg(
         {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in lines.items()},
-        title=f"{_FAMILIES[family]}, two workers {at_link(bytes_per_s)}",
+        title=f"{_FAMILIES[family]}, two workers at {format_link(bytes_per_s)}",
         width_px=_PANEL_PX[0],
         height_px=_PANEL_PX[1],
         x_label="weights, on a logarithmic axis",

@@ -1,9 +1,10 @@
-"""Slow networks on one machine: a network namespace for each worker, with links of a chosen rate between them.
+"""Slow networks on one machine: a network namespace for each worker, with links of a chosen rate and latency.
 
 Each namespace belongs to a process that waits for the end of its input, a pipe of this process: however this process
 ends, its namespaces end with it. Root makes them directly, other users in a user namespace of their own.
 
-Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``).
+Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``); latencies need the
+kernel's ``netem``.
 """
 
 import os
@@ -15,10 +16,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
+from math import ceil, inf, prod
 from pathlib import Path
 
 from pipedream.core.errors import PipelineError
+from pipedream.core.units import format_seconds
 
 LINK = "wire"
 """Name of a host's network interface."""
@@ -33,6 +35,7 @@ _PACKET_BYTES = 9000
 
 # Acknowledgements overtake data (see _write_rules). A receiver drops data whose own acknowledgement lags by more than a
 # window, so windows are large and senders queue little.
+_UNLIMITED_BYTES_PER_S, _PACKETS = 1.25e9, 1_000_000  # a window's rate where none is set; what netem delays at once
 _SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
@@ -43,6 +46,10 @@ _SETTINGS = {  # of the kernel -> the value that forbids namespaces to users, an
     "kernel.unprivileged_userns_clone": ("0", "1"),
     "user.max_user_namespaces": ("0", "10000"),
 }
+
+
+class LinkError(PipelineError):
+    """The kernel cannot emulate a link."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,21 @@ class Network:
     hosts: tuple[Host, ...]
     _ports: dict[tuple[int, int], tuple[_End, _End]]  # (level, component) -> the ends of its port
 
-    def limit(self, bytes_per_s: float | None, *, level: int = 0, component: int | None = None) -> None:
+    def limit(
+        self, bytes_per_s: float | None, *, level: int = 0, component: int | None = None, latency_s: float = 0.0
+    ) -> None:
         """Limits what components of a level send to others, and what they receive; None takes the limit away.
 
         Args:
             component: one of the level's; by default all.
+            latency_s: of one way, added to all that they send; a round trip takes twice as long. Those of the levels
+                that a message crosses add up.
+
+        Raises:
+            LinkError: this kernel has no netem, which emulates latency.
         """
+        if not 0 <= latency_s < inf:
+            raise PipelineError(f"a latency of {latency_s} s was asked for; give seconds from 0 on")
         components = [number for at, number in self._ports if at == level]
         size = len(self.hosts) // len(components)  # hosts in a component
         lines: dict[_Namespace, list[str]] = {}
@@ -106,11 +122,29 @@ class Network:
             inside = self.hosts[number * size : (number + 1) * size]
             leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
             arriving = [(other, host) for host, other in leaving]
-            for (namespace, device), pairs in zip(self._ports[level, number], (leaving, arriving), strict=True):
-                rules = _write_rules(bytes_per_s, pairs) if bytes_per_s else ["qdisc replace dev {} root pfifo_fast"]
+            ways = (leaving, latency_s), (arriving, 0.0)
+            for (namespace, device), (pairs, way_s) in zip(self._ports[level, number], ways, strict=True):
+                rules = _write_rules(bytes_per_s, pairs, way_s)
                 lines.setdefault(namespace, []).extend(rule.format(device) for rule in rules)
-        for namespace, rules in lines.items():
-            namespace.batch("tc", rules)
+        try:
+            for namespace, rules in lines.items():
+                namespace.batch("tc", rules)
+        except PipelineError as error:
+            if not latency_s or "kind is unknown" not in str(error):
+                raise
+            raise LinkError(
+                f"a latency of {format_seconds(latency_s)} was asked for, but this kernel has no netem to emulate it; "
+                "load it (sudo modprobe sch_netem), or predict only"
+            ) from None
+        self._widen_windows(2 * latency_s * (bytes_per_s or _UNLIMITED_BYTES_PER_S))
+
+    def _widen_windows(self, round_trip_bytes: float) -> None:
+        """Lets a connection have as many bytes under way as fit into four round trips."""
+        for host in self.hosts if round_trip_bytes or len(self.hosts) > 2 else ():
+            for name, sizes in _SOCKETS.items():
+                low, usual, most = sizes.split()
+                sizes = f"{low} {usual} {max(int(most), ceil(4 * round_trip_bytes))}"
+                host.namespace.batch("sh", [f"echo {sizes} > /proc/sys/net/ipv4/{name}"])
 
     def sent_bytes(self) -> int:
         """Returns what all hosts have sent so far, with the headers of packets."""
@@ -165,23 +199,30 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
         yield network
 
 
-def _write_rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns the ``tc`` lines that limit the traffic of a device, {}, between pairs of addresses.
+def _write_rules(bytes_per_s: float | None, pairs: Sequence[tuple[str, str]], latency_s: float = 0.0) -> list[str]:
+    """Returns the ``tc`` lines that limit the traffic of a device, {}, between pairs of addresses, after a latency.
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
     would wait for all that other connections have sent before, which may be megabytes. Acknowledgements go first:
     if they waited for the data of their connection, they would slow the other direction down to the rate of this one.
     """
+    parent, before = "root", ["qdisc replace dev {} root pfifo_fast"]
+    if latency_s:
+        parent = "parent 2:1"
+        before.append(f"qdisc replace dev {{}} root handle 2: netem delay {1e6 * latency_s:.0f}us limit {_PACKETS}")
+    if not bytes_per_s:
+        return before
     # bps: bytes per second, in the language of tc
     rate = f"rate {round(bytes_per_s)}bps"
     burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
     queue = max(_QUEUE_BYTES, 2 * burst)
     if len(pairs) <= 1:  # none: a level of one component, whose port nothing passes
-        return [f"qdisc replace dev {{}} root tbf {rate} burst {burst} limit {queue}"]
+        before = before if latency_s else []
+        return [*before, f"qdisc replace dev {{}} {parent} tbf {rate} burst {burst} limit {queue}"]
     share = f"rate {max(1, round(bytes_per_s / len(pairs)))}bps ceil {round(bytes_per_s)}bps"
     lines = [
-        "qdisc replace dev {} root pfifo_fast",
-        "qdisc replace dev {} root handle 1: htb",
+        *before,
+        f"qdisc replace dev {{}} {parent} handle 1: htb",
         f"class add dev {{}} parent 1: classid 1:1 htb {rate} burst {2 * burst} cburst {2 * burst}",
         f"class add dev {{}} parent 1:1 classid 1:ffff htb {rate} burst {burst} cburst {burst} prio 0",
         # TCP in IP packets of less than 64 bytes: without data

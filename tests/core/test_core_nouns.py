@@ -32,6 +32,7 @@ WRITTEN: dict[Any, dict[Any, str]] = {
 def test_units_are_read_and_written() -> None:
     assert {text: units.parse_bytes(text) for text in SIZES} == SIZES
     assert {text: units.parse_rate(text) for text in RATES} == pytest.approx(RATES)
+    assert [units.parse_link(text) for text in ("1e+9", " 1e9 + 0.05s")] == [(1e9, 0.0), (1e9, 0.05)]
     for write, texts in WRITTEN.items():
         assert {value: write(value) for value in texts} == texts
 
@@ -39,11 +40,14 @@ def test_units_are_read_and_written() -> None:
 @given(st.floats(1, 1e15))
 def test_what_is_written_is_read_again(value: float) -> None:
     assert units.parse_rate(units.format_rate(value)) == pytest.approx(value, rel=0.01)
+    link = units.LinkSpeed(value, 1 / value)
+    assert units.parse_link(str(link)) == pytest.approx(link, rel=0.01)
 
 
 TWO = pd.Plan.uniform(2)
 LATE = replace(pd.Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
 NO_NUMBERS = ("", "-1", "0", "GB", "1 XB", "1e", "nan", "inf", "1e400", "1 GB/s/s")
+LATENCIES = ("", "-50ms", "50", "50min", "nanms")
 BANDWIDTH = r"is not a bandwidth; write for example 1e9, 1\.25GB/s or 10Gbit/s"
 
 
@@ -56,6 +60,10 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
     [
         *((lambda text=text: units.parse_bytes(text), "is not a size; write") for text in NO_NUMBERS),
         *((lambda text=text: units.parse_rate(text), BANDWIDTH) for text in NO_NUMBERS),
+        *(
+            (lambda text=text: units.parse_link(f"1e9+{text}"), f"'{text}' is not a latency; write")
+            for text in LATENCIES
+        ),
         (lambda: units.parse_rate("1Gbps"), f"{BANDWIDTH}; did you mean 1Gbit/s\\?"),
         (lambda: chain(0), "at least one layer"),
         (lambda: pd.LayerGraph((pd.Layer("a", "X"), pd.Layer("a", "X")), ()), r"must differ, found \['a'\]"),

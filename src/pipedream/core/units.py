@@ -5,6 +5,7 @@ Decimal prefixes: 1 kB is 1,000 bytes, as in the papers and on network cards.
 
 import math
 import re
+from typing import NamedTuple
 
 from pipedream.core.errors import PlanError
 
@@ -13,6 +14,8 @@ MUCH_SLOWER = 1.1
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_BITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"
 
 
@@ -40,6 +43,32 @@ def parse_rate(text: str | float) -> float:
         raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s{suggestion}")
     units_per_byte = 8.0 if match[3] == "bit" else 1.0
     return float(match[1]) * _PREFIX[(match[2] or "").lower()] / units_per_byte
+
+
+class LinkSpeed(NamedTuple):
+    """What a link carries in one direction, and the seconds from one end to the other: half of a round trip."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __str__(self) -> str:
+        return format_link(*self)
+
+
+def parse_link(text: str | float) -> LinkSpeed:
+    """Reads a rate as `parse_rate` does, and after a plus the latency of one way: ``25mbit/s+50ms``.
+
+    Raises:
+        ValueError: no bandwidth, or a latency that is negative or has no unit (s, ms, us).
+    """
+    parts = re.fullmatch(r"(.*?[^eE])\+(.*)", str(text))  # not the plus of 1e+9
+    if parts is None:
+        return LinkSpeed(parse_rate(text))
+    match = re.fullmatch(_NUMBER + "(s|ms|us)?\\s*", parts[2])
+    if match is None or match[2] is None:
+        suggestion = f"; did you mean {match[1]}ms?" if match else ""
+        raise ValueError(f"{parts[2]!r} is not a latency; write for example 50ms or 0.05s{suggestion}")
+    return LinkSpeed(parse_rate(parts[1]), float(match[1]) * _SECONDS[match[2]])
 
 
 def format_bytes(value: float) -> str:
@@ -81,6 +110,18 @@ def format_number(value: float | None) -> str:
 def format_rate(value: float) -> str:
     """Returns three significant digits: ``1.25 GB/s``."""
     return format_bytes(value) + "/s"
+
+
+def format_link(bytes_per_s: float, latency_s: float = 0.0) -> str:
+    """Returns a rate in bits, as networks are sold, and the latency of one way if there is one.
+
+    >>> format_link(50e6), format_link(1.25e9), format_link(3.125e6, 0.05)
+    ('400 Mbit/s', '10 Gbit/s', '25 Mbit/s + 50 ms')
+    """
+    bits = 8 * bytes_per_s
+    name, size = next((row for row in _BITS if bits >= row[1]), ("bit/s", 1.0))
+    rate = f"{bits / size:.0f} {name}" if bits >= 1000 * size else f"{bits / size:.3g} {name}"
+    return f"{rate} + {1e3 * latency_s:.3g} ms" if latency_s else rate
 
 
 def format_seconds(value: float) -> str:

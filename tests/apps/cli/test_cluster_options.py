@@ -93,6 +93,7 @@ def test_a_plan_for_a_papers_cluster(files: Path, run_command: Run) -> None:
         ("--memory 2GB", None, 2 * 10**9),
         ("--bandwidth 1Gbit/s", (pd.Level(4, 1.25e8),), None),
         ("--bandwidth 1e9 1e8 --latency 0.001", (pd.Level(2, 1e9, 1e-3), pd.Level(2, 1e8, 1e-3)), None),
+        ("--bandwidth 1e9 25mbit/s+50ms", (pd.Level(2, 1e9), pd.Level(2, 3.125e6, 0.05)), None),
         ("--latency 0", (pd.Level(4, 1.25e9),), None),
         ("--cluster four --memory 3GB", (pd.Level(4, 7.0),), 3 * 10**9),
     ],

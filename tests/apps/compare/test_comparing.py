@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import pipedream as pd
+from pipedream import slow_links
 from pipedream.apps.compare import compare, compare_options, compare_runs, variants
 from pipedream.apps.compare.torch_baselines import DataParallel, OneFOneB, PlainLoop, Task
 from pipedream.apps.training import loop
@@ -171,7 +172,8 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], PlainLoop], words: str
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--link 400", "--link 400 is 400 B/s; did you mean 400mbit/s?"),
+        ("--link 400+5ms", "--link 400+5ms is 400 B/s; did you mean 400mbit/s+5ms?"),
+        ("--link 25mbit/s+-50ms", "--link 25mbit/s+-50ms: '-50ms' is not a latency; write for example 50ms or 0.05s"),
         ("--link 5_parsec", "--link 5 parsec: '5 parsec' is not a bandwidth"),
         ("--link 1tbit/s", "a link of 1000 Gbit/s was asked for, but this machine's loopback carries"),
         ("--workers 1000", "1000 workers were asked for on "),
@@ -335,21 +337,32 @@ def test_a_run_has_its_seconds_after_its_warm_up(seconds: float, bytes_per_s: fl
     assert updates <= 2 * (period + 12) + seconds * rate
 
 
-@pytest.mark.slow
-def test_one_worker_is_the_planners_choice_over_a_slow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake, network = FakeRuns(monkeypatch), SimpleNamespace(limit=lambda rate: None)
-    profile = pd.profile(recipe().model, torch.randn(8, 8), runs=1)
-    runs: Any = compare_runs.Runs("small.py", tmp_path, 0, "cpu", network)  # type: ignore[arg-type]
+def test_one_worker_is_measured_once_others_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is the planner's choice over slow links. Of one microbatch, activation and gradient cross in turn."""
+
+    def limit(rate: float, latency_s: float) -> None:
+        if latency_s:
+            raise slow_links.LinkError("no netem")
+
+    monkeypatch.setattr(compare._Comparer, "_check", lambda *row: None)
+    fake, links = FakeRuns(monkeypatch), compare_options._read_links(["8kbit/s", "16kbit/s", "1e6+50ms"])
+    profile = pd.Profile.of_chain((pd.LayerProfile(0.01, 0.02, 4000, 40_000),) * 2, batch=8)
+    runs: Any = compare_runs.Runs("small.py", tmp_path, 0, "cpu", SimpleNamespace(limit=limit))  # type: ignore[arg-type]
     comparer = compare._Comparer(
         compare_options.ComparisonOptions(), runs, variants.RecipeComparison("small", 2), lambda line: None
     )
-    for link in (1e3, 2e3):
-        for way in compare._list_ways(compare_options.ComparisonOptions(schedules=("auto",)), pd.Cluster.flat(2, link)):
+    for link, name in zip(links, ("auto", "auto", "1f1b"), strict=True):
+        options = compare_options.ComparisonOptions(schedules=(name,), microbatches=1)
+        for way in compare._list_ways(options, options.make_cluster(link)):
             comparer.rows.append(comparer.plan(way, link, profile, recipe()))
     comparer.train()
     assert [name for _, _, name in fake.ran] == ["one_worker"], "it is measured once"
-    rows = [(variant.name, variant.link, variant.samples_per_s) for variant in comparer.comparison.variants]
-    assert rows == [(name, link, rows[0][2]) for link in (1e3, 2e3) for name in (variants.ONE_WORKER, "auto")]
+    *alone, piped = comparer.comparison.variants
+    pairs = [(name, link) for link in links for name in (variants.ONE_WORKER, "auto")][:5]
+    assert [(row.name, row.speed, row.samples_per_s) for row in alone] == [(*p, alone[0].samples_per_s) for p in pairs]
+    assert (piped.why, piped.samples_per_s) == ("no netem", None)
+    assert piped.predicted_per_s == pytest.approx(8 / (2 * (0.01 + 0.02) + 2 * (4000 / 1e6 + 0.05)))
+    assert comparer.comparison.verdict.endswith("; at 8 Mbit/s + 50 ms only one worker ran.")
 
 
 @pytest.mark.network

@@ -14,6 +14,7 @@ from commands import Run, load_script
 
 import pipedream as pd
 from pipedream.apps.compare import compare, compare_options, compare_runs, torch_baselines, variants
+from pipedream.core.units import LinkSpeed
 from tests.apps.compare import test_comparing
 
 RECIPE = (
@@ -37,7 +38,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _compare(folder: Path, methods: tuple[str, ...] = METHODS, **options: Any) -> variants.RecipeComparison:
-    chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (1e6,), "emulate_delay": True} | options
+    chosen = {"seed": 3, "epochs": 2, "workers": 3, "links": (LinkSpeed(1e6),), "emulate_delay": True} | options
     comparison, _ = compare.compare_recipe(
         str(folder.parent / "small.py"), compare_options.ComparisonOptions(schedules=methods, **chosen), out=folder
     )

@@ -19,7 +19,7 @@ def over(rate: float | None, **rates: float | None) -> tuple[Variant, ...]:
 @pytest.mark.parametrize(
     ("variants", "words"),
     [
-        (over(None, ddp=None, ours=42), "Over this machine's own links pipedream is the fastest."),
+        (over(None, ddp=None, ours=42), "Over this machine's own links only pipedream ran."),
         (over(50e6, ddp=None, ours=None), "At 400 Mbit/s nothing ran."),
         (
             (*over(1.25e9, ddp=60), *over(25e6, one_worker=30, ddp=10, ours=88)),

@@ -15,12 +15,14 @@ RATES = st.none() | st.floats(1e-3, 1e7)
 
 @st.composite
 def comparisons(draw: st.DrawFn) -> RecipeComparison:
-    links = draw(st.lists(st.sampled_from([1.25e7, 5e7, 1.25e9]), min_size=1, max_size=3, unique=True))
+    links = draw(
+        st.lists(st.sampled_from([(1.25e7, 0.0), (5e7, 0.0), (5e7, 0.05)]), min_size=1, max_size=3, unique=True)
+    )
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
     losses = st.lists(st.floats(allow_nan=True), max_size=3).map(lambda values: tuple(enumerate(values, 1)))
     variants = (
-        Variant(name, link, samples_per_s=draw(RATES), predicted_per_s=draw(RATES), losses=draw(losses))
-        for link in links
+        Variant(name, rate, "", "", draw(RATES), draw(RATES), losses=draw(losses), latency_s=latency_s)
+        for rate, latency_s in links
         for name in names
     )
     return RecipeComparison("net", 2, tuple(variants), delayed=draw(st.booleans()))

@@ -99,9 +99,3 @@ def test_rates_are_those_of_the_slowest_if_all_were_measured() -> None:
     cluster = of_workers({"host_bytes_per_s": 2e10}, {"host_bytes_per_s": 1e10})
     assert cluster.host_bytes_per_s == 1e10
     assert "; memory of the host 10.0 GB/s" in str(cluster)
-
-
-def test_text_names_what_was_measured() -> None:
-    text = str(survey("aab", sums=(Sum(1, (0, 1, 2), 1e-4, 6e8),), fans=(Fan(0, False, (0, 1, 2), 1e9),)))
-    for words in ("rank 0 to rank 1", "over 3 ranks", "rank 0 from 1, 2", "rank 2, machine 1: cpu: a, 1.00 times"):
-        assert words in text

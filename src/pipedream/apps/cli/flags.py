@@ -99,7 +99,7 @@ def _make_parameter(option: _Option) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 
-_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
+_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?(\+[0-9.]+[mu]?s?)?"
 
 
 class OptionParser(TyperCommand):

@@ -66,7 +66,8 @@ class ClusterFlags:
     )
     bandwidth: list[str] | None = Panel.CLUSTER.option(
         None,
-        "Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
+        "Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s; with its latency "
+        "25Mbit/s+50ms.",
         metavar="B [B ...]",
         unset="10Gbit/s",
     )
@@ -155,7 +156,7 @@ def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: f
         for width, rate in zip(widths, rates, strict=True):
             sizes = tuple(map(int, width.split("+")))
             uneven = sizes if len(sizes) > 1 else ()
-            levels.append(Level(max(sizes), read_rate(rate), latency_s, sizes=uneven))
+            levels.append(Level(max(sizes), *read_link(rate, latency_s), sizes=uneven))
         return Cluster(tuple(levels), read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
@@ -173,11 +174,18 @@ def read_memory(text: str | None) -> int | None:
     return size
 
 
-def read_rate(text: str) -> float:
-    """Reads --bandwidth. Raises ValueError for no bandwidth, PlanError for a small number without a unit."""
-    rate = units.parse_rate(text)
-    _check_unit("--bandwidth", text, units.format_rate(rate), "Mbit/s")
-    return rate
+def read_link(text: str, latency_s: float = 0.0) -> units.LinkSpeed:
+    """Reads --bandwidth; with --latency, if it has no latency.
+
+    Raises:
+        ValueError: no bandwidth.
+        PlanError: a small number without a unit, or two latencies.
+    """
+    link = units.parse_link(text)
+    _check_unit("--bandwidth", text.partition("+")[0].strip(), units.format_rate(link.bytes_per_s), "Mbit/s")
+    if link.latency_s and latency_s:
+        raise PlanError(f"--bandwidth {text} was given with --latency {latency_s:g}; leave one latency out")
+    return link._replace(latency_s=link.latency_s or latency_s)
 
 
 def _check_unit(flag: str, text: str, meaning: str, unit: str) -> None:

@@ -18,7 +18,8 @@ def sweep(
     workers: list[str] = option(..., "Numbers of workers, e.g. 2,4,8.", metavar="N,N,..."),
     bandwidth: list[str] | None = option(
         None,
-        "Bandwidths of a link in one direction, e.g. 1e8,1e9 (bytes/s) or 1Gbit/s,10Gbit/s.",
+        "Bandwidths of a link in one direction, e.g. 1e8,1e9 (bytes/s) or 1Gbit/s,10Gbit/s; with their latency "
+        "25Mbit/s+50ms,1Gbit/s+50ms.",
         metavar="B,B,...",
         unset="10Gbit/s",
     ),
@@ -48,10 +49,12 @@ def sweep(
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
     common.check_outputs(csv=csv)
     try:
-        rates = [common.read_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
-        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), common.read_memory(memory))
+        links = [common.read_link(text, latency) for text in _split_values(bandwidth or []) or ["1.25e9"]]
+        cluster = Cluster((Level(int(counts[0]), *links[0]),), common.read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
+    if len({link.latency_s for link in links}) > 1:
+        raise PlanError(f"links of {', '.join(map(str, links))} were asked for; sweep links of one latency at a time")
     result = sweeping.sweep(
         common.read_profile(profile),
         PlanRequest(
@@ -62,7 +65,7 @@ def sweep(
             allow_asynchronous=allow_asynchronous,
         ),
         workers=sorted({int(count) for count in counts}),
-        bandwidths=sorted(set(rates)),
+        bandwidths=sorted({link.bytes_per_s for link in links}),
         schedules=_split_values([schedule]),
     )
     if csv is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pipedream.apps.compare.compare_options import ComparisonOptions
 from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.torch_baselines import check_torch_trains
-from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, at_link, format_link
+from pipedream.apps.compare.variants import DDP, ONE_WORKER, RecipeComparison, Variant, at_link
 from pipedream.apps.compare.variants_page import comparison_page, comparison_svg
 from pipedream.apps.training.loop import count_left
 from pipedream.apps.training.recipe import Recipe, load_recipe
@@ -34,13 +34,13 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.codec import CODECS
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.delay_compensation import COMPENSATIONS
-from pipedream.core.units import format_seconds
+from pipedream.core.units import LinkSpeed, format_link, format_seconds
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.services.checkpoint.stores import find_kind
 from pipedream.services.phases.phases import Phase, phases_text, read_phases
 from pipedream.services.probe.probe import detect_cluster
-from pipedream.slow_links import loopback_bytes_per_s, slow_network
+from pipedream.slow_links import LinkError, loopback_bytes_per_s, slow_network
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.simulate import simulate
 
@@ -114,7 +114,7 @@ def compare_recipe(
         comparer = _Comparer(options, runs, comparison, progress)
         profile = comparer.profile_together()
         loaded = load_recipe(recipe, seed=options.seed)
-        for link in options.rates:
+        for link in options.compared_links:
             cluster = options.make_cluster(link) if link else detect_cluster(options.device, workers=workers)[0]
             ways = _list_delayed(phases, options, cluster) if is_delayed else _list_ways(options, cluster)
             comparer.rows += [comparer.plan(way, link, profile, loaded) for way in ways]
@@ -165,9 +165,10 @@ class _Comparer:
         self.comparison = replace(self.comparison, notes=profile.notes)
         return profile
 
-    def plan(self, way: _Way, link: float | None, profile: Profile, recipe: Recipe) -> _Row:
+    def plan(self, way: _Way, link: LinkSpeed | None, profile: Profile, recipe: Recipe) -> _Row:
         """Returns a row over a link, with what an earlier call has measured, or why it cannot train the recipe."""
-        variant = Variant(way.name, link, approximation=way.request.choices.approximations)
+        rate, latency_s = link or (None, 0.0)
+        variant = Variant(way.name, rate, latency_s=latency_s, approximation=way.request.choices.approximations)
         try:
             plan = make_plan(profile, way.request)
             if way.kind == "pipeline":
@@ -182,11 +183,13 @@ class _Comparer:
             variant = replace(variant, folder=folder, samples_per_update=samples)
             if measured := self.runs.read(variant, is_here=self.comparison.delayed):
                 return _Row(way, measured, plan, is_known=True)
+            if plan.ranks > 1 and latency_s:
+                self._limit(variant)  # which this kernel may not be able to
             self._check(way, plan, recipe)
             # What accumulates sums as rarely as what averages.
             rare = way.request if accumulated == 1 else replace(way.request, sums=f"every:{accumulated}")
             minibatch_s = plan.batch / predict_samples_per_s(make_plan(profile, rare))
-        except (PlanError, RecipeError, ScheduleError) as error:
+        except (PlanError, RecipeError, ScheduleError, LinkError) as error:
             return _Row(way, replace(variant, why=str(error)), is_known=True)
         if self.comparison.delayed:  # all workers take turns in this process
             minibatch_s = sum(stage.compute_s for stage in plan.stages)
@@ -231,19 +234,29 @@ class _Comparer:
         variant, plan = row.variant, row.plan
         assert plan is not None
         if not variant.folder:  # one worker is as fast over any link
-            return replace(self.rows[0].variant, name=variant.name, link=variant.link, plan=variant.plan)
+            return replace(
+                self.rows[0].variant,
+                name=variant.name,
+                link=variant.link,
+                latency_s=variant.latency_s,
+                plan=variant.plan,
+            )
         label = self._label(variant, plan)
         self.progress(f"{label} ...")
-        if self.runs.network is not None:
-            self.runs.network.limit(variant.link)
+        if plan.ranks > 1:
+            self._limit(variant)
         variant = self.runs.train(variant, plan, row.way.kind, is_here=self.comparison.delayed, **row.options)
         rate = f"{variant.samples_per_s:.4g} samples/s" if variant.samples_per_s else f"{len(variant.losses)} updates"
         self.progress(f"{label}: {variant.why or rate}")
         return variant
 
+    def _limit(self, variant: Variant) -> None:
+        if self.runs.network is not None:
+            self.runs.network.limit(variant.link, latency_s=variant.latency_s)
+
     def _label(self, variant: Variant, plan: Plan) -> str:
         is_linked = self.runs.network is not None and plan.ranks > 1
-        return f"{variant.name} {at_link(variant.link)}" if is_linked else variant.name
+        return f"{variant.name} {at_link(variant.speed)}" if is_linked else variant.name
 
     def _choose_length(self, plan: Plan, minibatches: int) -> dict[str, int | None]:
         """Returns the epochs and minibatches of a run whose updates have so many.
@@ -368,7 +381,9 @@ def _check(options: ComparisonOptions, schedules: Sequence[str]) -> None:
             f"{workers} workers were asked for on {cores} cores, where they would take turns; ask for at most {cores}, "
             "or predict (pipedream plan, then pipedream simulate or emulate)"
         )
-    if options.links and (fastest := max(options.links)) > (limit := loopback_bytes_per_s()):
+    if options.links and (fastest := max(link.bytes_per_s for link in options.links)) > (
+        limit := loopback_bytes_per_s()
+    ):
         raise PlanError(
             f"a link of {format_link(fastest)} was asked for, but this machine's loopback carries {format_link(limit)} "
             "(measured now); ask for a slower one"

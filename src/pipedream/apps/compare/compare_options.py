@@ -7,24 +7,25 @@ from pipedream.apps.training.options import TrainingOptions
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import number, option, option_of
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.units import format_rate, parse_rate
+from pipedream.core.units import LinkSpeed, format_rate, parse_link
 from pipedream.plan_request import PlanRequest
 
 _MIN_BYTES_PER_S, _USUAL_BYTES_PER_S, _LATENCY_S = 1000.0, 1.25e9, 1e-4  # latency: of a message
 
 
-def _read_links(texts: Sequence[str]) -> tuple[float, ...]:
-    """Reads --link as bytes/s."""
-    rates = []
+def _read_links(texts: Sequence[str]) -> tuple[LinkSpeed, ...]:
+    """Reads --link."""
+    links = []
     for text in texts:
         try:
-            rates.append(parse_rate(text))
+            links.append(parse_link(text))
         except ValueError as error:
             raise PlanError(f"--link {text}: {error}") from None
-        if rates[-1] < _MIN_BYTES_PER_S:
-            number = text.strip().rstrip("bBit/s ")
-            raise PlanError(f"--link {text} is {format_rate(rates[-1])}; did you mean {number}mbit/s?")
-    return tuple(rates)
+        if links[-1].bytes_per_s < _MIN_BYTES_PER_S:
+            number, plus, latency = text.partition("+")
+            meant = f"{number.strip().rstrip('bBit/s ')}mbit/s{plus}{latency}"
+            raise PlanError(f"--link {text} is {format_rate(links[-1].bytes_per_s)}; did you mean {meant}?")
+    return tuple(links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,12 @@ class ComparisonOptions:
     workers: int | None = number(
         None, "Workers of each variant; the stages of --emulate-delay.", unset="2, or 4 stages"
     )
-    links: tuple[float, ...] = option(
+    links: tuple[LinkSpeed, ...] = option(
         (),
-        "Run over links of this rate, e.g. 400mbit/s, by network namespaces; repeatable.",
+        "Run over links of this rate, by network namespaces, and with this latency one way: 400mbit/s or "
+        "25mbit/s+50ms. Repeatable.",
         "--link",
-        metavar="RATE",
+        metavar="RATE[+LATENCY]",
         unset="this machine's own links",
         kind=list[str],
         read=_read_links,
@@ -86,10 +88,11 @@ class ComparisonOptions:
         return self.workers or (4 if self.emulate_delay else 2)
 
     @property
-    def rates(self) -> tuple[float | None, ...]:
-        """The links' bytes/s; None for this machine's own links."""
-        return self.links or (_USUAL_BYTES_PER_S if self.emulate_delay else None,)
+    def compared_links(self) -> tuple[LinkSpeed | None, ...]:
+        """None for this machine's own links."""
+        return self.links or (LinkSpeed(_USUAL_BYTES_PER_S) if self.emulate_delay else None,)
 
-    def make_cluster(self, bytes_per_s: float) -> Cluster:
-        """Returns the workers, joined by links of a rate."""
-        return Cluster.flat(self.worker_count, bandwidth_bytes_per_s=bytes_per_s, latency_s=_LATENCY_S)
+    def make_cluster(self, link: LinkSpeed) -> Cluster:
+        """Returns the workers, joined by such links."""
+        latency_s = link.latency_s or _LATENCY_S
+        return Cluster.flat(self.worker_count, bandwidth_bytes_per_s=link.bytes_per_s, latency_s=latency_s)

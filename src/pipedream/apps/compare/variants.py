@@ -9,9 +9,10 @@ from typing import Any
 
 from pipedream.core.artifact import NOT_STORED
 from pipedream.core.tabular import align
-from pipedream.core.units import describe_slowness, format_bytes, format_number, format_seconds
+from pipedream.core.units import LinkSpeed, describe_slowness, format_bytes, format_number, format_seconds
 
 ONE_WORKER, DDP = "one worker", "DDP"
+_OWN_LINKS = "this machine's own links"
 _FEW_UPDATES = 100
 """A mean over a tenth of fewer training losses depends on their minibatches."""
 
@@ -21,7 +22,7 @@ class Variant:
     """One way to train over one link, with the figures of its run folder; unknown ones are None.
 
     Attributes:
-        link: bytes/s; None for this machine's own links.
+        link, latency_s: bytes/s of the link, and seconds of one way; None for this machine's own links.
         plan: replica counts of the stages, and the depth; '' for one of torch's.
         samples_per_s: None if all workers ran in one process.
         predicted_per_s: samples per second by simulation; None for torch's.
@@ -53,6 +54,11 @@ class Variant:
     approximation: str = ""
     losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
     test_losses: tuple[tuple[int, float], ...] = field(default=(), metadata=NOT_STORED)
+    latency_s: float = 0.0
+
+    @property
+    def speed(self) -> LinkSpeed | None:
+        return None if self.link is None else LinkSpeed(self.link, self.latency_s)
 
     @property
     def loss_curve(self) -> list[tuple[float, float]]:
@@ -92,14 +98,14 @@ class RecipeComparison:
         return f"{self.recipe}, {workers}"
 
     @property
-    def links(self) -> dict[float | None, list[Variant]]:
+    def links(self) -> dict[LinkSpeed | None, list[Variant]]:
         """The variants over each link."""
-        links = dict.fromkeys(variant.link for variant in self.variants)
-        return {link: [variant for variant in self.variants if variant.link == link] for link in links}
+        links = dict.fromkeys(variant.speed for variant in self.variants)
+        return {link: [variant for variant in self.variants if variant.speed == link] for link in links}
 
     def compare_with(self, name: str, variant: Variant) -> float | None:
         """Returns a variant's samples per second over those of the variant of this name, over the same link."""
-        others = (other.samples_per_s for other in self.links[variant.link] if other.name == name)
+        others = (other.samples_per_s for other in self.links[variant.speed] if other.name == name)
         other = next(others, None)
         return None if not other or variant.samples_per_s is None else variant.samples_per_s / other
 
@@ -144,15 +150,17 @@ class RecipeComparison:
         if not self.variants[0].test_losses and updates < _FEW_UPDATES:
             return f"{updates} updates without an evaluation do not decide; train more, or give the recipe test data"
         loss = f"its own {self._judged}" if best == reference else f"the {self._judged} of {reference}"
-        text = f"{at_link(self.variants[0].link)}, {best} is predicted to be the first at {loss}"
+        text = f"{at_link(self.variants[0].speed)}, {best} is predicted to be the first at {loss}"
         also = "" if best == reference else f"; {reference} takes {format_seconds(seconds[reference])}"
         return f"on {self.workers} workers {text}, after {format_seconds(seconds[best])}{also}"
 
-    def _judge_link(self, link: float | None) -> str:
+    def _judge_link(self, link: LinkSpeed | None) -> str:
         """Names the fastest variant over a link, and the fastest other one if it approximates gradients."""
         ran = sorted((v for v in self.links[link] if v.samples_per_s), key=lambda v: -(v.samples_per_s or 0.0))
         if not ran:
             return f"{at_link(link)} nothing ran"
+        if len(ran) == 1 < len(self.links[link]):
+            return f"{at_link(link)} only {self._praise(ran[0])} ran"
         text = f"{at_link(link)} {self._praise(ran[0])} is the fastest"
         exact = next((variant for variant in ran if not variant.approximation), ran[0])
         return text if exact is ran[0] else f"{text}, without approximation {self._praise(exact)}"
@@ -171,7 +179,7 @@ class RecipeComparison:
             values = map(figure, self.variants)
             columns[head] = ["-" if value in (None, "") else words(value) for value in values]
 
-        add("over", lambda variant: format_link(variant.link), str)
+        add("over", lambda variant: variant.speed or _OWN_LINKS, str)
         add("variant", lambda variant: variant.name, str)
         add("plan", lambda variant: variant.plan, str)
         for name in dict.fromkeys(name for variant in self.variants for name in variant.metrics):
@@ -201,7 +209,7 @@ class RecipeComparison:
         """Explains why figures may be wrong."""
         worst = max(self.variants, key=lambda variant: variant.slowness, default=Variant(""))
         busy = describe_slowness(worst.slowness, "a worker's")
-        text = f"speeds may be wrong: {busy} in {worst.name} {at_link(worst.link)}; compare again on free cores"
+        text = f"speeds may be wrong: {busy} in {worst.name} {at_link(worst.speed)}; compare again on free cores"
         return (*self.notes, text) if busy else self.notes
 
     def __str__(self) -> str:
@@ -209,24 +217,9 @@ class RecipeComparison:
         return "\n".join([self.heading, align(self.table(), "lllr"), "", *notes, self.verdict])
 
 
-def at_link(bytes_per_s: float | None) -> str:
-    """Returns a rate with its preposition: at 400 Mbit/s."""
-    return f"{'over' if bytes_per_s is None else 'at'} {format_link(bytes_per_s)}"
-
-
-def format_link(bytes_per_s: float | None) -> str:
-    """Returns a rate in bits, as networks are sold.
-
-    >>> format_link(50e6), format_link(1.25e9)
-    ('400 Mbit/s', '10 Gbit/s')
-    """
-    if bytes_per_s is None:
-        return "this machine's own links"
-    bits = 8 * bytes_per_s
-    for name, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {name}" if bits < 1000 * size else f"{bits / size:.0f} {name}"
-    return f"{bits:.3g} bit/s"
+def at_link(link: LinkSpeed | None) -> str:
+    """Returns a link with its preposition: at 400 Mbit/s."""
+    return f"{'over' if link is None else 'at'} {link or _OWN_LINKS}"
 
 
 def format_ratio(ratio: float) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, at_link, format_link
+from pipedream.apps.compare.variants import ONE_WORKER, RecipeComparison, Variant, at_link
 from pipedream.apps.report.charts import curve_svg
 from pipedream.apps.report.html_tables import document, scroll, section, table
 
@@ -13,20 +13,23 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
     """Returns the speed-up over one worker against the rate of the links; over one link, the losses."""
     if len(comparison.links) < 2:
         return _draw_losses(comparison, comparison.variants, standalone)
-    places = {link: -math.log(link) for link in comparison.links if link}  # slow links on the right
+    links = [link for link in comparison.links if link]
+    places = {link: -math.log(link.bytes_per_s) for link in links}  # slow links on the right
+    if is_even := len({*places.values()}) < len(links):  # links of one rate
+        places = {link: float(place) for place, link in enumerate(links)}
     curves: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in comparison.variants}
     for variant in comparison.variants:
-        if variant.link and (speed_up := comparison.compare_with(ONE_WORKER, variant)):
-            curves[variant.name].append((places[variant.link], speed_up))
+        if variant.speed and (speed_up := comparison.compare_with(ONE_WORKER, variant)):
+            curves[variant.name].append((places[variant.speed], speed_up))
     ranked = sorted(curves.items(), key=lambda curve: -curve[1][-1][1] if curve[1] else 0.0)
     return curve_svg(
         {f"{points[-1][1]:.2g}x {name}" if points else name: points for name, points in ranked},
         title=comparison.heading,
         width_px=860,
         height_px=max(360, 80 + 18 * len(curves)) if standalone else 360,
-        x_label="link rate, on a logarithmic axis",
+        x_label="links, in their order" if is_even else "link rate, on a logarithmic axis",
         y_label=f"samples per second over those of {ONE_WORKER} alone; left of a name: over the slowest link",
-        x_ticks={place: format_link(link) for link, place in places.items()},
+        x_ticks={place: str(link) for link, place in places.items()},
         standalone=standalone,
     )
 
@@ -45,7 +48,7 @@ def comparison_page(comparison: RecipeComparison) -> str:
 
 
 def _draw_losses(comparison: RecipeComparison, variants: Sequence[Variant], standalone: bool) -> str:
-    seconds = f"{'predicted' if comparison.delayed else 'measured'} seconds {at_link(variants[0].link)}"
+    seconds = f"{'predicted' if comparison.delayed else 'measured'} seconds {at_link(variants[0].speed)}"
     return curve_svg(
         {variant.name: variant.loss_curve for variant in variants},
         title=f"{comparison.heading}: training loss",

@@ -32,7 +32,7 @@ class Level:
     Attributes:
         width: components in a group (in the largest, if unequal).
         bandwidth_bytes_per_s: rate at which a component sends.
-        latency_s: seconds of one message.
+        latency_s: seconds of one message, one way; a round trip takes twice as long.
         receive_bytes_per_s: rate at which it receives; None if the same.
         sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None uses
             that of the links.
