@@ -57,6 +57,8 @@ TORCH_PACKAGES = (
     "extensions.offload",
     "extensions.recompute",
     "extensions.reducers.averages.average",
+    "extensions.reducers.averages.codes",
+    "extensions.reducers.averages.sparse",
     "extensions.reducers.powersgd.low_rank",
     "hf",
     "profiler",

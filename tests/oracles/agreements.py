@@ -6,6 +6,7 @@ the sum of the errors.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ Values = dict[str, Tensor]
 
 @dataclass
 class Published(Reducer):
-    """A way to agree; `number`: rank, or updates from one average to the next; rate and momentum are DiLoCo's."""
+    """A way to agree; `number`: rank, or updates from one average to the next; rate and momentum: of outer steps."""
 
     kind: Any = "full"
     number: int = 0
     rate: float = 0.7
     momentum: float = 0.9
-    errors: Values = field(default_factory=dict)
+    share: float = 0.0
+    decay: float = 0.95
+    errors: dict[Any, Any] = field(default_factory=dict)  # of SparseLoCo, also by replica
     factors: Values = field(default_factory=dict)
     outer: Values = field(default_factory=dict)
     velocity: Values = field(default_factory=dict)
@@ -33,7 +36,7 @@ class Published(Reducer):
 
     @property
     def averages(self) -> bool:  # type: ignore[override]
-        return self.kind in ("every", "diloco")
+        return self.kind in ("every", "diloco", "sparse")
 
     def begin(self, weights: Values) -> None:
         self.outer = {name: tensor.clone() for name, tensor in weights.items()}
@@ -62,10 +65,11 @@ class Published(Reducer):
         self.updates += 1
         if not self.averages or self.updates % self.number:
             return False
+        changes = [self.find_change(r, weights) for r, weights in enumerate(copies)]
         for name in copies[0]:
             mean = torch.stack([weights[name] for weights in copies]).mean(0)
-            if self.kind == "diloco":
-                change = self.outer[name] - mean
+            if self.kind != "every":
+                change = torch.stack([changed[name] for changed in changes]).mean(0)
                 self.velocity[name] = self.momentum * self.velocity.get(name, torch.zeros_like(mean)) + change
                 mean = self.outer[name] - self.rate * (change + self.momentum * self.velocity[name])
                 self.outer[name] = mean.clone()
@@ -73,10 +77,34 @@ class Published(Reducer):
                 weights[name] = mean.clone()
         return True
 
+    def find_change(self, replica: int, weights: Values) -> Values:
+        """Returns what a replica contributes to an outer gradient."""
+        changes = {name: outer - weights[name] for name, outer in self.outer.items()}
+        vectors = [name for name, change in changes.items() if change.dim() < 2]
+        for names in (vectors, *([name] for name in changes if name not in vectors)):
+            if names and self.kind == "sparse":
+                joined = torch.cat([changes[name].flatten() for name in names])
+                joined = joined + self.decay * self.errors.get((replica, names[0]), 0.0)
+                arrived = torch.cat([keep_largest(chunk, self.share) for chunk in joined.split(4096)])
+                self.errors[replica, names[0]] = joined - arrived
+                pieces = arrived.split([changes[name].numel() for name in names])
+                changes |= {name: piece.view_as(changes[name]) for name, piece in zip(names, pieces, strict=True)}
+        return changes
+
     def common(self, copies: Sequence[Values]) -> Values:
-        if self.kind == "diloco":
+        if self.kind in ("diloco", "sparse"):
             return {name: tensor.clone() for name, tensor in self.outer.items()}
         return super().common(copies)
+
+
+def keep_largest(chunk: Tensor, share: float) -> Tensor:
+    """Returns what arrives of a chunk: of its largest values, the mean size of the larger, or of the smaller ones."""
+    arrived, sizes = torch.zeros_like(chunk), chunk.abs()
+    kept = (sizes >= sizes.sort().values[-ceil(share * len(chunk))]) & (chunk != 0)
+    large = kept & (sizes > sizes[kept].mean())
+    for some in (large, kept & ~large):
+        arrived[some] = chunk[some].sign() * sizes[some].mean().float()
+    return arrived
 
 
 def orthonormal(columns: Tensor) -> Tensor:
@@ -99,5 +127,7 @@ PUBLISHED = {
     "every:3": Published("every", 3),
     "diloco:2": Published("diloco", 2),
     "diloco:3,lr=0.5,momentum=0.8": Published("diloco", 3, 0.5, 0.8),
+    "sparse:2,0.1": Published("sparse", 2, 1.0, 0.0, 0.1),
+    "sparse:3,0.02,lr=0.7,decay=0.9": Published("sparse", 3, 0.7, 0.0, 0.02, 0.9),
 }
 """``sums=`` -> how replicas agree."""

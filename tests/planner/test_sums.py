@@ -15,13 +15,14 @@ from tests.planner.planned import compare
 WIDE = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 4))
 FACTORS = 4 * (2 * (1024 + 256))  # numbers of rank 4; the last layer is too small
 BIASES = 1024 + 256 + 4 + 4 * 256
+SPARSE = 7 * (2 * 64 * 82 + 21 + 26 + 1) // 4 + 8 * (2 * 64 + 2)  # bytes: of 2% of each chunk, of the biases together
 SLOW = pd.Cluster.flat(2, 1e6, 1e-3)
 
 
 def with_seconds(profile: pd.Profile, forward_s: float) -> pd.Profile:
     """Returns the profile with layers that take the same seconds, twice as many backward."""
     times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "forward_fixed_s": 0.0, "backward_fixed_s": 0.0}
-    return replace(profile, layers=tuple(replace(layer, **times) for layer in profile.layers))
+    return replace(profile, layers=tuple(replace(layer, **times) for layer in profile.layers), notes=())
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def parallel(profile: pd.Profile, sums: str = "full") -> pd.Plan:
         ("powersgd:4", FACTORS + BIASES),
         ("every:8", (2 * (1 << 18) + BIASES) / 8),
         ("diloco:30", (2 * (1 << 18) + BIASES) / 30),
+        ("sparse:8,0.02", SPARSE / 4 / 8),
     ],
 )
 def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbers: float) -> None:
@@ -54,7 +56,7 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
     assert periods[0] - periods[1] == pytest.approx(saved_s * 5, rel=0.1)  # five rounds of two minibatches
     assert plan.costs.sync_s[0] < full.costs.sync_s[0]
     assert full.choosing(sums=sums).period_s == pytest.approx(plan.period_s)
-    kept = {"powersgd:4": 1, "diloco:30": 2}.get(sums, 0)  # errors; also outer weights
+    kept = {"powersgd:4": 1, "diloco:30": 2, "sparse:8,0.02": 2}.get(sums, 0)  # errors; also outer weights
     assert plan.stages[0].peak_bytes >= full.stages[0].peak_bytes + kept * wide.parameter_bytes
 
 
@@ -94,7 +96,7 @@ def test_shapes_are_needed_for_powersgd(wide: pd.Profile) -> None:
     assert costs(estimated).sum_bytes[0] == pytest.approx(costs(exact).sum_bytes[0], rel=0.7)  # as one square matrix
 
 
-@pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3"])
+@pytest.mark.parametrize("sums", ["bfloat16", "powersgd:4", "every:2", "diloco:3", "sparse:2,0.02"])
 def test_emulated_replicas_agree_as_planned(wide: pd.Profile, sums: str) -> None:
     with build_emulated_pipeline(scale_plan(parallel(wide, sums), 1e-3)) as pipeline:
         assert len(list(pipeline.train(make_emulated_batches(pipeline, 6)))) == 6

@@ -209,7 +209,7 @@ def look(pipeline: pd.Pipeline) -> dict[int, Kept]:
         for stage, state in worker.stage_states.items():
             versions = state.versions
             for name, handle in versions.handles.items():
-                assert pipeline.plan.choices.sums.name in ("every", "diloco") or torch.equal(
+                assert pipeline.plan.choices.sums.averages_weights or torch.equal(
                     copies.setdefault(name, handle), handle
                 ), f"holders have another {name}"
             here = Kept(versions.storages, versions.peak, versions.kept_count)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ CASES = [
     summing("every:3", "gpipe", (2, 1), "lstm", microbatches=3, ema=0.8, more=(("grad_scaler", 1024.0),)),
     summing("every:3", "zb_h1", (2, 2), microbatches=4),
     summing("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
+    summing("sparse:3,0.02,lr=0.7,decay=0.9", "pipedream", (3, 1), ema=0.8),
+    summing("sparse:2,0.1", "1f1b", (2, 1), "lstm", microbatches=4, more=(("grad_scaler", 1024.0),)),
+    summing("sparse:2,0.1", "pipedream", (2,), clip_grad_norm=0.1, optimizer="adamw"),
 ]
 
 
@@ -56,10 +60,20 @@ def test_two_processes_agree_as_one_does(case: Case) -> None:
 
 
 def test_texts() -> None:
-    for text in ("full", "bfloat16", "float16", "powersgd:4", "every:8", "diloco:30", "diloco:30,lr=0.5,momentum=0"):
+    for text in (
+        "full",
+        "bfloat16",
+        "float16",
+        "powersgd:4",
+        "every:8",
+        "diloco:30",
+        "diloco:30,lr=0.5,momentum=0",
+        "sparse:30,0.02",
+    ):
         assert str(SumMethod.parse(text)) == text
     assert str(SumMethod.parse("diloco:030,lr=0.70")) == "diloco:30"
     assert SumMethod.parse("diloco:30,momentum=0.5") == DiLoCo(30, momentum=0.5)
+    assert str(SumMethod.parse("sparse:15,1e-2,decay=0.90,lr=0.7")) == "sparse:15,0.01,lr=0.7,decay=0.9"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,13 @@ def test_texts() -> None:
         ("diloco:8,momentum=1", "the setting 'momentum=1'"),
         ("diloco:8,rate=1", "the setting 'rate=1'"),
         ("diloco:8,lr=nan", "the setting 'lr=nan'"),
+        ("sparse:0.5,0.02", "has no number of updates between averages; write sparse: and a whole number from 1 on"),
+        ("sparse:8", "the setting 'share='; sparse takes a share such as 0.02"),
+        ("sparse:8,0.02,momentum=0.9", "the setting 'momentum=0.9'; sparse takes a share .* decay=NUMBER from 0 to 1"),
+        ("sparse:8,0.02,decay=2", "the setting 'decay=2'"),
+        ("sparse:8,1.5", r"sends the share 1\.5 of each chunk of 4,096 values; write one from 0\.000244 .* to 1"),
+        ("sparse:8,0", "sends the share 0 of"),
+        ("sparse:8,0.0002", r"the share 0\.0002 of .* \(a single value\) to 1, such as sparse:8,0\.02"),
     ],
 )
 def test_what_is_not_known_is_refused(text: str, message: str) -> None:
@@ -111,6 +132,14 @@ def test_what_cannot_be_summed_so_is_refused(name: str, replicas: Any, sums: str
     animal = replace(zoo.make("matrices"), model=VECTORS, cuts={2: (1,)}) if name == "vectors" else zoo.make(name)
     with pytest.raises(pd.PipelineError, match=words):
         make_pipeline(animal, replicas, sums=sums, **options)
+
+
+@pytest.mark.parametrize("sums", ["powersgd:1", "sparse:2,0.1"])
+def test_parts_of_matrices_are_refused(sums: str) -> None:
+    plan = pd.Plan.uniform(1, replicas=(2,))
+    plan = replace(plan, stages=(replace(plan.stages[0], mesh="model:2"),))
+    with pytest.raises(pd.PipelineError, match=r"ranks of a mesh have parts of .*, or replicas without a mesh"):
+        SumMethod.parse(sums).check(plan, (), Mock(clip_grad_norm=None), list)
 
 
 def test_weights_that_stages_share_need_sums() -> None:

@@ -28,6 +28,7 @@ TRAININGS = [
     summing("diloco:3", "pipedream", (2,)),
     summing("diloco:2", "chimera", (2, 2), "sgd"),
     summing("every:3", "pipedream_2bw", (2, 1)),
+    summing("sparse:3,0.1", "1f1b", (2, 1), "sgd"),
 ]
 
 
@@ -55,7 +56,11 @@ def test_processes_and_a_single_one_resume_each_others_checkpoints(training: Tra
 
 @pytest.mark.parametrize(
     "other",
-    [slow(summing("every:2", "1f1b", (2,))), slow(summing("diloco:3", "1f1b", (3,))), summing(None, "1f1b", (1, 1))],
+    [
+        slow(summing("every:2", "1f1b", (2,))),
+        slow(summing("sparse:3,0.1", "1f1b", (3,))),
+        summing(None, "1f1b", (1, 1)),
+    ],
     ids=name,
 )
 def test_another_plan_takes_what_is_shared(other: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

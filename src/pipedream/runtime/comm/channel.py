@@ -4,13 +4,13 @@ A worker sees only `Sender` and `Receiver`. Between ranks `transport` opens them
 channels within one process are here.
 
 `receive` returns a `Pending`. Over a network `result` waits. In one process it cannot: a worker yields the `Pending`,
-so that another worker runs (`runtime.session.streams`). `Group` does the same for sums.
+so that another worker runs (`runtime.session.streams`). `Group` does the same for sums, and for what all get of each.
 """
 
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -147,48 +147,62 @@ def drain(ends: Sequence[Sender | Receiver]) -> None:
 
 
 class Group(ABC):
-    """Workers that sum tensors."""
+    """Workers that sum tensors, or show them to each other; all members make the same calls, in the same order."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         """Starts to sum a tensor over all members, in place.
 
-        All members call it in the same order, with the same size and type, and leave the tensor alone until the result.
+        All give the same size and type, and leave the tensor alone until the result.
         """
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> Pending[list[torch.Tensor]]:
+        """Starts to collect the tensors of all members, in their order; as `all_reduce` for the rest."""
 
 
 class DistributedGroup(Group):
-    """Sums between processes, by all-reduce. Holds the group weakly: a reference would keep its threads alive."""
+    """Between processes. Holds the group weakly: a reference would keep its threads alive."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._pending_sums: weakref.WeakSet[_Sum] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[_Collective[Any]] = weakref.WeakSet()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        return self._follow(dist.all_reduce(tensor, group=self._open_group, async_op=True), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Pending[list[torch.Tensor]]:
+        gathered = [torch.empty_like(tensor) for _ in range(self._open_group.size())]
+        return self._follow(dist.all_gather(gathered, tensor, group=self._open_group, async_op=True), gathered)
+
+    @property
+    def _open_group(self) -> dist.ProcessGroup:
         group = self._group()
-        assert group is not None, "its pipeline is closed"  # without a group torch would sum over all ranks
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert group is not None, "its pipeline is closed"  # without a group torch would take all ranks
+        return group
+
+    def _follow(self, work: dist.Work | None, value: Result) -> Pending[Result]:
         assert work is not None, "this rank is not in the process group"
-        self._pending_sums.add(pending := _Sum(work, tensor))
+        self._pending.add(pending := _Collective(work, value))
         return pending
 
     def abandon(self) -> None:
-        """Drops pending sums after a failure: each keeps connections open."""
-        for pending in self._pending_sums:
+        """Drops what is pending after a failure: each keeps connections open."""
+        for pending in self._pending:
             del pending.work
 
 
-class _Sum(Pending[torch.Tensor]):
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+class _Collective(Pending[Result]):
+    def __init__(self, work: dist.Work, value: Result) -> None:
         self.work = work
-        self._tensor = tensor
+        self._value = value
 
     def ready(self) -> bool:
         return True
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Result:
         self.work.wait()
-        return self._tensor
+        return self._value
 
 
 class LocalChannel(Sender, Receiver, Pending[Message]):
@@ -219,7 +233,7 @@ class LocalChannel(Sender, Receiver, Pending[Message]):
 
 
 class LocalGroup:
-    """Sums between workers of one process; `contributed`: turn -> member -> its tensor, while one is lacking."""
+    """Workers of one process; `contributed`: turn -> member -> its tensor, while one is lacking."""
 
     def __init__(self, members: int) -> None:
         self.members = members
@@ -236,28 +250,39 @@ class _LocalMember(Group):
         self._turn = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        turn, group = self._turn, self._group
-        self._turn += 1
-        contributed = group.contributed.setdefault(turn, {})
-        contributed[self._index] = tensor
-        if len(contributed) == group.members:  # the last one sums all of them, in the order of the members
-            del group.contributed[turn]
-            total, *others = (contributed[i] for i in range(group.members))
+        turn, contributed = self._contribute(tensor)
+        if turn not in self._group.contributed:  # the last one sums all of them, in the order of the members
+            total, *others = (contributed[i] for i in range(self._group.members))
             for other in others:
                 total += other
             for other in others:
                 other.copy_(total)
-        return _LocalSum(group, turn, tensor)
+        return _LocalCollective(self._group, turn, lambda: tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Pending[list[torch.Tensor]]:
+        turn, contributed = self._contribute(tensor.clone())
+        members = range(self._group.members)
+        return _LocalCollective(self._group, turn, lambda: [contributed[i].clone() for i in members])
+
+    def _contribute(self, tensor: torch.Tensor) -> tuple[int, dict[int, torch.Tensor]]:
+        """Returns the turn and what members have contributed to it, which is complete once the group has dropped it."""
+        turn, group = self._turn, self._group
+        self._turn += 1
+        contributed = group.contributed.setdefault(turn, {})
+        contributed[self._index] = tensor
+        if len(contributed) == group.members:
+            del group.contributed[turn]
+        return turn, contributed
 
 
-class _LocalSum(Pending[torch.Tensor]):
-    def __init__(self, group: LocalGroup, turn: int, tensor: torch.Tensor) -> None:
+class _LocalCollective(Pending[Result]):
+    def __init__(self, group: LocalGroup, turn: int, read: Callable[[], Result]) -> None:
         self._group = group
         self._turn = turn
-        self._tensor = tensor
+        self._read = read
 
     def ready(self) -> bool:
         return self._turn not in self._group.contributed
 
-    def result(self) -> torch.Tensor:
-        return self._tensor
+    def result(self) -> Result:
+        return self._read()

@@ -63,8 +63,7 @@ class WeightAverage(Reducer):
         if self.updates < self._period:
             return False
         self.updates = 0
-        weights = self._weights
-        _copy(weights, self._step((yield from self._average(weights))))
+        yield from self._end_period()
         return True
 
     def show_common(self) -> Waiting[None]:
@@ -72,8 +71,7 @@ class WeightAverage(Reducer):
             return
         values = self.tensors
         self.local = {name: tensor.clone() for name, tensor in values.items()}
-        differing = values if self.updates else {name: tensor for name, tensor in values.items() if name[:4] == "ema/"}
-        _copy(values, self._find_common((yield from self._average(differing))))
+        _copy(values, self._find_common((yield from self._average(self._list_differing(values)))))
 
     def show_local(self) -> None:
         _copy(self.tensors, self.local)
@@ -95,9 +93,14 @@ class WeightAverage(Reducer):
         sums = yield from all_reduce_many(self._group, list(tensors.values()))
         return {name: total / self._replicas for name, total in zip(tensors, sums, strict=True)}
 
-    def _step(self, means: NamedTensors) -> NamedTensors:
-        """Returns the weights with which all replicas continue."""
-        return means
+    def _end_period(self) -> Waiting[None]:
+        """Gives all replicas the weights with which they continue."""
+        weights = self._weights
+        _copy(weights, (yield from self._average(weights)))
+
+    def _list_differing(self, values: NamedTensors) -> NamedTensors:
+        """Returns what is averaged to evaluate, given this replica's tensors."""
+        return values if self.updates else {name: tensor for name, tensor in values.items() if name[:4] == "ema/"}
 
     def _find_common(self, means: NamedTensors) -> NamedTensors:
         """Returns what the replicas have in common before their next average."""
@@ -105,17 +108,17 @@ class WeightAverage(Reducer):
 
 
 class OuterOptimizer(WeightAverage):
-    """DiLoCo.
+    """DiLoCo: from the outer weights to the mean is the outer gradient.
 
     Attributes:
-        outer, velocity: the outer weights, and their momentum, by name.
+        outer, velocity: the outer weights, and their momentum if there is one, by name.
     """
 
     def __init__(self, replica: Replica, period: int, rate: float, momentum: float) -> None:
         super().__init__(replica, period)
         self._rate, self._momentum = rate, momentum
         self.outer = {name: handle.detach().clone() for name, handle in replica.handles.items()}
-        self.velocity = {name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
+        self.velocity = {name: torch.zeros_like(tensor) for name, tensor in self.outer.items() if momentum}
 
     def adopt(self) -> None:
         super().adopt()
@@ -127,19 +130,34 @@ class OuterOptimizer(WeightAverage):
 
     def load(self, local: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor], updates: int) -> None:
         super().load(local, common, updates)
-        velocity = select_kind("velocity", common)
-        for name, tensor in self.velocity.items():
-            tensor.copy_(velocity[name]) if name in velocity else tensor.zero_()
+        load_kind("velocity", self.velocity, common)
 
-    def _step(self, means: NamedTensors) -> NamedTensors:
+    def _end_period(self) -> Waiting[None]:
+        self._step((yield from self._find_gradient()))
+        _copy(self._weights, self._find_common({}))
+
+    def _find_gradient(self) -> Waiting[NamedTensors]:
+        """Returns the outer gradient, in tensors that the step may change."""
+        means = yield from self._average(self._weights)
+        return {name: outer - means[f"weights/{name}"] for name, outer in self.outer.items()}
+
+    def _step(self, gradient: NamedTensors) -> None:
         for name, outer in self.outer.items():
-            change = outer - means[f"weights/{name}"]
-            velocity = self.velocity[name].mul_(self._momentum).add_(change)
-            outer.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._rate)
-        return self._find_common({})
+            change = gradient[name]
+            if self._momentum:
+                velocity = self.velocity[name].mul_(self._momentum).add_(change)
+                change = change.add_(velocity, alpha=self._momentum)
+            outer.sub_(change, alpha=self._rate)
 
     def _find_common(self, means: NamedTensors) -> NamedTensors:
         return means | {f"weights/{name}": outer for name, outer in self.outer.items()}
+
+
+def load_kind(kind: str, targets: NamedTensors, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copies a checkpoint's tensors KIND/NAME to `targets`; those that it lacks become 0."""
+    saved = select_kind(kind, tensors)
+    for name, target in targets.items():
+        target.copy_(saved[name]) if name in saved else target.zero_()
 
 
 def _copy(targets: NamedTensors, sources: NamedTensors) -> None:
