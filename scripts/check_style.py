@@ -58,6 +58,7 @@ TORCH_PACKAGES = (
     "extensions.recompute",
     "extensions.reducers.averages.average",
     "extensions.reducers.averages.codes",
+    "extensions.reducers.averages.late",
     "extensions.reducers.averages.sparse",
     "extensions.reducers.powersgd.low_rank",
     "hf",

@@ -30,8 +30,10 @@ class Published(Reducer):
     decay: float = 0.95
     errors: dict[Any, Any] = field(default_factory=dict)  # of SparseLoCo, also by replica
     factors: Values = field(default_factory=dict)
-    outer: Values = field(default_factory=dict)
-    velocity: Values = field(default_factory=dict)
+    overlaps: bool = False
+    outer: list[Values] = field(default_factory=list)  # of each replica
+    before: list[Values] = field(default_factory=list)
+    velocity: dict[Any, Tensor] = field(default_factory=dict)
     updates: int = 0
 
     @property
@@ -39,7 +41,7 @@ class Published(Reducer):
         return self.kind in ("every", "diloco", "sparse")
 
     def begin(self, weights: Values) -> None:
-        self.outer = {name: tensor.clone() for name, tensor in weights.items()}
+        self.outer = [{name: tensor.clone() for name, tensor in weights.items()} for _ in range(9)]
 
     def sum_up(self, name: str, gradients: Sequence[Tensor], weight: float, unit: float) -> Tensor:
         if isinstance(self.kind, torch.dtype):
@@ -66,20 +68,22 @@ class Published(Reducer):
         if not self.averages or self.updates % self.number:
             return False
         changes = [self.find_change(r, weights) for r, weights in enumerate(copies)]
+        others, self.before = self.before if self.overlaps else changes, changes
         for name in copies[0]:
             mean = torch.stack([weights[name] for weights in copies]).mean(0)
-            if self.kind != "every":
-                change = torch.stack([changed[name] for changed in changes]).mean(0)
-                self.velocity[name] = self.momentum * self.velocity.get(name, torch.zeros_like(mean)) + change
-                mean = self.outer[name] - self.rate * (change + self.momentum * self.velocity[name])
-                self.outer[name] = mean.clone()
-            for weights in copies:
+            for r, weights in enumerate(copies):
+                if self.kind != "every":
+                    change = changes[r][name] + sum(d[name] for j, d in enumerate(others) if j != r)
+                    change, v = change / len(copies), self.velocity.get((r, name), torch.zeros_like(mean))
+                    self.velocity[r, name] = self.momentum * v + change
+                    mean = self.outer[r][name] - self.rate * (change + self.momentum * self.velocity[r, name])
+                    self.outer[r][name] = mean.clone()
                 weights[name] = mean.clone()
         return True
 
     def find_change(self, replica: int, weights: Values) -> Values:
         """Returns what a replica contributes to an outer gradient."""
-        changes = {name: outer - weights[name] for name, outer in self.outer.items()}
+        changes = {name: outer - weights[name] for name, outer in self.outer[replica].items()}
         vectors = [name for name, change in changes.items() if change.dim() < 2]
         for names in (vectors, *([name] for name in changes if name not in vectors)):
             if names and self.kind == "sparse":
@@ -93,7 +97,7 @@ class Published(Reducer):
 
     def common(self, copies: Sequence[Values]) -> Values:
         if self.kind in ("diloco", "sparse"):
-            return {name: tensor.clone() for name, tensor in self.outer.items()}
+            return super().common(self.outer[: len(copies)])
         return super().common(copies)
 
 
@@ -129,5 +133,7 @@ PUBLISHED = {
     "diloco:3,lr=0.5,momentum=0.8": Published("diloco", 3, 0.5, 0.8),
     "sparse:2,0.1": Published("sparse", 2, 1.0, 0.0, 0.1),
     "sparse:3,0.02,lr=0.7,decay=0.9": Published("sparse", 3, 0.7, 0.0, 0.02, 0.9),
+    "sparse:2,0.1,overlap=1": Published("sparse", 2, 1.0, 0.0, 0.1, overlaps=True),
+    "diloco:2,overlap=1": Published("diloco", 2, overlaps=True),
 }
 """``sums=`` -> how replicas agree."""

@@ -40,7 +40,9 @@ CASES = [
     summing("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
     summing("sparse:3,0.02,lr=0.7,decay=0.9", "pipedream", (3, 1), ema=0.8),
     summing("sparse:2,0.1", "1f1b", (2, 1), "lstm", microbatches=4, more=(("grad_scaler", 1024.0),)),
+    summing("sparse:2,0.1,overlap=1", "pipedream", (2,)),
     summing("sparse:2,0.1", "pipedream", (2,), clip_grad_norm=0.1, optimizer="adamw"),
+    summing("diloco:2,overlap=1", "pipedream", (3, 1), ema=0.8),
 ]
 
 
@@ -59,17 +61,11 @@ def test_two_processes_agree_as_one_does(case: Case) -> None:
     check_processes(2, [case])
 
 
+TEXTS = "full bfloat16 float16 powersgd:4 every:8 diloco:30 diloco:30,lr=0.5,momentum=0 sparse:30,0.02,overlap=1"
+
+
 def test_texts() -> None:
-    for text in (
-        "full",
-        "bfloat16",
-        "float16",
-        "powersgd:4",
-        "every:8",
-        "diloco:30",
-        "diloco:30,lr=0.5,momentum=0",
-        "sparse:30,0.02",
-    ):
+    for text in TEXTS.split():
         assert str(SumMethod.parse(text)) == text
     assert str(SumMethod.parse("diloco:030,lr=0.70")) == "diloco:30"
     assert SumMethod.parse("diloco:30,momentum=0.5") == DiLoCo(30, momentum=0.5)
@@ -89,10 +85,11 @@ def test_texts() -> None:
         ("every:-1", "has no number"),
         ("diloco:x", "has no number"),
         ("every:8,lr=0.3", "the setting 'lr=0.3'; every takes nothing"),
-        ("diloco:8,lr=0", "the setting 'lr=0'; diloco takes lr=NUMBER above 0 and"),
+        ("diloco:8,lr=0", "the setting 'lr=0'; diloco takes lr=NUMBER above 0, "),
         ("diloco:8,momentum=1", "the setting 'momentum=1'"),
         ("diloco:8,rate=1", "the setting 'rate=1'"),
         ("diloco:8,lr=nan", "the setting 'lr=nan'"),
+        ("diloco:8,overlap=2", "the setting 'overlap=2'; diloco takes lr=.* overlap=0 or 1"),
         ("sparse:0.5,0.02", "has no number of updates between averages; write sparse: and a whole number from 1 on"),
         ("sparse:8", "the setting 'share='; sparse takes a share such as 0.02"),
         ("sparse:8,0.02,momentum=0.9", "the setting 'momentum=0.9'; sparse takes a share .* decay=NUMBER from 0 to 1"),

@@ -2,7 +2,8 @@
 
 | KIND | saved by |
 | --- | --- |
-| `error` | each replica: what its gradients lack (PowerSGD) |
+| `error` | each replica: what its gradients, or its changes, lack (PowerSGD, SparseLoCo) |
+| `outer`, `velocity`, `late` | each replica whose averages overlap with updates |
 | `weights`, `ema` | each replica: its own between two averages (`SumMethod.averages_weights`) |
 | `optimizer`, `compensation` | each replica but the first, whose state has its usual names |
 

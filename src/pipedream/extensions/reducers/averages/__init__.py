@@ -86,24 +86,30 @@ class DiLoCo(Every):
 
     Attributes:
         lr, momentum: of its steps.
+        overlap: 1 if an average takes as long as the next period, and is applied at its end; otherwise 0.
     """
 
     name = "diloco"
-    text = "diloco:H[,lr=0.7][,momentum=0.9]"
-    settings = "lr=NUMBER above 0 and momentum=NUMBER from 0 to below 1"
+    text = "diloco:H[,lr=0.7][,momentum=0.9][,overlap=1]"
+    settings = "lr=NUMBER above 0, momentum=NUMBER from 0 to below 1 and overlap=0 or 1"
     work_s = _OUTER_STEP_S
     copies = 2
     lr: float = 0.7
     momentum: float = 0.9
+    overlap: float = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.lr < inf and 0 <= self.momentum < 1):
+        if not (0 < self.lr < inf and 0 <= self.momentum < 1 and self.overlap in (0, 1)):
             raise ValueError(self.settings)
+
+    def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
+        costs = super().costs(parameter_bytes, matrices, value_bytes)
+        return _overlap(costs) if self.overlap else costs
 
     def make_reducer(self, replica: Any) -> Any:
         from pipedream.extensions.reducers.averages.average import OuterOptimizer
 
-        return OuterOptimizer(replica, self.updates, self.lr, self.momentum)
+        return OuterOptimizer(replica, self.updates, self.lr, self.momentum, overlaps=self.overlap == 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,18 +120,20 @@ class Sparse(Every):
         share: of the values of each chunk, those that are sent.
         lr: of the outer steps.
         decay: of what was not sent, from one period to the next.
+        overlap: as of `DiLoCo`.
     """
 
     name = "sparse"
-    text = "sparse:H,SHARE[,lr=1][,decay=0.95]"
-    settings = "a share such as 0.02, lr=NUMBER above 0 and decay=NUMBER from 0 to 1"
+    text = "sparse:H,SHARE[,lr=1][,decay=0.95][,overlap=1]"
+    settings = "a share such as 0.02, lr=NUMBER above 0, decay=NUMBER from 0 to 1 and overlap=0 or 1"
     work_s = _SPARSE_STEP_S
     share: float = 0.0
     lr: float = 1.0
     decay: float = 0.95
+    overlap: float = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.lr < inf and 0 <= self.decay <= 1):
+        if not (0 < self.lr < inf and 0 <= self.decay <= 1 and self.overlap in (0, 1)):
             raise ValueError(self.settings)
 
     @classmethod
@@ -160,7 +168,8 @@ class Sparse(Every):
         per_update = 1 / self.updates
         share = per_update * count_bytes(chunks) * replicas / 2 / max(parameter_bytes, 1)
         kept = 1 + ceil(max(value_bytes, 4) / value_bytes)  # outer weights, and errors in float32 or more
-        return SumCosts(share, per_update / 2, False, self.work_s * per_update, kept)
+        costs = SumCosts(share, per_update / 2, False, self.work_s * per_update, kept)
+        return _overlap(costs) if self.overlap else costs
 
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         """Adds the costs of a stage; for a whole model, those of two replicas."""
@@ -178,7 +187,15 @@ class Sparse(Every):
     def make_reducer(self, replica: Any) -> Any:
         from pipedream.extensions.reducers.averages.sparse import SparseAverage
 
-        return SparseAverage(replica, self.updates, self.share, self.lr, self.decay)
+        return SparseAverage(replica, self.updates, self.share, self.lr, self.decay, overlaps=self.overlap == 1)
+
+
+def _overlap(costs: SumCosts) -> SumCosts:
+    """Returns the costs of averages that take as long as the next period, which hides their latency.
+
+    Their bytes count as if nothing hid them. What a replica has added, and what travels, are two more tensors.
+    """
+    return costs._replace(messages=0.0, kept_tensors=costs.kept_tensors + 2)
 
 
 SUMS = (Every, DiLoCo, Sparse)

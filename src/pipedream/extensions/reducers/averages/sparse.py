@@ -11,14 +11,15 @@ Replicas gather each other's codes, and add them up in the same order. Weights o
 chunks in common, so that each does not send scales of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pipedream.extensions.reducers.averages.average import OuterOptimizer, load_kind
 from pipedream.extensions.reducers.averages.codes import ShareCode
-from pipedream.runtime.comm.channel import Waiting, wait_for
+from pipedream.extensions.reducers.averages.late import Slices
+from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.reducer import NamedTensors
 from pipedream.runtime.update.replica import Replica
 
@@ -57,8 +58,10 @@ class SparseAverage(OuterOptimizer):
         errors: e_m by name, in float32 or more.
     """
 
-    def __init__(self, replica: Replica, period: int, share: float, rate: float, decay: float) -> None:
-        super().__init__(replica, period, rate, momentum=0.0)
+    def __init__(
+        self, replica: Replica, period: int, share: float, rate: float, decay: float, *, overlaps: bool = False
+    ) -> None:
+        super().__init__(replica, period, rate, momentum=0.0, overlaps=overlaps)
         self._decay = decay
         self._errors = Coded.zeros_like(self.outer)
         self.errors = self._errors.named
@@ -72,13 +75,13 @@ class SparseAverage(OuterOptimizer):
         load_kind("error", self.errors, local)
 
     def _find_gradient(self) -> Waiting[NamedTensors]:
-        if not self.outer:
-            return {}
-        codes = yield from wait_for(self._group.all_gather(self._encode()))
-        gradient = Coded.zeros_like(self.outer)
-        for code in codes:
-            self._code.add(code, gradient.rows, 1 / self._replicas)
-        return {name: total.to(self.outer[name].dtype) for name, total in gradient.named.items()}
+        totals = yield from self._begin_sum().take()
+        rows = zip(self.outer.items(), totals, strict=True)
+        return {name: (total / self._replicas).to(outer.dtype) for (name, outer), total in rows}
+
+    def _begin_sum(self) -> "CodeSums":
+        sent = self._encode() if self.outer else torch.empty(0, dtype=torch.uint8)
+        return CodeSums(self._group, sent, self._code, self.outer, self._period if self._overlaps else 1)
 
     def _encode(self) -> torch.Tensor:
         """Returns the code of this period, and leaves in the errors what it lacks."""
@@ -88,3 +91,33 @@ class SparseAverage(OuterOptimizer):
         code = self._code.encode(self._errors.rows)
         self._code.add(code, self._errors.rows, -1.0)
         return code
+
+
+class CodeSums:
+    """Sums of what arrives of the codes of a group, which are gathered in slices.
+
+    Args:
+        sent: this member's code; empty if there are no weights.
+        count: of slices.
+    """
+
+    def __init__(self, group: Group, sent: torch.Tensor, code: ShareCode, weights: NamedTensors, count: int) -> None:
+        self._sent, self._code, self._weights = sent, code, weights
+        self._slices = Slices(group.all_gather, sent, count)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return self._add_up([self._sent])
+
+    def begin_next(self) -> None:
+        self._slices.begin_next()
+
+    def take(self) -> Waiting[list[torch.Tensor]]:
+        slices = yield from self._slices.take()
+        return self._add_up([torch.cat(pieces) for pieces in zip(*slices, strict=True)])
+
+    def _add_up(self, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        total = Coded.zeros_like(self._weights)
+        for code in codes if self._weights else ():
+            self._code.add(code, total.rows, 1.0)
+        return list(total.named.values())
