@@ -6,7 +6,6 @@ from functools import cache
 import pytest
 from hypothesis import given, strategies as st
 from marks import published
-from paper_tables import classic as classic_module, classic_states
 from paper_tables.classic import classic, solve
 from paper_tables.classic_states import CutStates
 from paper_tables.graph_txt import GraphNode, GraphText
@@ -111,19 +110,6 @@ def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[pd.L
     assert seconds == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("block", [1, 2])
-@given(graph=graphs(), network=levels)
-def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[pd.Level]) -> None:
-    """The bounds of small blocks, which a small graph would not have."""
-    states = CutStates.of(graph)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classic_module, "_BLOCK", block)
-        patch.setattr(classic_module, "_MIN_BLOCK", 1)
-        patch.setattr(classic_module, "_CHUNK", 2)
-        small = solve(states, tuple(network))
-    assert all((a.table == b.table).all() for a, b in zip(solve(states, tuple(network)), small, strict=True))
-
-
 @given(graphs(), levels)
 def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[pd.Level]) -> None:
     if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
@@ -181,33 +167,3 @@ def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
     heavy, free = pd.LayerProfile(4.0, 0.0, 0, 4_000), pd.LayerProfile(0.0, 0.0, 0, 0)
     plan = classic(pd.Profile.of_chain((heavy, free, heavy)), pd.Cluster.flat(2, 1e3)).plan
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
-
-
-LOADER = GraphNode("n0", "Input")
-WORK = GraphNode("n2", "Conv2d", 1.0)
-
-
-def straight(workers: int) -> str:
-    pair = pd.Profile.of_chain((pd.LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    return classic(pair, pd.Cluster.flat(workers), straight=True).plan.config
-
-
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classic_states, "MAX_STATES", 20)
-    assert straight(2) == "1-1"
-    uneven = pd.Cluster((pd.Level(2, 2e9, sizes=(2, 1)), pd.Level(2, 1e9)))
-    star = GraphText(
-        tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8)),
-        tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7)),
-    )
-    for ask, says in (
-        (lambda: straight(3), "straight pipeline of 3 stages, but this graph cannot be cut into as many"),
-        (lambda: classic(GraphText((LOADER,), ()), pd.Cluster.flat(2)), "no layer besides its inputs"),
-        (lambda: classic(GraphText((GraphNode("n1", "Add"),), ()), pd.Cluster.flat(2)), "layers take no time"),
-        (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(2, memory_bytes=10**9)), "leave the limit out"),
-        (lambda: classic(GraphText((WORK,), ()), pd.Cluster.flat(50_000)), "its tables would not fit the memory"),
-        (lambda: classic(GraphText((WORK,), ()), uneven), "machines of unequal sizes"),
-        (lambda: classic(star, pd.Cluster.flat(2)), "the 8 nodes of this graph can be cut in more than 20 ways"),
-    ):
-        with pytest.raises(pd.PipelineError, match=says):
-            ask()
