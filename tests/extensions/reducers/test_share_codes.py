@@ -5,7 +5,7 @@ from math import inf, nan
 import agreements
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from pipedream.extensions.reducers.averages.codes import ShareCode
 
@@ -21,6 +21,7 @@ def draw_values(count: int, zeros: float) -> torch.Tensor:
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     st.integers(0, 99),
 )
+@example([9000], 0.02, 0.0, 0)
 def test_the_largest_arrive_and_all_else_stays(counts: list[int], share: float, zeros: float, seed: int) -> None:
     torch.manual_seed(seed)
     whole, code = [draw_values(count, zeros) for count in counts], ShareCode(counts, share)
