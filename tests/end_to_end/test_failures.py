@@ -66,7 +66,7 @@ def test_what_layers_and_loaders_raise(tmp_path: Path, parts: dict[str, str], wo
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        *(slow(signal.SIGINT, "terminal"), slow(signal.SIGTERM, "launcher"), long(signal.SIGINT, "launcher")),
+        *(slow(signal.SIGTERM, "launcher"), long(signal.SIGINT, "terminal"), long(signal.SIGINT, "launcher")),
         *(long(signal.SIGINT, "worker"), long(signal.SIGTERM, "worker")),
     ],
 )

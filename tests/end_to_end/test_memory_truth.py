@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from built import Built
+from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,10 +142,7 @@ RUNS = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "run",
-    [pytest.param(run, id=str(run), marks=() if number < 1 else pytest.mark.slow) for number, run in enumerate(RUNS)],
-)
+@pytest.mark.parametrize("run", thinned(RUNS, len(RUNS)), ids=str)
 def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
     plan = plan_of(run)
     minibatches = 16 if run.schedule == "basis_rotation" else 10  # it has a new basis in the tenth update

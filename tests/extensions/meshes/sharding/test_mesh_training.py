@@ -123,7 +123,7 @@ OVER_LINKS = (
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OVER_LINKS, ids=str)
+@pytest.mark.parametrize("case", spread(map(slow, OVER_LINKS)), ids=str)
 def test_each_kind_of_mesh_trains_over_links_as_between_gpus(case: Case) -> None:
     check_as_single_ranks(case, _train_over_links)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from built import Built
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from marks import long
 from torch import nn
 
 import pipedream as pd
@@ -186,7 +187,7 @@ FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[P
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, long(4)])
 @FEW
 @given(data=st.data())
 def test_some_layouts(count: int, data: st.DataObject) -> None:
