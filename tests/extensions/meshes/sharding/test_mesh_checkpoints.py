@@ -35,7 +35,6 @@ Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
 def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     """Trains an epoch from one checkpoint to the next; returns losses, weights, and the bytes read and wanted."""
-    pieces._PIECE_BYTES = 512  # in place of the size in a real run
     counts = {"read": 0, "wanted": 0}
     read, assemble = pieces._read_piece, pieces.assemble
 
@@ -50,6 +49,7 @@ def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
         return workers
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_PIECE_BYTES", 512)  # in place of the size in a real run
         patch.setattr(pieces, "_read_piece", counted_read)
         patch.setattr(pieces, "assemble", counted_assemble)
         pipeline, batches = make_pipeline(case, mesh)
