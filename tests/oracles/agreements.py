@@ -132,7 +132,7 @@ PUBLISHED = {
     "diloco:2": Published("diloco", 2),
     "diloco:3,lr=0.5,momentum=0.8": Published("diloco", 3, 0.5, 0.8),
     "sparse:2,0.1": Published("sparse", 2, 1.0, 0.0, 0.1),
-    "sparse:3,0.02,lr=0.7,decay=0.9": Published("sparse", 3, 0.7, 0.0, 0.02, 0.9),
+    "sparse:1,0.02,lr=0.7,decay=0.9": Published("sparse", 1, 0.7, 0.0, 0.02, 0.9),
     "sparse:2,0.1,overlap=1": Published("sparse", 2, 1.0, 0.0, 0.1, overlaps=True),
     "diloco:2,overlap=1": Published("diloco", 2, overlaps=True),
 }

@@ -38,7 +38,7 @@ CASES = [
     summing("every:3", "gpipe", (2, 1), "lstm", microbatches=3, ema=0.8, more=(("grad_scaler", 1024.0),)),
     summing("every:3", "zb_h1", (2, 2), microbatches=4),
     summing("diloco:2", "1f1b", (2, 2), microbatches=4, worker_order=(0, 2, 1, 3)),  # a pipeline in each of two sites
-    summing("sparse:3,0.02,lr=0.7,decay=0.9", "pipedream", (3, 1), ema=0.8),
+    summing("sparse:1,0.02,lr=0.7,decay=0.9", "pipedream", (3, 1), ema=0.8),
     summing("sparse:2,0.1", "1f1b", (2, 1), "lstm", microbatches=4, more=(("grad_scaler", 1024.0),)),
     summing("sparse:2,0.1,overlap=1", "pipedream", (2,)),
     summing("sparse:2,0.1", "pipedream", (2,), clip_grad_norm=0.1, optimizer="adamw"),
