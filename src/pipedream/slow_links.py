@@ -35,8 +35,9 @@ _PACKET_BYTES = 9000
 
 # Acknowledgements overtake data (see _write_rules). A receiver drops data whose own acknowledgement lags by more than a
 # window, so windows are large and senders queue little.
-_UNLIMITED_BYTES_PER_S, _PACKETS = 1.25e9, 1_000_000  # a window's rate where none is set; what netem delays at once
 _SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
+_UNLIMITED_BYTES_PER_S = 1.25e9  # by which windows are made where no rate is set
+_DELAYED_PACKETS = 1_000_000  # at most, at once; netem's own limit would drop some
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _AS_ROOT = ("unshare", "--net")
@@ -136,11 +137,13 @@ class Network:
                 f"a latency of {format_seconds(latency_s)} was asked for, but this kernel has no netem to emulate it; "
                 "load it (sudo modprobe sch_netem), or predict only"
             ) from None
-        self._widen_windows(2 * latency_s * (bytes_per_s or _UNLIMITED_BYTES_PER_S))
+        self._set_windows(2 * latency_s * (bytes_per_s or _UNLIMITED_BYTES_PER_S))
 
-    def _widen_windows(self, round_trip_bytes: float) -> None:
-        """Lets a connection have as many bytes under way as fit into four round trips."""
-        for host in self.hosts if round_trip_bytes or len(self.hosts) > 2 else ():
+    def _set_windows(self, round_trip_bytes: float = 0.0) -> None:
+        """Lets a connection have at least as many bytes under way as fit into four round trips."""
+        if not round_trip_bytes and len(self.hosts) <= 2:
+            return  # the kernel's own windows do
+        for host in self.hosts:
             for name, sizes in _SOCKETS.items():
                 low, usual, most = sizes.split()
                 sizes = f"{low} {usual} {max(int(most), ceil(4 * round_trip_bytes))}"
@@ -209,7 +212,9 @@ def _write_rules(bytes_per_s: float | None, pairs: Sequence[tuple[str, str]], la
     parent, before = "root", ["qdisc replace dev {} root pfifo_fast"]
     if latency_s:
         parent = "parent 2:1"
-        before.append(f"qdisc replace dev {{}} root handle 2: netem delay {1e6 * latency_s:.0f}us limit {_PACKETS}")
+        before.append(
+            f"qdisc replace dev {{}} root handle 2: netem delay {1e6 * latency_s:.0f}us limit {_DELAYED_PACKETS}"
+        )
     if not bytes_per_s:
         return before
     # bps: bytes per second, in the language of tc
@@ -344,7 +349,7 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
     for number, namespace in enumerate(namespaces):
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
-        if len(namespaces) > 2:
-            namespace.batch("sh", [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _SOCKETS.items()])
         hosts.append(Host(address, namespace))
-    return Network(tuple(hosts), ports)
+    network = Network(tuple(hosts), ports)
+    network._set_windows()
+    return network
