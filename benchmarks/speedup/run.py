@@ -27,7 +27,7 @@ PARTS = {
 }  # fmt: skip
 """Each has `measure` and `tables`, and may have `pictures`."""
 KEYS = {"curve": ("model", "rho", "variant"), "sleeping": ("model", "rho", "variant"), "sizes": sizes.KEY}
-"""Of parts of which only some points or variants may be measured again: what tells their rows apart."""
+"""Part -> the fields that identify a row, for parts that can be measured again point by point."""
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ _SIZES = {
 _RUNS = 3  # of an encoding or a sum, after a first one
 
 KEY = ("model", "bytes_per_s", "variant")
-"""What tells rows apart; rho of a link depends on the profile of the day."""
+"""The fields that identify a row. Not rho, which changes with each profile."""
 
 
 def measure(

@@ -108,7 +108,7 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     >>> ticks(0, 9.3, 6)
     (0.0, 2.0, 4.0, 6.0, 8.0)
     """
-    if not math.isfinite(high - low) or high <= low or most < 1:  # their difference, too, may be too large
+    if not math.isfinite(high - low) or high <= low or most < 1:  # finite ones may differ by infinity
         return (low,)
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(size * power for size in (1, 2, 5, 10, 20, 50) if _count(low, high, size * power) <= most or size == 50)
