@@ -1,12 +1,11 @@
 """What the runtime costs is measured by its own run: in one process, over several, and for a profile."""
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,26 +42,26 @@ def test_a_single_process_measures_itself_once() -> None:
     assert cluster.memory_bytes == pd.Cluster.local(2).memory_bytes
 
 
-def test_other_costs_are_processor_time_of_all_threads_outside_of_ops() -> None:
+def test_other_costs_are_processor_time_of_all_threads_outside_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for its link takes none; one of another thread does."""
+    now = SimpleNamespace(perf_counter=0.0, thread_time=0.0, process_time=0.0)
+    clocks = {clock: partial(getattr, now, clock) for clock in vars(now)}
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(**clocks))
 
-    def compute(seconds: float) -> None:
-        end_s = time.thread_time() + seconds
-        while time.thread_time() < end_s:
-            pass
+    def spend(seconds: float, *clocks: str) -> None:
+        for clock in ("perf_counter", *clocks):
+            setattr(now, clock, getattr(now, clock) + seconds)
 
     meter = calibration._Meter()
     recorders = [meter.make_recorder(rank, torch.device("cpu")) for rank in range(2)]
     for index in range(6):
         for rank, recorder in enumerate(recorders):
             start = recorder.mark()
-            compute(2e-3)
+            spend(2e-3, "thread_time", "process_time")
             recorder.note("F", rank, index, start)
-        thread = threading.Thread(target=compute, args=(4e-3,))
-        thread.start()
-        thread.join()
-        time.sleep(5e-3)
-    assert 4e-3 <= meter.measure_other_s(range(6)) < 5.5e-3
+        spend(4e-3, "process_time")  # another thread
+        spend(5e-3)
+    assert meter.measure_other_s(range(6)) == pytest.approx(4e-3)
 
 
 def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
