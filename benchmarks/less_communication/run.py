@@ -28,7 +28,7 @@ RATES |= {("char_gpt", "1f1b"): 0.008, ("char_gpt", "pipedream_2bw"): 0.008}
 """The rates that benchmarks/convergence found for synchronous training and 2BW, with messages as they are."""
 
 METHODS = ("1f1b", "pipedream_2bw")
-MESSAGES = ("full", "bfloat16", "int8", "int4")
+MESSAGES = ("full", "bfloat16", "int8", "int4", "int4,int4_stochastic")
 MICROBATCHES = 4
 
 

@@ -13,7 +13,7 @@ def rounded(tensor: Tensor, encoding: str) -> Tensor:
     if encoding in ("bfloat16", "float16"):
         return tensor.to(getattr(torch, encoding)).to(tensor.dtype)
     blocks = tensor.contiguous().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).split(64)
-    block_of = _block_of_int8 if encoding == "int8" else _block_of_int4
+    block_of = {"int8": _block_of_int8, "int4": _block_of_int4, "int4_stochastic": _block_of_stochastic_int4}[encoding]
     return torch.cat([block_of(block) for block in blocks]).to(tensor.dtype).reshape(tensor.shape)
 
 
@@ -29,7 +29,17 @@ def _hadamard() -> Tensor:
 
 
 def _block_of_int4(block: Tensor) -> Tensor:
-    hadamard = _hadamard().to(block.dtype)
-    turned = torch.cat([block, block.new_zeros(64 - len(block))]) @ hadamard
-    scale = max(float((turned.abs().max() / 7).float()), torch.finfo(torch.float32).tiny)
-    return ((turned / scale).round() * scale @ hadamard)[: len(block)]
+    turned, scale = _turn(block)
+    return ((turned / scale).round() * scale @ _hadamard().to(block.dtype))[: len(block)]
+
+
+def _block_of_stochastic_int4(block: Tensor) -> Tensor:
+    turned, scale = _turn(block)
+    upper_half = torch.tensor(scale).view(torch.int32).item() >> 16
+    draws = torch.rand(1021, 64, generator=torch.Generator().manual_seed(0))[upper_half % 1021]
+    return ((turned / scale + draws).floor() * scale @ _hadamard().to(block.dtype))[: len(block)]
+
+
+def _turn(block: Tensor) -> tuple[Tensor, float]:
+    turned = torch.cat([block, block.new_zeros(64 - len(block))]) @ _hadamard().to(block.dtype)
+    return turned, max(float((turned.abs().max() / 7).float()), torch.finfo(torch.float32).tiny)

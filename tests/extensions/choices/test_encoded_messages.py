@@ -13,11 +13,11 @@ import pipedream as pd
 from pipedream.extensions.choices.messages import encoded
 
 CASES = [
-    Case("wide", "1f1b", 3, microbatches=2, messages="int8", clip_grad_norm=0.1, ema=0.9),
+    Case("wide", "1f1b", 3, microbatches=2, messages=("int8", "int8", "bfloat16"), clip_grad_norm=0.1, ema=0.9),
     Case("wide", "gpipe", 4, microbatches=2, messages="bfloat16", optimizer="adamw", recompute=True),
     Case("wide", "zb_h1", 4, microbatches=2, messages="int4"),
     Case("wide", "chimera", 4, microbatches=4, messages=("int8", "bfloat16")),
-    Case("wide", "pipedream", 2, replicas=(2, 1), messages="int4"),
+    Case("wide", "pipedream", 2, replicas=(2, 1), messages=("int4", "int4_stochastic")),
     Case("wide", "pipedream_2bw", 3, microbatches=2, messages=("full", "int8")),
     Case("wide", "pipedream_vertical_sync", 3, messages=("float16", "full")),
     Case("wide", "spectrain", 3, messages="int8"),
@@ -50,7 +50,7 @@ def test_the_first_minibatch_is_compared_with_the_encoded_model(case: Case, capl
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoded.encode_message
-    coarsely = lambda message, **how: encode(message, **how | {"encoding": "int4"})  # noqa: E731
+    coarsely = lambda message, encoding, chosen: encode(message, "int4", chosen)  # noqa: E731
     monkeypatch.setattr(encoded, "encode_message", coarsely)
     with pytest.raises(pd.PipelineError, match="first minibatch"):
         run(Case("wide", "1f1b", 3, microbatches=2, messages="int8", check=True))

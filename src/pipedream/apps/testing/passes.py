@@ -27,7 +27,7 @@ class Passes:
         stages: for each the names of its layers, the last one last; weights and buffers outside of them come first.
         total: (output, batch) -> (sum of the losses, their weight).
         inputs: batch -> the model's input, as in a pipeline's options.
-        messages: encodings of activations and gradients between stages, which `rounding` rounds.
+        messages: encodings of activations, gradients and evaluations between stages, which `rounding` rounds.
         has_message: s -> whether what stage s sends travels to another worker.
         number: of the microbatch since the start of training, for the masks.
         repeats_forwards: some method has the rule 'recompute'.
@@ -39,7 +39,7 @@ class Passes:
     seed: int = 0
     inputs: Callable[[Any], Any] = inputs_of
     autocast: torch.dtype | None = None
-    messages: tuple[str, str] = ("full", "full")
+    messages: tuple[str, str, str] = ("full", "full", "full")
     rounding: Rounding = lambda tensor, encoding: tensor
     has_message: Callable[[int], bool] = lambda s: True
     repeats_forwards: bool = False
@@ -107,10 +107,10 @@ class Passes:
             return before
 
         def send(s: int) -> Callable[..., Any]:
-            encodings = self.messages if self.has_message(s) else ("full", "full")
+            encodings = self.messages[:2] if self.has_message(s) else ("full", "full")
             return lambda module, arguments, output: tree_map(lambda value: self._pass_on(value, *encodings), output)
 
-        modules, has_cuts = dict(self.model.named_modules()), self.repeats_forwards or {*self.messages} != {"full"}
+        modules, has_cuts = dict(self.model.named_modules()), self.repeats_forwards or {*self.messages[:2]} != {"full"}
         with ExitStack() as hooks:
             for s, layers in enumerate(self.stages):
                 for name in layers:
@@ -118,6 +118,20 @@ class Passes:
                         hooks.callback(modules[name].register_forward_pre_hook(seed(name)).remove)
                 if has_cuts and s + 1 < len(self.stages):
                     hooks.callback(modules[layers[-1]].register_forward_hook(send(s)).remove)
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Rounds all numbers that pass a cut as those of an evaluation."""
+
+        def send(module: nn.Module, arguments: Any, output: Any) -> Any:
+            return tree_map(lambda v: self.rounding(v, self.messages[2]) if isinstance(v, Tensor) else v, output)
+
+        modules = dict(self.model.named_modules())
+        with ExitStack() as hooks:
+            for s, layers in enumerate(self.stages[:-1]):
+                if self.messages[2] != "full" and self.has_message(s):
+                    hooks.callback(modules[layers[-1]].register_forward_hook(send).remove)
             yield
 
     def _pass_on(self, value: Any, encoding: str, of_gradient: str) -> Any:

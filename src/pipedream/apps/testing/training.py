@@ -242,7 +242,7 @@ class Training:
                 self.seed,
                 self.options.get("inputs", inputs_of),
                 self.autocast,
-                (str(messages).split(",")[0], str(messages).split(",")[-1]),
+                (messages.activations, messages.gradients, messages.evaluations),
                 rounding or (lambda tensor, encoding: tensor),
                 lambda s: ranks[s][0] != ranks[s + 1][0],
             ),
@@ -260,9 +260,10 @@ class Training:
         trained = loop.run()
         for number in like.evaluated:
             loop.passes.model.load_state_dict(trained.at[number])
-            trained.evaluated[number] = mean_loss(
-                loop.passes.model, self.test or self.data, loop.passes.total, loop.passes.inputs
-            )
+            with loop.passes.evaluating():
+                trained.evaluated[number] = mean_loss(
+                    loop.passes.model, self.test or self.data, loop.passes.total, loop.passes.inputs
+                )
         if any(type(each.compensation) is not CompensationRule for each in rules.values()):
             trained.optimizer = {}  # in the coordinates of the paper
         return trained

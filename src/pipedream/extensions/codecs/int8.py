@@ -28,7 +28,7 @@ class Int8(Codec):
 
 
 def _write_codes(rows: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-    codes.copy_(blocks.round_to_scale(rows, scales, 127))
+    codes.copy_(blocks.scale(rows, scales, 127).round_())
 
 
 CODECS = (Int8(),)

@@ -40,10 +40,10 @@ def encode(
     return torch.cat([scales.view(torch.uint8).view(-1), codes.view(torch.uint8).view(-1)])
 
 
-def round_to_scale(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
-    """Writes the scales with which the greatest size in a block becomes `greatest`, and returns whole numbers."""
+def scale(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
+    """Writes the scales with which the greatest size in a block becomes `greatest`, and returns the scaled values."""
     scales.copy_(blocks.abs().amax(1, keepdim=True) / greatest).clamp_(_MIN_SCALE)
-    return (blocks / scales).round_()
+    return blocks / scales
 
 
 def decode(

@@ -25,30 +25,32 @@ class MessageEncoding(Choice):
     """The encodings of activations and of gradients, names of `Codec` or 'full'.
 
     Attributes:
+        evaluations: the encoding of activations in evaluations and predictions.
         value_bits: bits of a value that is not encoded.
     """
 
     approximates: ClassVar[bool] = True
     option = "messages"
     help = (
-        "Encoding of what crosses between workers: full, bfloat16, float16, int8 or int4, or two of them, for "
-        "activations and for their gradients."
+        "Encoding of what crosses between workers: full, bfloat16, float16, int8, int4 or int4_stochastic; or two of "
+        "them, for activations and their gradients; or a third for evaluations, which is full otherwise."
     )
     activations: str = FULL
     gradients: str = FULL
+    evaluations: str = FULL
     value_bits: int = 32
 
     def __post_init__(self) -> None:
-        for name in (self.activations, self.gradients):
+        for name in (self.activations, self.gradients, self.evaluations):
             if name != FULL and not (is_file(name) or CODECS.has(name)):
                 raise PipelineError(
                     f"messages={name!r} was asked for; the encodings are {', '.join([FULL, *list_encodings()])}, or "
-                    "FILE.py with one of yours, one for all messages or two, for activations and for gradients"
+                    "FILE.py with one of yours: one, or ACTIVATIONS,GRADIENTS or ACTIVATIONS,GRADIENTS,EVALUATIONS"
                 )
 
     @classmethod
     def list_texts(cls) -> str:
-        return "ENCODING[,ENCODING]"
+        return "ENCODING[,ENCODING[,ENCODING]]"
 
     @classmethod
     def read(cls, value: Any) -> MessageEncoding:
@@ -60,7 +62,7 @@ class MessageEncoding(Choice):
 
     @classmethod
     def parse(cls, value: str | Sequence[str] | MessageEncoding | None, value_bits: int = 32) -> MessageEncoding:
-        """Reads a choice: ``"int8"``, ``"int8,bfloat16"`` or ``("int8", "bfloat16")``.
+        """Reads a choice: ``"int8"``, ``"int8,bfloat16"``, ``("int8", "bfloat16")`` or ``"int8,int8,int8"``.
 
         Raises:
             PipelineError: no such encoding.
@@ -68,24 +70,31 @@ class MessageEncoding(Choice):
         if isinstance(value, MessageEncoding):
             return value
         names = value.split(",") if isinstance(value, str) else list(value or [FULL])
-        if len(names) > 2 or not all(isinstance(name, str) for name in names):
-            raise PipelineError(f"messages={value!r} was asked for; give one encoding, or two: activations, gradients")
-        return cls(names[0].strip(), names[-1].strip(), value_bits)
+        if len(names) > 3 or not all(isinstance(name, str) for name in names):
+            raise PipelineError(
+                f"messages={value!r} was asked for; give one encoding, or two: activations, gradients; or a third for "
+                "evaluations"
+            )
+        names = [name.strip() for name in names]
+        pair, evaluations = (names[:2], names[2]) if len(names) > 2 else (names, FULL)
+        return cls(pair[0], pair[-1], evaluations, value_bits)
 
     def check_opened(self) -> None:
         """Raises a `PipelineError` if an encoding is a file that the user has not named."""
-        for name in self.names if self else ():
+        for name in self.names:
             self._share(name)
 
     def __bool__(self) -> bool:
-        return self.activations != FULL or self.gradients != FULL
+        return self.names != (FULL,)
 
     def __str__(self) -> str:
-        return ",".join(self.names)
+        if self.evaluations != FULL:
+            return f"{self.activations},{self.gradients},{self.evaluations}"
+        return ",".join(dict.fromkeys((self.activations, self.gradients)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.activations, self.gradients)))
+        return tuple(dict.fromkeys((self.activations, self.gradients, self.evaluations)))
 
     def of_values(self, bits: int) -> MessageEncoding:
         return replace(self, value_bits=bits)
@@ -102,16 +111,19 @@ class MessageEncoding(Choice):
         if self:
             sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
             yield f"messages: {self}, {', '.join(sizes)} each way in the mean (approximate)"
+        if self.evaluations != FULL:
+            yield f"evaluations: activations travel in {self.evaluations} (approximate)"
 
     def wrap_sender(self, sender: Any, carries: Carries) -> Any:
         from pipedream.extensions.choices.messages import encoded
 
-        return encoded.with_encoding(sender, self.encoding(carries), carries)
+        return encoded.with_encoding(sender, self.encoding(carries), self._encoding_of_evaluations(carries), carries)
 
     def wrap_receiver(self, receiver: Any, carries: Carries) -> Any:
         from pipedream.extensions.choices.messages import encoded
 
-        return encoded.with_decoding(receiver, self.encoding(carries))
+        encodings = self.encoding(carries), self._encoding_of_evaluations(carries)
+        return encoded.with_decoding(receiver, *encodings)
 
     def imitate_message(self, tensor: Any) -> Any:
         from pipedream.extensions.choices.messages import encoded
@@ -133,6 +145,9 @@ class MessageEncoding(Choice):
             saved_s = (1 - self._share(encoding)) * runtime.message_s_per_byte
             added_s += runtime.encodings_s_per_byte.get(like, 0.0) - saved_s
         return replace(runtime, encoding_s_per_byte=added_s / 2)
+
+    def _encoding_of_evaluations(self, carries: Carries) -> str:
+        return self.evaluations if carries == Carries.ACTIVATION else FULL
 
     def _share(self, encoding: str) -> float:
         return 1.0 if encoding == FULL else min(1.0, CODECS.find(encoding).bits / self.value_bits)

@@ -1,7 +1,8 @@
-"""Encoded messages: tensors travel as the codes of a `Codec`. Rounding is deterministic."""
+"""Encoded messages: tensors travel as the codes of a `Codec`. Equal tensors have equal codes."""
 
 import json
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +58,12 @@ def decode(code: torch.Tensor, original: TensorHeader) -> torch.Tensor:
 # -- messages ---------------------------------------------------------------------------------------
 
 
-def encode_message(message: Message, encoding: str, *, only_wanted: bool) -> Message:
-    """Encodes the tensors that become smaller; if `only_wanted`, only those whose gradient is sent back."""
+def encode_message(message: Message, encoding: str, chosen: Sequence[bool]) -> Message:
+    """Encodes those of the chosen tensors that become smaller."""
     tensors = list(message.tensors)
     originals: list[TensorHeader | None] = [None] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        if tensor is not None and (not only_wanted or message.wants[i]) and is_encoded(tensor, encoding):
+    for i, (tensor, is_chosen) in enumerate(zip(tensors, chosen, strict=True)):
+        if tensor is not None and is_chosen and is_encoded(tensor, encoding):
             tensors[i], originals[i] = encode(tensor, encoding)
     if not any(originals):
         return message
@@ -98,14 +99,27 @@ def _read_mark(structure: str) -> tuple[tuple[TensorHeader | None, ...], str]:
 
 
 class EncodingSender(Sender):
-    """A sending end that encodes."""
+    """A sending end that encodes.
 
-    def __init__(self, sender: Sender, encoding: str, *, only_wanted: bool) -> None:
-        self._sender = sender
-        self._encode = partial(encode_message, encoding=encoding, only_wanted=only_wanted)
+    Of activations, only those whose gradient is sent back. An evaluation has no gradients; it encodes those which the
+    last training message did.
+    """
+
+    def __init__(self, sender: Sender, encoding: str, of_evaluations: str, *, only_wanted: bool) -> None:
+        self._sender, self._encoding, self._of_evaluations = sender, encoding, of_evaluations
+        self._only_wanted = only_wanted
+        self._chosen_in_training: tuple[bool, ...] = ()
 
     def send(self, message: Message) -> None:
-        self._sender.send(self._encode(message))
+        count = len(message.tensors)
+        if not self._only_wanted:
+            message = encode_message(message, self._encoding, (True,) * count)
+        elif any(message.wants):
+            self._chosen_in_training = message.wants
+            message = encode_message(message, self._encoding, message.wants)
+        elif len(self._chosen_in_training) == count:
+            message = encode_message(message, self._of_evaluations, self._chosen_in_training)
+        self._sender.send(message)
 
     def begin_drain(self) -> None:
         self._sender.begin_drain()
@@ -142,16 +156,16 @@ class _Decoded(Pending[Message]):
         return decode_message(self._pending.result())
 
 
-def with_encoding(sender: Sender, encoding: str, carries: Carries) -> Sender:
+def with_encoding(sender: Sender, encoding: str, of_evaluations: str, carries: Carries) -> Sender:
     """Returns a channel's sending end, which encodes if the user wants it."""
-    if encoding == FULL:
+    if encoding == of_evaluations == FULL:
         return sender
-    return EncodingSender(sender, encoding, only_wanted=carries == Carries.ACTIVATION)
+    return EncodingSender(sender, encoding, of_evaluations, only_wanted=carries == Carries.ACTIVATION)
 
 
-def with_decoding(receiver: Receiver, encoding: str) -> Receiver:
+def with_decoding(receiver: Receiver, encoding: str, of_evaluations: str) -> Receiver:
     """Returns the receiving end of such a channel."""
-    return receiver if encoding == FULL else DecodingReceiver(receiver)
+    return receiver if encoding == of_evaluations == FULL else DecodingReceiver(receiver)
 
 
 # -- in one process ---------------------------------------------------------------------------------
