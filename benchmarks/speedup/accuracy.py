@@ -72,6 +72,7 @@ VARIANTS: dict[str, Way] = {
     "PowerSGD 4": _copies("powersgd:4"),
     "PowerSGD 4, accumulating 8": _copies("powersgd:4", ACCUMULATED),
     "DiLoCo, every 30": _copies("diloco:30"),
+    "sparse sums, every 30": _copies("sparse:30,0.02"),
     "1F1B": _pipeline("1f1b"),
     "1F1B, int8": _pipeline("1f1b", messages="int8"),
     "1F1B, int4": _pipeline("1f1b", messages="int4"),
@@ -117,7 +118,8 @@ TEXT = Task(
     "text", "loss", 0.001, 8, 32, 8,
     (
         ONE_WORKER, "DDP, fp16", "local SGD, every 8", "local SGD, every 32", "PowerSGD 4",
-        "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "1F1B", "1F1B, int8", "1F1B, int4", "2BW, int8", "2BW, int4",
+        "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "sparse sums, every 30",
+        "1F1B", "1F1B, int8", "1F1B, int4", "2BW, int8", "2BW, int4",
         "PipeDream, full, int8", "PipeDream, full, int4",
     ),
 )  # fmt: skip

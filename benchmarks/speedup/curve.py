@@ -96,6 +96,7 @@ VARIANTS = (
     _Variant("PowerSGD 4", 2, "pipeline", "pipedream", _COPIES | {"sums": "powersgd:4"}, 4),
     _Variant("PowerSGD 4, accumulating", 2 * M, "pipeline", "1f1b", _COPIES | {"sums": "powersgd:4"}, 2),
     _Variant("DiLoCo, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "diloco:30"}, 30),
+    _Variant("sparse sums, every 30", 2, "pipeline", "pipedream", _COPIES | {"sums": "sparse:30,0.02"}, 30),
     _Variant("torch FSDP", 2, "fsdp", "pipedream", _COPIES, 3),
     _Variant("torch FSDP, bfloat16", 2, "fsdp", "pipedream", _COPIES | {"sums": "bfloat16"}, 3),
     _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),

@@ -24,7 +24,7 @@ from pipedream.runtime.update.gradients import Gradients
 from pipedream.runtime.update.replica import Replica
 
 VARIANTS = (
-    "PowerSGD 4, accumulating", "torch local SGD, every 32",
+    "PowerSGD 4, accumulating", "torch local SGD, every 32", "sparse sums, every 30",
     "1F1B, full, int8", "1F1B, full, int4", "2BW, full, int8", "2BW, full, int4",
     "PipeDream, full, int8", "PipeDream, full, int4",
 )  # fmt: skip

@@ -54,10 +54,12 @@ def test_an_approximation_is_offered_with_an_exact_answer() -> None:
     assert "(approximate: " in compared.verdict
     assert compared.verdict.endswith(f"; without approximation {compared.exact.verdict}")
     assert compared.candidates[0].period_s < 0.98 * compared.exact.candidates[0].period_s
+    copies = compare(PROFILE, SLOW, allow_approximate=True, **HOW | {"shape": "data-parallel"})
+    assert "with sums=sparse:30,0.02 (approximate)" in copies.verdict, "what sends least"
 
 
 def test_no_approximation_where_the_link_is_fast() -> None:
-    encodings = dict.fromkeys(("bfloat16", "int8"), 1e-9)
+    encodings = dict.fromkeys(("bfloat16", "int8", "int4"), 1e-9)
     profile = replace(PROFILE, runtime=replace(PROFILE.runtime, encodings_s_per_byte=encodings))
     assert not pd.plan(profile, FAST, allow_approximate=True, **HOW).choices.messages
 

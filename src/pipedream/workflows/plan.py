@@ -29,7 +29,8 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
 _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
-    {"messages": "bfloat16"}, {"messages": "int8"}, {"sums": "powersgd:4"}, {"sums": "diloco:30"}
+    {"messages": "bfloat16"}, {"messages": "int8"}, {"messages": "int4"},
+    {"sums": "powersgd:4"}, {"sums": "diloco:30"}, {"sums": "sparse:30,0.02"},
 )  # fmt: skip
 _RARE = "every:8"
 _MIN_GAIN = 0.02
