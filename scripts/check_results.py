@@ -13,7 +13,8 @@ Names each entry of scripts/results.txt that differs, with the columns in which 
     makespan, memory    simulated seconds; bytes of the fullest worker, planned and simulated
     raised              the error, of what is refused
 
-Rotated entries are compared within 1e-5. Bits are compared where processor and torch are those of the table's first line, or with --exact.
+Rotated entries are compared within 1e-5. Bits are compared where processor and torch are those of the table's first
+line, or with --exact.
 """
 
 from __future__ import annotations

@@ -84,6 +84,13 @@ VARIANTS: dict[str, Way] = {
     "2BW, int8": _pipeline("pipedream_2bw", messages="int8"),
     "2BW, int4": _pipeline("pipedream_2bw", messages="int4"),
 }
+_ALL = {"int8": "int8,int8,int8", "int4": "int4,int4_stochastic,int4"}  # of activations, gradients and evaluations
+_FULL_DEPTH = {"1F1B": "1f1b", "2BW": "pipedream_2bw", "PipeDream": "pipedream"}
+VARIANTS |= {
+    f"{title}, full, all in {name}": _pipeline(schedule, in_flight="full", messages=messages)
+    for title, schedule in _FULL_DEPTH.items()
+    for name, messages in _ALL.items()
+}
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,7 @@ TEXT = Task(
     (
         ONE_WORKER, "DDP, fp16", "local SGD, every 8", "local SGD, every 32", "PowerSGD 4",
         "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "sparse sums, every 30",
-        "1F1B", "1F1B, int8", "1F1B, int4", "2BW, int8", "2BW, int4",
-        "PipeDream, full, int8", "PipeDream, full, int4",
+        *(name for name in VARIANTS if ", all in " in name),
     ),
 )  # fmt: skip
 TASKS = {task.name: task for task in (DIGITS, CHARACTERS, TEXT)}
