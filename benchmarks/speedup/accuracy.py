@@ -8,6 +8,7 @@ with a seed of their own, over a fast link.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from worker_processes import Disturbance
 from pipedream import Cluster, Plan, Profile, plan as make_plan
 from pipedream.apps.compare.compare_runs import Runs
 from pipedream.apps.compare.variants import DDP, ONE_WORKER, format_ratio
+from pipedream.apps.report.charts import curve_svg
 from pipedream.core.plan.sum_method import SumMethod
 from pipedream.core.units import format_bytes, format_link, format_number
 from pipedream.slow_links import Network, slow_network
@@ -344,12 +346,7 @@ def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> 
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns for each task and link what each variant reached, and the rates that were tried."""
-    timed = [
-        row
-        for row in rows
-        if row["bytes_per_s"] and _find_best_rate(rows, row["task"], row["variant"]) in (None, row["rate"])
-    ]
-    parts = []
+    timed, parts = _select_timed(rows), []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in timed if row["task"] == task]
         parts += [_format_table([row for row in mine if row["bytes_per_s"] == link])
@@ -357,6 +354,52 @@ def tables(rows: list[dict[str, Any]]) -> str:
         if tried := [row for row in rows if row["task"] == task and row["seed"] == TUNING_SEED]:
             parts.append(_format_rates(tried))
     return "\n\n".join(parts)
+
+
+def _select_timed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows over a link, of each variant's best rate."""
+    return [
+        row
+        for row in rows
+        if row["bytes_per_s"] and _find_best_rate(rows, row["task"], row["variant"]) in (None, row["rate"])
+    ]
+
+
+_PICTURE_PX = 860, 380
+
+
+def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns a picture of each task that was timed over several links: file name -> SVG."""
+    svg_by_name = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        seconds: dict[str, dict[float, list[float | None]]] = {}
+        for row in _select_timed(rows):
+            if row["task"] == task:
+                seconds.setdefault(row["variant"], {}).setdefault(row["bytes_per_s"], []).append(
+                    row["seconds_to_target"]
+                )
+        alone = {link: _find_median(runs) for link, runs in seconds.get(ONE_WORKER, {}).items()}
+        curves = {
+            name: [
+                (math.log(link), alone_s / middle_s)
+                for link in sorted(over)
+                if (alone_s := alone.get(link)) and (middle_s := _find_median(over[link]))
+            ]
+            for name, over in seconds.items()
+        }
+        if len(alone) > 1:
+            ranked = sorted(curves.items(), key=lambda curve: -curve[1][0][1] if curve[1] else 0.0)
+            svg_by_name[f"{task}_to_target.svg"] = curve_svg(
+                {f"{points[0][1]:.2g}x {name}": points for name, points in ranked if points},
+                title=f"Two workers to the target of the {task}",
+                width_px=_PICTURE_PX[0],
+                height_px=_PICTURE_PX[1],
+                x_label="link rate, on a logarithmic axis",
+                y_label="seconds of one worker over those of two; left of a name: over the slowest link",
+                x_ticks={math.log(link): format_link(link) for link in alone},
+                standalone=True,
+            )
+    return svg_by_name
 
 
 def _format_table(rows: list[dict[str, Any]]) -> str:
