@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +39,7 @@ def _make_case(function: Callable[..., None], mesh: str, rules: str, *args: Any,
     return Case(_make_model, mesh, rules, *args, options=options, **more)
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 CASES = (
     _make_case(_apply_styles, "model:2", "", "pipedream", None),
     _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options={"clip_grad_norm": 0.1}),
@@ -49,7 +50,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *map(slow, CASES[1:])], ids=str)
 def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> None:
     check_as_single_ranks(case)
 
