@@ -13,6 +13,8 @@ from pipedream.schedules.kit.idioms import max_in_flight
 from pipedream.schedules.registry import build, check_chunks, method_of, stage_order_of
 
 _DEFAULT_WORKERS = 4
+_LONGEST = 1_000_000
+"""Microbatches of a run that is simulated or drawn: minutes."""
 
 
 def uniform(
@@ -123,8 +125,12 @@ def run_of(
         usual: m if neither is given, for methods that flush and work with it; others choose their own.
 
     Raises:
-        ScheduleError: the method does not work with the plan or with m.
+        ScheduleError: the method does not work with the plan or with m, or the run is too long.
     """
+    if (count := (microbatches or split or 1) * (minibatches or 1)) > _LONGEST:
+        raise ScheduleError(
+            f"a run of {count:,} microbatches was asked for; at most {_LONGEST:,} are followed; give fewer"
+        )
     built = _build(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
     if microbatches not in (None, built.microbatches):
         if built.updates.mean_of_rounds:

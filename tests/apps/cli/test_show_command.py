@@ -81,6 +81,7 @@ def test_the_length_of_a_run() -> None:
         (built, (4,), "built for 5 microbatches per minibatch, but 4 were asked for; leave the number out"),
         ("pipedream", (12,), r"does not split a minibatch.* or minibatches=12 in Python"),
         ("1f1b", (None, 0), "at least 1 minibatch, found 0"),
+        ("1f1b", (10**8,), "100,000,000 microbatches was asked for; at most 1,000,000"),
     ):
         with pytest.raises(pd.PipelineError, match=words):
             run_of(method, plan, *counts)
