@@ -234,6 +234,8 @@ class Training:
         )
         messages, ranks = Choices.resolve(command={"messages": self.messages}).messages, schedules[0].placement.ranks
         assert rounding is not None or not messages, f"messages={messages}: give the rounding that its page says"
+        texts = str(messages).split(",")  # without its extension a choice has only its text
+        texts += texts * (len(texts) == 1) + ["full"]
         loop = Loop(
             Passes(
                 model if model is not None else self.make_model(),
@@ -242,7 +244,7 @@ class Training:
                 self.seed,
                 self.options.get("inputs", inputs_of),
                 self.autocast,
-                (messages.activations, messages.gradients, messages.evaluations),
+                (texts[0], texts[1], texts[2]),
                 rounding or (lambda tensor, encoding: tensor),
                 lambda s: ranks[s][0] != ranks[s + 1][0],
             ),
