@@ -86,7 +86,7 @@ VARIANTS: dict[str, Way] = {
     "2BW, int8": _pipeline("pipedream_2bw", messages="int8"),
     "2BW, int4": _pipeline("pipedream_2bw", messages="int4"),
 }
-_ALL = {"int8": "int8,int8,int8", "int4": "int4,int4_stochastic,int4"}  # of activations, gradients and evaluations
+_ALL = {"int8": "int8,int8,int8", "int4": "int4,int4,int4"}  # of activations, gradients and evaluations
 _FULL_DEPTH = {"1F1B": "1f1b", "2BW": "pipedream_2bw", "PipeDream": "pipedream"}
 VARIANTS |= {
     f"{title}, full, all in {name}": _pipeline(schedule, in_flight="full", messages=messages)
