@@ -72,6 +72,9 @@ VARIANTS: dict[str, Way] = {
     "local SGD, every 32": _copies("every:32", kind="ddp"),
     "PowerSGD 1": _copies("powersgd:1"),
     "PowerSGD 4": _copies("powersgd:4"),
+    "PowerSGD 4, minibatch shared": Way(
+        1, {"shape": "data-parallel", "schedule": "1f1b", "microbatches": PARTS, "sums": "powersgd:4"}
+    ),
     "PowerSGD 4, accumulating 8": _copies("powersgd:4", ACCUMULATED),
     "DiLoCo, every 30": _copies("diloco:30"),
     "sparse sums, every 30": _copies("sparse:30,0.02"),
@@ -127,7 +130,7 @@ TEXT = Task(
     "text", "loss", 0.001, 8, 32, 8,
     (
         ONE_WORKER, "DDP, fp16", "local SGD, every 8", "local SGD, every 32", "PowerSGD 4",
-        "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "sparse sums, every 30",
+        "PowerSGD 4, minibatch shared", "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "sparse sums, every 30",
         *(name for name in VARIANTS if ", all in " in name),
     ),
 )  # fmt: skip
