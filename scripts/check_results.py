@@ -46,7 +46,7 @@ from result_cases import PUBLISHED, Entry, Work, find_published_profiles, list_c
 TABLE = Path(__file__).with_name("results.txt")
 BITS = ("weights", "losses", "saved")
 TOLERANCE = 1e-7
-ROTATED_TOLERANCE = 1e-5  # the eigenvectors of basis_rotation make much of the last bits
+ROTATED_TOLERANCE = 1e-5  # the eigenvectors of basis_rotation amplify differences in the last bits
 TIMEOUT_S = 300.0
 
 

@@ -14,7 +14,7 @@ from pipedream.schedules.registry import build, check_chunks, method_of, stage_o
 
 _DEFAULT_WORKERS = 4
 _LONGEST = 1_000_000
-"""Microbatches of a run that is simulated or drawn: minutes."""
+"""Microbatches of a run that is simulated or drawn; so many take minutes."""
 
 
 def uniform(
@@ -129,7 +129,7 @@ def run_of(
     """
     if (count := (microbatches or split or 1) * (minibatches or 1)) > _LONGEST:
         raise ScheduleError(
-            f"a run of {count:,} microbatches was asked for; at most {_LONGEST:,} are followed; give fewer"
+            f"a run of {count:,} microbatches was asked for; at most {_LONGEST:,} can be simulated or drawn; give fewer"
         )
     built = _build(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
     if microbatches not in (None, built.microbatches):

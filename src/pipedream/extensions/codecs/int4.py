@@ -1,7 +1,7 @@
 """int4: blocks of 64 values are rotated, then share a scale, their greatest size / 7 (as TAH-Quant, arXiv 2506.01352).
 
-The rotation, by an orthonormal Hadamard matrix, spreads outliers over a block. `int4_stochastic` rounds up with the
-probability of the part that is left over, so that the mean of many roundings is the value, as gradients need.
+The rotation, by an orthonormal Hadamard matrix, spreads outliers over a block. `int4_stochastic` rounds up with a
+probability equal to the fraction, so that the mean of many roundings is the value itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Int4(Codec):
 
 
 class StochasticInt4(Int4):
-    """As many bits; what a tensor is rounded to depends on the tensor alone, so that a resumed run rounds alike."""
+    """Int4 with stochastic rounding, which depends on the tensor alone: a resumed run rounds as before."""
 
     name = "int4_stochastic"
 

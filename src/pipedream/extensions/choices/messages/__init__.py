@@ -33,7 +33,7 @@ class MessageEncoding(Choice):
     option = "messages"
     help = (
         "Encoding of what crosses between workers: full, bfloat16, float16, int8, int4 or int4_stochastic; or two of "
-        "them, for activations and their gradients; or a third for evaluations, which is full otherwise."
+        "them, for activations and their gradients; a third one is for evaluations, which are full by default."
     )
     activations: str = FULL
     gradients: str = FULL
