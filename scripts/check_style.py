@@ -46,6 +46,7 @@ TORCH_PACKAGES = (
     "extensions.clipping",
     "extensions.compiled",
     "extensions.delays",
+    "extensions.deltas",
     "extensions.host_weights",
     "extensions.meshes",
     "extensions.nccl",

@@ -344,8 +344,8 @@ def describe_plan(plan: pipedream.Plan, makespan_s: float | None = None) -> Entr
         makespan_s, memory = timeline.makespan_s, [*memory, max(timeline.peak_bytes)]
     seconds = f"{makespan_s:.12g}"
     return {
-        # No case encodes evaluations, and the table is older than this choice.
-        "plan": digest(json.loads(plan.to_json()), "note", "evaluations"),
+        # No case encodes evaluations or differences, and the table is older than these choices.
+        "plan": digest(json.loads(plan.to_json()), "note", "evaluations", "deltas"),
         "makespan": seconds,
         "memory": "/".join(map(str, memory)),
     }

@@ -40,7 +40,7 @@ def encode(
     return torch.cat([scales.view(torch.uint8).view(-1), codes.view(torch.uint8).view(-1)])
 
 
-def scale(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
+def scale(blocks: torch.Tensor, scales: torch.Tensor, greatest: float) -> torch.Tensor:
     """Writes the scales with which the greatest size in a block becomes `greatest`, and returns the scaled values."""
     scales.copy_(blocks.abs().amax(1, keepdim=True) / greatest).clamp_(_MIN_SCALE)
     return blocks / scales

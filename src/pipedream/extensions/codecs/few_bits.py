@@ -1,0 +1,60 @@
+"""int2, int3: blocks of 64 values share a scale; levels are (i + 1/2) steps, so that none is lost to zero.
+
+Meant for differences (`extensions/deltas/`): activations themselves need more bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipedream.core.late import LateModule
+from pipedream.core.plan.codec import Codec
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipedream.runtime.comm import blocks
+else:
+    torch, blocks = LateModule("torch"), LateModule("pipedream.runtime.comm.blocks")
+
+
+class Int3(Codec):
+    """3.5 bits a value: a code has a bit of each value, then the next bit of each."""
+
+    name, bits, value_bits = "int3", 3 + 32 / 64, 3
+    costs_like = "int4"
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        return blocks.encode(tensor, 8 * self.value_bits, partial(_write_codes, bits=self.value_bits))
+
+    def decode(self, code: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        split = partial(_split_codes, bits=self.value_bits)
+        return blocks.join(blocks.decode(code, 8 * self.value_bits, dtype, shape, split), shape)
+
+
+class Int2(Int3):
+    """2.5 bits a value."""
+
+    name, bits, value_bits = "int2", 2 + 32 / 64, 2
+
+
+def _write_codes(rows: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, bits: int) -> None:
+    half = 1 << bits - 1
+    levels = blocks.scale(rows, scales, half - 0.5).floor_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
+    # A block of zeros is decoded to zeros, not to half a step of the least scale, with which arithmetic is slow.
+    scales.masked_fill_(rows.abs().amax(1, keepdim=True) == 0, 0)
+    for bit, plane in enumerate(codes.view(torch.uint8).chunk(bits, 1)):
+        plane.zero_()
+        for place, column in enumerate((levels >> bit & 1).chunk(8, 1)):
+            plane |= column << place
+
+
+def _split_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    half, levels = 1 << bits - 1, torch.zeros(len(codes), blocks.BLOCK, device=codes.device)
+    for bit, plane in enumerate(codes.view(torch.uint8).chunk(bits, 1)):
+        levels += torch.cat([plane >> place & 1 for place in range(8)], 1) << bit
+    return levels - (half - 0.5)
+
+
+CODECS = Int3(), Int2()

@@ -1,0 +1,127 @@
+"""Deltas: a pipeline trains as one process does that keeps, at each cut, what arrived of each sample (AQ-SGD)."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoded import rounded
+from torch import Tensor, nn
+
+import pipedream as pd
+from pipedream.testing import Training
+
+CONTENTS = torch.randn(9, 16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+# The second minibatch comes twice; later ones mix samples that are new, that were seen, and that come twice at once.
+DATA = [
+    CONTENTS[0],
+    CONTENTS[1],
+    CONTENTS[1],
+    torch.cat([CONTENTS[0, :10], CONTENTS[2, :6]]),
+    CONTENTS[[0, 0], :8].flatten(0, 1),
+]
+BATCHES = [(rows, rows[:, :4].argmax(1)) for rows in DATA]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def make_training(deltas: str = "int3:38", **how: Any) -> Training:
+    how = {"schedule": "1f1b", "microbatches": 2, "plan": (1, 1, 1), "epochs": 2, "options": {"deltas": deltas}} | how
+    how |= {"loss": nn.CrossEntropyLoss(), "optimizer": partial(torch.optim.SGD, lr=0.3, momentum=0.5)}
+    return Training(model=make_model, data=BATCHES, messages="float16,int8", **how)
+
+
+class Visits:
+    """What arrives at cuts between workers, by algorithm 1 of the paper; called in the order of the microbatches."""
+
+    def __init__(self, bits: int, microbatches: int, cuts: int = 2) -> None:
+        self._bits, self._cuts, self._count, self._kept = bits, cuts, 0, dict[tuple[int, bytes], Tensor]()
+        self._parts = [part for rows in DATA for part in rows.chunk(microbatches)]
+
+    def __call__(self, values: Tensor, encoding: str) -> Tensor:
+        if encoding != "float16":  # a gradient, or it stays on its worker
+            return rounded(values, encoding)
+        cut, part = self._count % self._cuts, self._parts[self._count // self._cuts % len(self._parts)]
+        self._count += 1
+        keys = [(cut, row.numpy().tobytes()) for row in part]
+        new = [i for i, key in enumerate(keys) if key not in self._kept]
+        old_rows = [i for i in range(len(keys)) if i not in new]
+        arrived = torch.empty_like(values)
+        arrived[new] = values[new].half().double()
+        if old_rows:
+            old = torch.stack([self._kept[keys[i]] for i in old_rows])
+            arrived[old_rows] = old + self._round(values[old_rows] - old)
+        self._kept |= zip(keys, arrived, strict=True)
+        return arrived
+
+    def _round(self, differences: Tensor) -> Tensor:
+        half, rows = 2 ** (self._bits - 1), []
+        for row in differences.flatten().split(64):
+            scale = float((row.abs().max() / (half - 0.5)).float())
+            rows.append(((row / scale).floor().clamp(-half, half - 1) + 0.5) * scale if scale else row)
+        return torch.cat(rows).view(differences.shape)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "stages", "cuts"),
+    [("1f1b", 2, 3, 2), ("pipedream", 1, 3, 2), ("interleaved_1f1b", 4, 4, 3), ("zbv", 4, 4, 2)],
+)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_trains_as_the_paper_says(schedule: str, microbatches: int, stages: int, cuts: int, bits: int) -> None:
+    how = {"schedule": schedule, "microbatches": microbatches, "plan": (1,) * stages}
+    make_training(f"int{bits}:38", **how).check(rounding=Visits(bits, microbatches, cuts))
+
+
+def test_resumed_it_knows_the_samples(tmp_path: Path) -> None:
+    make_training().resumed(tmp_path, [4, 7])
+
+
+def test_another_plan_begins_to_keep_samples_anew(tmp_path: Path) -> None:
+    make_training().pipeline(folder=tmp_path, save_at=[5])
+    assert len(make_training(plan=(1, 1)).pipeline(resume=tmp_path).losses) == 5
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_keep_the_same_samples() -> None:
+    training = make_training(plan=(1, 1))
+    trained, alone = training.pipeline(processes=2), training.pipeline()
+    assert trained.losses == alone.losses
+    assert trained.sent_bytes[0] < 0.5 * make_training(plan=(1, 1), options={}).pipeline().sent_bytes[0]
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.1), *make_model())
+
+
+def changed_plan(**of_stages: Any) -> pd.Plan:
+    plan = make_training().resolved_plan
+    stages = tuple(replace(stage, **of_stages) for stage in plan.stages)
+    return replace(plan, stages=stages, cluster=replace(plan.cluster, memory_bytes=10**10))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no number": ({"options": {"deltas": "int3"}}, "give ENCODING:SAMPLES, such as int3:5000"),
+    "no such encoding": ({"options": {"deltas": "int9:5"}}, "an encoding of bfloat16, .*int2"),
+    "no sample": ({"options": {"deltas": "int3:0"}}, "deltas='int3:0' was asked for; give ENCODING:SAMPLES"),
+    "more samples": ({"options": {"deltas": "int3:37"}}, "deltas=int3:37 was asked for, but more samples have come"),
+    "replicas": ({"plan": (2, 1)}, "a stage has 2 replicas"),
+    "recomputation": ({"plan": changed_plan(recompute=True)}, "'1f1b', but a stage repeats its forward"),
+    "backwards elsewhere": ({"schedule": "roundpipe"}, "'roundpipe', but a stage repeats its forward"),
+    "dropout": ({"model": with_dropout}, "'0' drops values at random, so a sample differs from visit to visit"),
+    "too large": ({"plan": changed_plan(output_bytes=10**12)}, "with the samples kept .* are needed and .* are there"),
+    "columns": ({"options": {"deltas": "int3:38", "batch_dim": 1}}, "batch_dim=1; give batches by rows"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    how, words = REFUSED[case]
+    with pytest.raises(pd.PipelineError, match=words):
+        replace(make_training(), **how).pipeline()
