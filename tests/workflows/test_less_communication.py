@@ -58,6 +58,17 @@ def test_an_approximation_is_offered_with_an_exact_answer() -> None:
     assert "with sums=sparse:30,0.02 (approximate)" in copies.verdict, "what sends least"
 
 
+@pytest.mark.parametrize(
+    ("cluster", "options", "is_named"),
+    [(SLOW, {}, True), (FAST, {}, False), (SLOW, {"messages": "int8"}, False), (pd.Cluster.flat(1, 1e6), {}, False)],
+)
+def test_averages_are_named_unasked_where_they_save_much(cluster: pd.Cluster, options: Any, is_named: bool) -> None:
+    compared = compare(PROFILE, cluster, **options)
+    words = "; if replicas may differ between averages (approximate), sums=sparse:30,0.02 on 2 workers takes 1.28 s"
+    assert compared.verdict.endswith(words) == is_named
+    assert ("averages" in compared.verdict) == is_named
+
+
 def test_no_approximation_where_the_link_is_fast() -> None:
     encodings = dict.fromkeys(("bfloat16", "int8", "int4"), 1e-9)
     profile = replace(PROFILE, runtime=replace(PROFILE.runtime, encodings_s_per_byte=encodings))

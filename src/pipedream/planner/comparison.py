@@ -155,6 +155,7 @@ class Comparison(Tabular):
             number of samples per update.
         exact: the same without approximation, if the plan approximates them because it was allowed to.
         too_large: a faster plan that does not fit the memory.
+        averaged: copies of the model whose weights are averaged now and then, where that takes far less time.
         doubt: why the seconds of the profile decide nothing; '' if they do.
     """
 
@@ -163,6 +164,7 @@ class Comparison(Tabular):
     references: tuple[Candidate, ...] = ()
     exact: Comparison | None = None
     too_large: Candidate | None = None
+    averaged: tuple[str, Candidate] | None = None
     doubt: str = ""
 
     @property
@@ -171,7 +173,7 @@ class Comparison(Tabular):
         if self.doubt:
             return f"none, as {self.doubt}"
         if self.exact is None:
-            return self._recommend()
+            return self._recommend() + self._describe_averaged()
         how = self.plan.choices.approximations
         return f"{self._recommend()} (approximate: {how}); without approximation {self.exact.verdict}"
 
@@ -196,6 +198,15 @@ class Comparison(Tabular):
             others += f"; {large.words} would take {format_seconds(large.seconds)}{self._format_update(large)}, but "
             others += f"does not fit: its fullest worker needs {format_bytes(large.peak_bytes)}"
         return f"use {best.words}{method}: {self._format_seconds(best)}{others}"
+
+    def _describe_averaged(self) -> str:
+        if self.averaged is None:
+            return ""
+        sums, candidate = self.averaged
+        return (
+            f"; if replicas may differ between averages (approximate), sums={sums} on {candidate.config} workers takes "
+            f"{format_seconds(candidate.seconds)}"
+        )
 
     def fastest_in_words(self) -> str:
         """Says how the plan was chosen."""

@@ -33,6 +33,10 @@ _APPROXIMATIONS: tuple[dict[str, Any], ...] = (
     {"sums": "powersgd:4"}, {"sums": "diloco:30"}, {"sums": "sparse:30,0.02"},
 )  # fmt: skip
 _RARE = "every:8"
+_LEAST = "sparse:30,0.02"
+"""Sums that send so little that any link is fast."""
+_WORTH_SAYING = 0.1
+"""Least share of the time that `_LEAST` must save to be named unasked."""
 _MIN_GAIN = 0.02
 """Least share of the time that a coarser approximation must save."""
 
@@ -85,7 +89,8 @@ def plan_and_compare(profile: Profile, request: PlanRequest, names: Sequence[str
     references = tuple(_list_references(profile, request, comparison.candidates))
     too_large = _find_too_large(profile, request, first)
     comparison = replace(comparison, plan=best_plan, candidates=(first, *rest), references=references)
-    return replace(comparison, too_large=too_large, doubt=find_doubt(of_request))
+    averaged = _find_averaged(profile, request, comparison)
+    return replace(comparison, too_large=too_large, averaged=averaged, doubt=find_doubt(of_request))
 
 
 def _compare(
@@ -259,6 +264,21 @@ def _find_too_large(profile: Profile, request: PlanRequest, chosen: planner.Cand
     candidate = _simulate(make_candidate(plan, str(request.shape)), plan)
     is_over = replace(plan, cluster=cluster).first_stage_over_memory is not None
     return candidate if is_over and candidate.seconds < chosen.seconds else None
+
+
+def _find_averaged(
+    profile: Profile, request: PlanRequest, comparison: planner.Comparison
+) -> tuple[str, planner.Candidate] | None:
+    """Returns replicas of the whole model with sparse averages, if they fit and take far less time than all else."""
+    cluster, choices = request.workers_and_links, request.choices
+    if cluster.workers == 1 or choices.approximations or comparison.candidates[0].is_meshed:
+        return None
+    with suppress(PlanError):
+        plan = plan_once(profile, PlanRequest(cluster, shape="data-parallel", **choices.words | {"sums": _LEAST})).plan
+        candidate = _simulate(make_candidate(plan, "data-parallel"), plan)
+        others = min(row.seconds for row in (*comparison.candidates, *comparison.references))
+        return (_LEAST, candidate) if candidate.seconds < (1 - _WORTH_SAYING) * others else None
+    return None
 
 
 def _list_references(
