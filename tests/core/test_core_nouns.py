@@ -10,6 +10,10 @@ from hypothesis import given, strategies as st
 
 import pipedream as pd
 from pipedream.core import seeds, units
+from pipedream.core.checkpoint import Position, SavedStage, Stored
+from pipedream.core.hardware.cluster import Workers
+from pipedream.core.model.profile import TiedParameters
+from pipedream.core.plan.stage import TiedWeights
 
 SIZES = {"16e9": 16 * 10**9, "512MB": 512 * 10**6, "2 GiB": 2 * 2**30, "1k": 1000, " 7 B ": 7, 12: 12}
 RATES = {"1e9": 1e9, "1.25GB/s": 1.25e9, "10 Gbit/s": 1.25e9, "100mbit/s": 12.5e6, "8bit/s": 1.0, "3kBps": 3e3}
@@ -55,6 +59,10 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
     return pd.LayerGraph.chain(tuple(pd.Layer(f"layer{i}", "Linear") for i in range(count)), ties)
 
 
+LEVEL = pd.Level(3, 1e9)
+PROFILE = pd.Profile("Net", chain(2), (pd.LayerProfile(1.0, 2.0, 8, 8),) * 2, 1)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -90,6 +98,25 @@ def chain(count: int, *ties: tuple[int, ...]) -> pd.LayerGraph:
         (lambda: pd.Cluster.flat(0), "width must be between 1 and 100000, found 0"),
         (lambda: pd.Cluster.flat(1, 0.0), "bandwidth must be positive"),
         (lambda: pd.Cluster.flat(1, memory_bytes=0), "memory must be positive, found 0"),
+        (lambda: pd.Cluster((replace(LEVEL, sizes=(2, 1)),)), r"width is the greatest of the sizes \(2, 1\), found 3"),
+        (lambda: pd.Cluster((LEVEL,), kinds=(Workers(0),)), "between 1 and 100000 workers of a kind, found 0"),
+        (lambda: pd.Cluster((LEVEL,), kinds=(Workers(3, speed=0.0),)), "speed must be positive, found 0.0"),
+        (lambda: pd.Cluster((LEVEL,), kinds=(Workers(3, memory_bytes=-1),)), "memory must be positive, found -1"),
+        (lambda: pd.Cluster((LEVEL,), kinds=(Workers(2),)), "the cluster has 3 workers, its kinds 2"),
+        (lambda: pd.Cluster((LEVEL,), all_reduce="star"), "all_reduce is ring or tree, found 'star'"),
+        (lambda: pd.Cluster((LEVEL,), host_bytes_per_s=0.0), "rate of copies to the host must be positive, found 0.0"),
+        (lambda: pd.Cluster((LEVEL,) * 11), "a cluster has at most 100000 workers, found 177147"),
+        (lambda: replace(TWO, worker_order=(0, 2)), "names workers below 2"),
+        (lambda: replace(PROFILE, layers=()), "2 layers but 0 measurements"),
+        (lambda: replace(PROFILE, parts=1), "parts must be at least 2, found 1"),
+        (lambda: replace(PROFILE.layers[0], frozen_bytes=1 << 60), "frozen bytes cannot be more than all"),
+        (lambda: replace(PROFILE, tied=(TiedParameters(("w",), (0,), 8),)), "is used by two or more of 2 layers"),
+        (lambda: replace(TWO, tied_weights=(TiedWeights(("w",), (1,)),)), "held by two or more of 2 stages, found"),
+        (lambda: Stored("load!", (), ()), "expected a dtype such as float32, found 'load!'"),
+        (lambda: SavedStage(()), "at least one parameter group, found none"),
+        (lambda: Position(-1, 0, 0, ()), "counts are from 0 to"),
+        (lambda: Position(0, 0, 0, (), data=[]), r"the state of the data is an object, found \[\]"),
+        (lambda: pd.schedules.build("gpipe", TWO, 0), "split into at least 1 microbatch, found 0"),
         (lambda: pd.Plan.uniform(3).with_depth("deep"), "depth 'deep' is not known"),
         (lambda: LATE.with_depth((5, 2, 1)), r"with update delay 1 at stage 1: .*; \(6, 2, 1\) would do"),
         (lambda: TWO.with_depth("auto"), "depth auto was asked for an existing plan"),
