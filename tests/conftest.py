@@ -17,6 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands, too: threads that wait for busy cores spin on them
+
 PROCESSES = "pytest.mark.processes"
 _NUMBERS = ("compensation", "couplings", "delayed", "examples", "models", "model_features", "replicas", "transparency")
 COMPUTING = (
@@ -58,7 +60,7 @@ def _lacking(marker: str) -> str | None:
 
 
 class _TestsTogether(LoadScopeScheduling):
-    """Where tests run side by side, those that start processes stay with one of the runners, or up to three.
+    """Where tests run side by side, those that start processes stay with one of the runners, or up to four.
 
     They would take each other's time, and some of them measure it; those that only compute have a runner of their own,
     and so have those that start whole runs, which mostly wait.
@@ -73,7 +75,8 @@ class _TestsTogether(LoadScopeScheduling):
         if re.split(r"::|\[", test)[0] in _starting_processes(file):
             if file.startswith(COMPUTING):
                 return "processes that compute"
-            return "processes end to end" if file.startswith(("tests/end_to_end/", "tests/pages/")) else "processes"
+            folder = next((folder for folder in ("end_to_end", "pages") if file.startswith(f"tests/{folder}/")), "")
+            return f"processes {folder}"
         if re.search(r'needs_hf|"transformers"', _read(file)):
             return "Hugging Face"
         return file if re.search(r"^@(functools\.)?cache$|scope=.module", _read(file), re.M) else nodeid
