@@ -106,8 +106,8 @@ class CutEnd:
             is_old, old = self._recall(keys, i, header)
             if len(old) != header.old_samples:
                 raise RuntimeError(
-                    f"{self._request} was asked for, but the sender keeps {header.old_samples} of these samples, the receiver "
-                    f"{len(old)}; resume from a checkpoint"
+                    f"{self._request} was asked for, but the sender keeps {header.old_samples} of these samples, the "
+                    f"receiver {len(old)}; resume from a checkpoint"
                 )
             values = self._decode_values(header, new_code, code, is_old, old)
             self._keep(keys, i, values)
@@ -246,10 +246,12 @@ def _is_random(module: torch.nn.Module) -> bool:
 def _hash_samples(message: Message) -> list[int]:
     """Returns a key for each sample of the model's input, from its content."""
     hashes = [blake2b(digest_size=8) for _ in range(message.samples)]
-    for tensor in message.tensors:
-        if tensor is not None and tensor.ndim and len(tensor) == message.samples:
-            for sample, row in zip(hashes, tensor.detach().cpu(), strict=True):
-                sample.update(_view_bytes(row).numpy().data)
+    rows = [tensor for tensor in message.tensors if tensor is not None and tensor.shape[:1] == (message.samples,)]
+    if not rows:
+        raise RuntimeError(f"deltas were asked for, but no input has a row for each of {message.samples} samples")
+    for tensor in rows:
+        for sample, row in zip(hashes, tensor.detach().cpu(), strict=True):
+            sample.update(_view_bytes(row).numpy().data)
     return [int.from_bytes(sample.digest(), "little", signed=True) for sample in hashes]
 
 
