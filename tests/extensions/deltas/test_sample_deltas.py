@@ -11,6 +11,8 @@ from encoded import rounded
 from torch import Tensor, nn
 
 import pipedream as pd
+from pipedream.extensions.deltas.sample_deltas import CutEnd
+from pipedream.runtime.comm.message import Message
 from pipedream.testing import Training
 
 CONTENTS = torch.randn(9, 16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -94,6 +96,17 @@ def test_processes_keep_the_same_samples() -> None:
     trained, alone = training.pipeline(processes=2), training.pipeline()
     assert trained.losses == alone.losses
     assert trained.sent_bytes[0] < 0.5 * make_training(plan=(1, 1), options={}).pipeline().sent_bytes[0]
+
+
+def test_a_sample_that_overflowed_is_new_again() -> None:
+    sender, receiver, late = (CutEnd("deltas", 2, "full", "int3") for _ in range(3))
+    for value in (torch.nan, 1.0, 2.0):
+        message = Message(0, tensors=(torch.full((2, 200), value),), wants=(True,))
+        code = sender.encode(message, [3, 4])
+        (arrived,) = receiver.decode(code)[0].tensors
+        torch.testing.assert_close(arrived, message.tensors[0], equal_nan=True)
+    with pytest.raises(RuntimeError, match="the sender keeps 2 of these samples, the receiver 0"):
+        late.decode(code)
 
 
 def with_dropout() -> nn.Module:
