@@ -574,6 +574,8 @@ def _format_bytes(rows: list[dict[str, Any]]) -> str:
     return f"### Bytes\n\n{head}\n\n{table}"
 
 
+FEWEST = 6  # rows among which a prediction chooses
+
 PAPER = (("VGG-16", "vgg", 5.28), ("GNMT", "encoder_decoder", 2.92), ("AWD language model", "lstm", 4.25))
 """Model of the paper, ours, times as fast as data parallelism to the target (SOSP 2019, table 1)."""
 
@@ -595,6 +597,7 @@ def _summarise(rows: list[dict[str, Any]]) -> str:
                 f"{_format_floor(shares[0])} to {shares[-1]:.2f}, "
                 f"{sum(share >= 0.9 for share in shares)} of {len(shares)} at least 0.90"
             )
+    lines += describe_choices(ran)
     for theirs, ours in BESIDE.items():
         ratios = [
             ratio
@@ -619,6 +622,24 @@ def _summarise(rows: list[dict[str, Any]]) -> str:
     lines += [f"- share of the cores that other processes took: median {statistics.median(others):.1%}, at most "
               f"{max(others):.1%}"] if others else []  # fmt: skip
     return "\n".join(lines)
+
+
+def describe_choices(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Says how well one would choose among the rows of a model over a link by their predictions."""
+    cases: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "predicted_per_s" in row and not row["variant"].startswith("planner"):
+            cases.setdefault((row["model"], row["bytes_per_s"]), []).append(row)
+    shares = [
+        max(rivals, key=lambda row: row["predicted_per_s"])["samples_per_s"] / max(r["samples_per_s"] for r in rivals)
+        for rivals in cases.values()
+        if len(rivals) >= FEWEST
+    ]
+    count = sum(share >= 0.95 for share in shares)
+    return shares and [
+        f"- among {FEWEST} or more rows of a model over a link, the one with the best prediction has 0.95 of the best "
+        f"measured rate or more in {count} of {len(shares)} cases, at least {_format_floor(min(shares))}"
+    ]
 
 
 def _describe_reached(points: Sequence[tuple[float, float]], target: float) -> str:

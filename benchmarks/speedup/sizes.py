@@ -149,7 +149,8 @@ def _time(run: Callable[[], object]) -> float:
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns the rates of each family over each link, and what the updates of each model consist of over one."""
     others = max((row.get("others", 0.0) for row in rows), default=0.0)
-    parts = [f"Other processes took at most {others:.0%} of the cores during any row."]
+    lines = [f"- other processes took at most {others:.0%} of the cores during any row", *curve.describe_choices(rows)]
+    parts = ["\n".join(lines)]
     for family, mine in _group(rows, lambda row: row["model"].partition("_")[0]):
         parts.append(f"### {_FAMILIES[family]}")
         parts += [_format_rates(link, over) for link, over in _group(mine, lambda row: row["bytes_per_s"])]
