@@ -1,6 +1,6 @@
 """Encoded messages in plain PyTorch: blocks one after the other, as docs/less_communication.md describes them."""
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,8 +13,15 @@ def rounded(tensor: Tensor, encoding: str) -> Tensor:
     if encoding in ("bfloat16", "float16"):
         return tensor.to(getattr(torch, encoding)).to(tensor.dtype)
     blocks = tensor.contiguous().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).split(64)
-    block_of = {"int8": _block_of_int8, "int4": _block_of_int4, "int4_stochastic": _block_of_stochastic_int4}[encoding]
-    return torch.cat([block_of(block) for block in blocks]).to(tensor.dtype).reshape(tensor.shape)
+    block_of = {"int8": _block_of_int8, "int4": _block_of_int4, "int4_stochastic": _block_of_stochastic_int4}
+    block_of |= {f"int{bits}": partial(_block_of_few_bits, bits) for bits in (2, 3)}
+    return torch.cat([block_of[encoding](block) for block in blocks]).to(tensor.dtype).reshape(tensor.shape)
+
+
+def _block_of_few_bits(bits: int, block: Tensor) -> Tensor:
+    half = 2 ** (bits - 1)
+    scale = float((block.abs().max() / (half - 0.5)).float())
+    return ((block / scale).floor().clamp(-half, half - 1) + 0.5) * scale if scale else block
 
 
 def _block_of_int8(block: Tensor) -> Tensor:

@@ -50,11 +50,11 @@ def test_arrives_as_documented(
         wide = [x.contiguous().view(-1).double() for x in (tensor, arrived)]
         for whole, got in zip(*(x.split(blocks.BLOCK) for x in wide), strict=True):
             rounding = 2 * torch.finfo(dtype).eps * whole.abs().max()
-            if encoding == "int8":
-                assert (got - whole).abs().max() <= whole.abs().max() / 254 * 1.001 + rounding
+            if steps := {"int8": 254, "int3": 7, "int2": 3}.get(encoding):
+                assert (got - whole).abs().max() <= whole.abs().max() / steps * 1.001 + rounding
             else:
-                steps = 1 if encoding == "int4_stochastic" else 1 / 2
-                assert (got - whole).norm() <= steps * 8 * whole.norm() / 7 * 1.001 + 8 * rounding
+                share = 1 if encoding == "int4_stochastic" else 1 / 2
+                assert (got - whole).norm() <= share * 8 * whole.norm() / 7 * 1.001 + 8 * rounding
 
 
 @pytest.mark.parametrize("encoding", CODED)

@@ -58,16 +58,9 @@ class Visits:
         arrived[new] = values[new].half().double()
         if old_rows:
             old = torch.stack([self._kept[keys[i]] for i in old_rows])
-            arrived[old_rows] = old + self._round(values[old_rows] - old)
+            arrived[old_rows] = old + rounded(values[old_rows] - old, f"int{self._bits}")
         self._kept |= zip(keys, arrived, strict=True)
         return arrived
-
-    def _round(self, differences: Tensor) -> Tensor:
-        half, rows = 2 ** (self._bits - 1), []
-        for row in differences.flatten().split(64):
-            scale = float((row.abs().max() / (half - 0.5)).float())
-            rows.append(((row / scale).floor().clamp(-half, half - 1) + 0.5) * scale if scale else row)
-        return torch.cat(rows).view(differences.shape)
 
 
 @pytest.mark.parametrize(
