@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replicas": ({"plan": (2, 1)}, "a stage has 2 replicas"),
     "recomputation": ({"plan": changed_plan(recompute=True)}, "'1f1b', but a stage repeats its forward"),
     "backwards elsewhere": ({"schedule": "roundpipe"}, "'roundpipe', but a stage repeats its forward"),
+    "a mesh": ({"plan": changed_plan(mesh="model:2")}, "meshes send parts of samples"),
     "dropout": ({"model": with_dropout}, "'0' drops values at random, so a sample differs from visit to visit"),
     "too large": ({"plan": changed_plan(output_bytes=10**12)}, "with the samples kept .* are needed and .* are there"),
     "columns": ({"options": {"deltas": "int3:38", "batch_dim": 1}}, "batch_dim=1; give batches by rows"),

@@ -15,6 +15,11 @@ from pipedream.core.plan.cost import Terms
 from pipedream.core.units import format_bytes
 
 
+_WORK = 5.0
+"""Seconds of differences over those of an encoding like theirs: what is sent is decoded, too, and copied at both ends
+(int3 over int4, of 130 to 400 kB, one core of an x86 server)."""
+
+
 @dataclass(frozen=True)
 class Deltas(Choice):
     """The encoding of differences, and how many samples both ends of a cut keep.
@@ -87,6 +92,8 @@ deltas | shape:has_replicas
                     f"deltas={self} was asked for with {program.name!r}, but a stage repeats its forward, for which it "
                     "would need what a sample's last visit left; plan with recompute='never', or leave deltas out"
                 )
+        if plan.ranks > plan.workers:
+            raise PlanError(f"deltas={self} was asked for, but meshes send parts of samples; leave one of them out")
         if options.batch_dim != 0:
             raise PlanError(f"deltas={self} was asked for with batch_dim={options.batch_dim}; give batches by rows")
         cluster, sent = plan.cluster, [0, *self._list_kept_bytes(plan), 0]
@@ -112,7 +119,7 @@ deltas | shape:has_replicas
         if not self:
             return runtime
         like = CODECS.find(self.encoding).costs_like or self.encoding
-        added_s = runtime.encodings_s_per_byte.get(like, 0.0) / 2  # the mean of an activation and its gradient
+        added_s = _WORK * runtime.encodings_s_per_byte.get(like, 0.0) / 2  # the mean of an activation and its gradient
         return replace(runtime, encoding_s_per_byte=runtime.encoding_s_per_byte + added_s)
 
     def describe(self, plan: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ else:
 
 
 class Int3(Codec):
-    """3.5 bits a value: a code has a bit of each value, then the next bit of each."""
+    """3.5 bits a value: a code has groups of eight values."""
 
     name, bits, value_bits = "int3", 3 + 32 / 64, 3
     costs_like = "int4"
@@ -41,20 +41,23 @@ class Int2(Int3):
 
 def _write_codes(rows: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, bits: int) -> None:
     half = 1 << bits - 1
-    levels = blocks.scale(rows, scales, half - 0.5).floor_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
+    levels = blocks.scale(rows, scales, half - 0.5).floor_().add_(half).clamp_(0, 2 * half - 1).to(torch.int32)
     # A block of zeros is decoded to zeros, not to half a step of the least scale, with which arithmetic is slow.
     scales.masked_fill_(rows.abs().amax(1, keepdim=True) == 0, 0)
-    for bit, plane in enumerate(codes.view(torch.uint8).chunk(bits, 1)):
-        plane.zero_()
-        for place, column in enumerate((levels >> bit & 1).chunk(8, 1)):
-            plane |= column << place
+    first, *others = levels.chunk(8, 1)
+    packed = first.clone()
+    for place, column in enumerate(others, 1):
+        packed |= column << bits * place
+    # Of four bytes of eight values, as many are used as a value has bits.
+    codes.view(-1, 8, bits).copy_(packed.view(torch.int8).view(-1, 8, 4)[..., :bits])
 
 
 def _split_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    half, levels = 1 << bits - 1, torch.zeros(len(codes), blocks.BLOCK, device=codes.device)
-    for bit, plane in enumerate(codes.view(torch.uint8).chunk(bits, 1)):
-        levels += torch.cat([plane >> place & 1 for place in range(8)], 1) << bit
-    return levels - (half - 0.5)
+    packed = torch.zeros(len(codes), 8, 4, dtype=torch.int8, device=codes.device)
+    packed[..., :bits] = codes.reshape(-1, 8, bits)
+    eights, mask = packed.view(torch.int32).view(-1, 8), (1 << bits) - 1
+    levels = torch.cat([eights >> bits * place & mask for place in range(8)], 1)
+    return levels - ((1 << bits - 1) - 0.5)
 
 
 CODECS = Int3(), Int2()

@@ -141,9 +141,10 @@ class CutEnd:
         return is_old, old.view(len(rows), *row_shape)
 
     def _keep(self, keys: Sequence[int], i: int, values: torch.Tensor) -> None:
-        for key, row in zip(keys, values.cpu(), strict=True):
-            if row.isfinite().all():
-                self._kept[key][i] = _view_bytes(row).clone()
+        rows = _view_rows(values)
+        for key, row, is_finite in zip(keys, rows, values.flatten(1).isfinite().all(1).tolist(), strict=True):
+            if is_finite:
+                self._kept[key][i] = row.clone()  # a view would keep the whole batch
             else:  # after an overflow: a difference to it would never be finite again
                 self._kept[key].pop(i, None)
         if len(self._kept) > self._capacity:
@@ -250,8 +251,8 @@ def _hash_samples(message: Message) -> list[int]:
     if not rows:
         raise RuntimeError(f"deltas were asked for, but no input has a row for each of {message.samples} samples")
     for tensor in rows:
-        for sample, row in zip(hashes, tensor.detach().cpu(), strict=True):
-            sample.update(_view_bytes(row).numpy().data)
+        for sample, row in zip(hashes, _view_rows(tensor.detach()).numpy(), strict=True):
+            sample.update(row.data)
     return [int.from_bytes(sample.digest(), "little", signed=True) for sample in hashes]
 
 
@@ -279,6 +280,11 @@ def _decode(code: torch.Tensor, encoding: str, dtype: torch.dtype, shape: tuple[
         code = code.view(codec.encode(torch.empty(0, dtype=dtype)).dtype).view(shape)
     values: torch.Tensor = codec.decode(code, dtype, shape)
     return values.to(dtype)
+
+
+def _view_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of each sample in the memory of the machine, uint8[samples, n]."""
+    return tensor.cpu().contiguous().view(len(tensor), -1).view(torch.uint8)
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
