@@ -14,7 +14,6 @@ from pipedream.core.plan.codec import CODECS, list_encodings
 from pipedream.core.plan.cost import Terms
 from pipedream.core.units import format_bytes
 
-
 _WORK = 5.0
 """Seconds of differences over those of an encoding like theirs: what is sent is decoded, too, and copied at both ends
 (int3 over int4, of 130 to 400 kB, one core of an x86 server)."""
