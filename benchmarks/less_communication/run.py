@@ -29,6 +29,8 @@ RATES |= {("char_gpt", "1f1b"): 0.008, ("char_gpt", "pipedream_2bw"): 0.008}
 
 METHODS = ("1f1b", "pipedream_2bw")
 MESSAGES = ("full", "bfloat16", "int8", "int4", "int4,int4_stochastic")
+DELTAS = {"digits": ("int3,int4", "int4; deltas=int3:797", "int2,int4", "int4; deltas=int2:797")}
+"""Activations of few bits, and their differences to a sample's last visit, for tasks whose samples come again."""
 MICROBATCHES = 4
 
 
@@ -53,9 +55,11 @@ def main() -> None:
 
 
 def _list_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for run in product(options.tasks, options.stages, METHODS, range(options.seeds), MESSAGES):
-        names = ("task", "stages", "method", "seed", "messages")
-        yield dict(zip(names, run, strict=True)) | {"updates": options.updates or TASKS[run[0]].updates}
+    for task in options.tasks:
+        arms = (*MESSAGES, *DELTAS.get(task, ()))
+        for run in product([task], options.stages, METHODS, range(options.seeds), arms):
+            names = ("task", "stages", "method", "seed", "messages")
+            yield dict(zip(names, run, strict=True)) | {"updates": options.updates or TASKS[task].updates}
 
 
 def _train(task: str, stages: int, method: str, seed: int, messages: str, updates: int) -> dict[str, Any]:
@@ -66,6 +70,7 @@ def _train(task: str, stages: int, method: str, seed: int, messages: str, update
     cuts = tuple(str(count * len(model) // stages) for count in range(1, stages))  # as many of the equal layers each
     plan = pd.plan(pd.profile(model, batches[0][0], device="meta"), pd.Cluster.flat(stages), cuts=cuts)
     optimizer = partial(STEPPERS[OPTIMIZERS[task]], lr=rate)
+    messages, _, deltas = messages.partition("; deltas=")
     with pd.Pipeline(
         model,
         plan,
@@ -77,6 +82,7 @@ def _train(task: str, stages: int, method: str, seed: int, messages: str, update
         scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=chosen.factor),
         metrics={"accuracy": lambda output, targets: (output.argmax(-1) == targets).double().mean()},
         messages=messages,
+        deltas=deltas or None,
         check=False,
     ) as pipeline:
         for _ in pipeline.train(batches):
@@ -92,7 +98,7 @@ def _format_tables(rows: Sequence[dict[str, Any]]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = []
         metric, unit, scale = ("accuracy", "points", 100) if TASKS[task].metric == "accuracy" else ("loss", "nats", 1)
-        for messages in MESSAGES:
+        for messages in (*MESSAGES, *DELTAS.get(task, ())):
             for method in METHODS:
                 cells: list[str] = []
                 for stages in sorted({row["stages"] for row in rows if row["task"] == task}):
