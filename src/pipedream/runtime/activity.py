@@ -67,6 +67,16 @@ class Activity:
         self.task = None
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait for another rank within a task, which nobody judges meanwhile."""
+        task, self.task = self.task, None
+        try:
+            yield
+        finally:
+            if task is not None:
+                self.begin(task[0])
+
+    @contextmanager
     def at(self, doing: str) -> Iterator[None]:
         """Context of an activity other than an op."""
         old_doing, self.doing = self.doing, doing

@@ -202,6 +202,14 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
     assert "--stuck-after" in verdict.advice
 
 
+def test_a_wait_within_a_task_is_not_judged() -> None:
+    bench = Bench()
+    bench.begin(9, 1.0)
+    with bench.activity.waiting():
+        assert bench.run(100.0) is None
+    assert bench.blame(30.0)[0] == pytest.approx(20.0, abs=1.0), "the task has begun again"
+
+
 @pytest.mark.parametrize(("stuck_after_s", "limit_s"), [(10.0, 60.0), (20.0, 120.0), (0.0, None)])
 def test_a_gpu_that_hangs(stuck_after_s: float, limit_s: float | None) -> None:
     """No task is under way: the host waits for the results of a minibatch, or in the caller's loop."""

@@ -121,7 +121,13 @@ class Comparison(SessionService):
             values: dict[str, torch.Tensor] = collect_tensors(workers_here, list_tensors(workers_here), reader)
         first_names = {name: workers_here.names.shared.get(name, (name,))[0] for name in values}
         values |= {name: values[first] for name, first in first_names.items() if first in values}
-        return {"values": values, "publish": partial(store.set, key), "receive": lambda: store.get(key).decode()}
+
+        def receive() -> str:
+            with workers_here.activity.waiting():  # within a forward, while the reader runs a whole minibatch
+                text: str = store.get(key).decode()
+            return text
+
+        return {"values": values, "publish": partial(store.set, key), "receive": receive}
 
     def _check_each_stage(self) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
