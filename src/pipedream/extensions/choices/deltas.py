@@ -71,7 +71,7 @@ deltas | shape:has_replicas
         if self:
             CODECS.find(self.encoding)
 
-    def of_values(self, bits: int) -> Deltas:
+    def of_values(self, bits: int) -> Self:
         return replace(self, value_bits=bits)
 
     def check_replicas(self, replicas: Sequence[int]) -> None:
