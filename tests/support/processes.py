@@ -40,16 +40,7 @@ class End:
 
 def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: float = 120.0) -> list[End]:
     """Runs ``function(*args)`` in as many processes as there are workers; never raises what they raise."""
-    context = _open_fork_server()
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(workers):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(sender, rank, workers, store.port, function, args), daemon=True)
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
+    _store, pipes, processes = _start(_work, workers, timeout_s, function, args)
     for pipe in pipes:
         pipe.poll(timeout_s)
         with suppress(EOFError, ConnectionResetError):
@@ -93,16 +84,30 @@ def values(ends: Sequence[End]) -> list[Any]:
     return [end.value for end in ends]
 
 
-def _open_fork_server() -> multiprocessing.context.ForkServerContext:
+def _start(target: Callable[..., None], workers: int, timeout_s: float, *args: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Starts processes of a function of a pipe, a rank, the workers and a port; returns their store, pipes and them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "pipedream.pipeline", "hypothesis", "pytest"])
-    return context
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(workers):
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=target, args=(child_end, rank, workers, store.port, *args), daemon=True)
+        process.start()
+        child_end.close()
+        pipes.append(parent_end)
+        processes.append(process)
+    return store, pipes, processes
 
 
-def _work(pipe: Connection, rank: int, workers: int, port: int, function: Callable[..., Any], args: Any) -> None:
+def _meet(rank: int, workers: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
+
+
+def _work(pipe: Connection, rank: int, workers: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    _meet(rank, workers, port)
     pipe.send_bytes(b"met")
     answer = _answer(function, args)
     pipe.send_bytes(answer)
@@ -150,7 +155,7 @@ class Team:
     def launch(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[End]:
         """Runs ``function(*args)`` in all of them; never raises what they raise."""
         if not self._processes:
-            self._start()
+            self._store, self._pipes, self._processes = _start(_serve, self.workers, 60.0)
         for pipe in self._pipes:
             pipe.send((function, args))
         start = time.monotonic()
@@ -176,22 +181,9 @@ class Team:
             process.join()
         self._pipes, self._processes = [], []
 
-    def _start(self) -> None:
-        context = _open_fork_server()
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        for rank in range(self.workers):
-            parent_end, child_end = context.Pipe()
-            args = child_end, rank, self.workers, self._store.port
-            self._processes.append(context.Process(target=_serve, args=args, daemon=True))
-            self._processes[-1].start()
-            child_end.close()
-            self._pipes.append(parent_end)
-
 
 def _serve(pipe: Connection, rank: int, workers: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
+    _meet(rank, workers, port)
     while True:
         try:
             function, args = pipe.recv()
