@@ -21,10 +21,8 @@ pytestmark = pytest.mark.processes
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def start_training(
-    folder: Path, launcher: tuple[str, ...] = (), loader: str = "slow=True, count=100_000", **how: Any
-) -> Started:
-    started = commands.start(*launcher, *written(folder, loader=loader), folder=folder, **how)
+def start_training(folder: Path, launcher: tuple[str, ...] = (), **how: Any) -> Started:
+    started = commands.start(*launcher, *written(folder, loader="slow=True, count=100_000"), folder=folder, **how)
     started.wait_for_file("going")
     return started
 

@@ -16,10 +16,9 @@ def machines() -> Iterator[Network]:
         yield network
 
 
-def within(machine: Host, memory: Path | None = None) -> tuple[str, ...]:
-    """Returns the prefix that runs a command on a machine, its processes alone, `memory` as its /dev/shm."""
-    mounted = () if memory is None else ("sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(memory))
-    return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *mounted)
+def within(machine: Host) -> tuple[str, ...]:
+    """Returns the prefix that runs a command on a machine, its processes alone."""
+    return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
@@ -30,40 +29,20 @@ def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder
     return ends
 
 
-def started_on_both(
-    machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path, *, own_memory: bool = False
-) -> list[Started]:
-    """Starts torchrun on both machines, one worker each; with `own_memory` folders are their /dev/shm."""
-    hosts = range(len(machines.hosts))
-    return [start_on(machines, rank, rendezvous, program, folder, own_memory=own_memory) for rank in hosts]
-
-
-def start_on(
-    machines: Network,
-    rank: int,
-    rendezvous: str,
-    program: tuple[str, ...],
-    folder: Path,
-    *,
-    own_memory: bool = False,
-    nodes: str = "2",
-) -> Started:
-    """Starts torchrun on one machine, for a run on `nodes` of them: a number, or FEWEST:MOST."""
-    host, first = machines.hosts[rank], machines.hosts[0].address
-    meet = {
-        "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
-        "c10d": (
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1,last_call_timeout=8"),
-            *("--local-addr", host.address),
-        ),
-    }[rendezvous]
-    machine_folder = folder / f"machine{rank}"
-    memory = machine_folder / "memory" if own_memory else None
-    (memory or machine_folder).mkdir(parents=True, exist_ok=True)
-    return commands.start(
-        *("-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", *meet, *program),
-        folder=machine_folder,
-        environment={"GLOO_SOCKET_IFNAME": LINK},
-        within=within(host, memory),
-    )
+def started_on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Started]:
+    """Starts torchrun on both machines, one worker each."""
+    first, started = machines.hosts[0].address, []
+    for rank, host in enumerate(machines.hosts):
+        meet = {
+            "static": ("--master-addr", first, "--master-port", "29517", "--node-rank", str(rank)),
+            "c10d": (
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29517", "--rdzv-id", "test"),
+                *("--rdzv-conf", f"is_host={int(not rank)},keep_alive_interval=1,last_call_timeout=8"),
+                *("--local-addr", host.address),
+            ),
+        }[rendezvous]
+        (machine_folder := folder / f"machine{rank}").mkdir(parents=True, exist_ok=True)
+        line = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program)
+        interface = {"GLOO_SOCKET_IFNAME": LINK}
+        started.append(commands.start(*line, folder=machine_folder, environment=interface, within=within(host)))
+    return started

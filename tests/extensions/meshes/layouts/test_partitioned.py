@@ -213,24 +213,19 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[
     assert [pd.partition(described, 2**cuts).elements for cuts in range(1, 1 + len(elements))] == elements
 
 
-def stacked(kind: Any, width: int) -> nn.Module:
-    """Returns two layers of cells, each of which gives the next its states as they are."""
-
-    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
-        states = list(x.unbind(1))
-        for cell in model.cells:
-            zero = torch.zeros_like(states[0])
-            state: Any = (zero, zero) if kind is nn.LSTMCell else zero
-            for at, tensor in enumerate(states):
-                state = cell(tensor, state)
-                states[at] = state[0] if kind is nn.LSTMCell else state
-        return states[-1]
-
-    return Built(forward, cells=nn.ModuleList(kind(width, width, bias=False) for _ in range(2)))
+def stack(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two layers of cells, each of which gives the next its states as they are."""
+    states = list(x.unbind(1))
+    for cell in model.cells:
+        state = torch.zeros_like(states[0])
+        for at, tensor in enumerate(states):
+            states[at] = state = cell(tensor, state)
+    return states[-1]
 
 
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
-    ops = pd.operators(stacked(nn.RNNCell, 64), torch.randn(64, 4, 64), loss=_sum_squares)
+    cells = nn.ModuleList(nn.RNNCell(64, 64, bias=False) for _ in range(2))
+    ops = pd.operators(Built(stack, cells=cells), torch.randn(64, 4, 64), loss=_sum_squares)
     plain, merged = search.Search(ops, most_cells=10**9), search.Search(ops, most_cells=100)
     assert len(merged.sizes) < len(plain.sizes) / 3
     start = search.State.uncut(ops)
