@@ -42,15 +42,9 @@ def _rises(space: SearchSpace, cuts: tuple[int, ...]) -> bool:
     return all(before != after and not before & ~after for before, after in pairwise(sets))
 
 
-def exhaustive(
-    space: SearchSpace,
-    among: Callable[[pd.Plan], bool] = lambda plan: True,
-    *,
-    orders: Iterable[tuple[int, ...]] = (),
-    recompute: str = "never",
-) -> pd.Plan:
-    """Finds what `DynamicProgram` finds, with the same ties, by trying every plan that `among` accepts."""
-    fitting = ranked(space, among, orders=orders, recompute=recompute)
+def exhaustive(space: SearchSpace, *among: Callable[[pd.Plan], bool], **how: Any) -> pd.Plan:
+    """Finds what `DynamicProgram` finds, with the same ties, by trying every plan; arguments are those of `ranked`."""
+    fitting = ranked(space, *among, **how)
     if not fitting:
         raise pd.errors.PlanError("none of the plans fits the memory; give more of it, or more workers")
     return fitting[0]

@@ -401,7 +401,7 @@ def _hang_at_exit() -> None:
 @contextmanager
 def installed(on_one_machine: bool) -> Iterator[None]:
     """Runs tensors between ranks over the stand-in, headers through sockets where `on_one_machine`, else gloo."""
-    new_group, make_group, connect_sums = dist.new_group, connections._make_group, connections._connect_sums
+    new_group, make_group = dist.new_group, connections._make_group
     backend: list[str] = []
     if "STRICT" not in dist.Backend._plugins:
         dist.Backend.register_backend("strict", StrictGroup, extended_api=True, devices=["cpu"])
@@ -412,12 +412,15 @@ def installed(on_one_machine: bool) -> Iterator[None]:
         _meet_all(next(_groups), f"{options.get('backend')} of {list(ranks or ())}")
         return new_group(ranks, *args, **options)
 
-    def new_mesh_group(*args: Any, **options: Any) -> Any:
-        backend.append("strict")
-        try:
-            return new_group_of_all(*args, **options)
-        finally:
-            backend.pop()
+    def over_strict(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_over_strict(*args: Any, **options: Any) -> Any:
+            backend.append("strict")
+            try:
+                return make(*args, **options)
+            finally:
+                backend.pop()
+
+        return make_over_strict
 
     def make(ranks: Any, device: torch.device, ctas: int | None = None) -> Any:
         if ctas is None:
@@ -426,13 +429,6 @@ def installed(on_one_machine: bool) -> Iterator[None]:
         _meet_all(next(_groups), f"a link of {list(ranks)}")
         return StrictCommunicator(tuple(sorted(ranks)), device, number) if dist.get_rank() in ranks else None
 
-    def connect(*args: Any) -> Any:
-        backend.append("strict")
-        try:
-            return connect_sums(*args)
-        finally:
-            backend.pop()
-
     def drained(ends: Any) -> None:
         channel.drain(ends)
         check_drained()
@@ -440,24 +436,20 @@ def installed(on_one_machine: bool) -> Iterator[None]:
     def leave_group(group: Any) -> None:
         return group.close() if isinstance(group, StrictCommunicator) else process_group.leave_group(group)
 
-    def after_stream(read: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
-        _finish_stream()
-        return read(tensor, *args, **options)
+    def after_stream(read: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (_finish_stream(), read(*args, **options))[1]
 
     changes = [
         mock.patch.object(dist, "new_group", new_group_of_all),
-        mock.patch.object(device_mesh, "new_group", new_mesh_group),
+        mock.patch.object(device_mesh, "new_group", over_strict(new_group_of_all)),
         mock.patch.object(connections, "_make_group", make),
-        mock.patch.object(connections, "_connect_sums", connect),
+        mock.patch.object(connections, "_connect_sums", over_strict(connections._connect_sums)),
         mock.patch.object(connections, "has_nccl", return_value=True),
         mock.patch.object(connections, "leave_group", leave_group),
         mock.patch.object(functions, "goes_over_gloo", return_value=False),
         mock.patch.object(streams, "drain", drained),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
-        *(
-            mock.patch.object(Tensor, name, _as_method(partial(after_stream, getattr(Tensor, name))))
-            for name in ("numpy", "tolist")
-        ),
+        *(mock.patch.object(Tensor, name, after_stream(getattr(Tensor, name))) for name in ("numpy", "tolist")),
     ]
     if not on_one_machine:
         changes.append(mock.patch.object(shared_memory, "is_supported", return_value=False))
@@ -466,10 +458,6 @@ def installed(on_one_machine: bool) -> Iterator[None]:
             stack.enter_context(change)
         stack.enter_context(_Stream())
         yield
-
-
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: function(*args, **options)
 
 
 def run_all(chosen: list[cases.Case]) -> list[cases.Trained]:
