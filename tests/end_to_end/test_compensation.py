@@ -134,13 +134,6 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [*thinned(CASES), *spread((slow(name, case.lengthened()) for name, case in SLOW), 4)], ids=str
-)
-def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
-    check_published(name, case)
-
-
 OTHERS = [
     ("sc", Case("mlp", "pipedream", 2, replicas=(2, 1))),
     ("gap", Case("mlp", "pipedream", 2, replicas=(3, 1), evaluate_at=())),
@@ -157,8 +150,11 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), OTHERS, ids=str)
-def test_compensation_with_all_that_an_update_does(name: str, case: Case) -> None:
+LENGTHENED = spread((slow(name, case.lengthened()) for name, case in SLOW), 4)
+
+
+@pytest.mark.parametrize(("name", "case"), [*thinned(CASES), *LENGTHENED, *OTHERS], ids=str)
+def test_every_compensation_is_its_papers_rule_with_all_that_an_update_does(name: str, case: Case) -> None:
     check_published(name, case)
 
 

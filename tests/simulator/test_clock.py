@@ -134,16 +134,14 @@ def test_methods_whose_stages_update_differently_are_refused() -> None:
     pd.verify(program_of("pipedream_vertical_sync", tied_plan()))
 
 
-def by_rank(timeline: pd.Timeline) -> list[list[Any]]:
-    return [sorted(timeline.of_rank(rank)) for rank in range(timeline.workers)]
-
-
-def check_same(actual: list[list[Any]], expected: list[list[Any]], kinds: str) -> None:
-    """Ops and messages alike; waits shorter than what is rounded may be there or not."""
-    for mine, theirs in zip(actual, expected, strict=True):
+def check_same(schedule: pd.Schedule, seconds: Costs, total: int, **how: Any) -> None:
+    """Ops and messages are those of the slow clock; waits shorter than what is rounded may be there or not."""
+    program, kinds = pd.lower(schedule), ("F", "B", "I", "W", "U", "send")
+    timeline = simulate(program, seconds, total)
+    actual = [timeline.of_rank(rank) for rank in range(timeline.workers)]
+    for rows in zip(actual, slow_clock(program, seconds, total, **how), strict=True):
         spans, oracle_spans = (
-            sorted((s for s in row if s.kind in kinds.split()), key=lambda s: (s.kind, s.stage, s.index))
-            for row in (mine, theirs)
+            sorted((s for s in row if s.kind in kinds), key=lambda s: (s.kind, s.stage, s.index)) for row in rows
         )
         assert [s[:4] for s in spans] == [s[:4] for s in oracle_spans]
         seconds, oracle_seconds = ([t for s in row for t in s[4:]] for row in (spans, oracle_spans))
@@ -153,10 +151,7 @@ def check_same(actual: list[list[Any]], expected: list[list[Any]], kinds: str) -
 @settings(max_examples=8)
 @given(runs())
 def test_equals_the_slow_clock(run: tuple[pd.Schedule, Costs, int]) -> None:
-    schedule, seconds, total = run
-    program = pd.lower(schedule)
-    expected = slow_clock(program, seconds, total, overlap=False)
-    check_same(by_rank(simulate(program, seconds, total)), expected, "F B I W U send")
+    check_same(*run, overlap=False)
 
 
 @st.composite
@@ -182,20 +177,16 @@ def summed(draw: st.DrawFn) -> pd.Schedule:
 def test_buckets_one_by_one_are_the_closed_form(schedule: pd.Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""
     assume(not schedule.plan.is_shared)
-    program, seconds = pd.lower(schedule), costs(schedule.plan)
+    seconds = costs(schedule.plan)
     alone = replace(seconds, output_bytes=(0.0,) * len(seconds.output_bytes))
-    expected = slow_clock(program, alone, total, overlap=True, alone=True)
-    check_same(by_rank(simulate(program, alone, total)), expected, "F B I W U send")
+    check_same(schedule, alone, total, overlap=True, alone=True)
 
 
 @few
 @given(summed(), st.integers(1, 15))
 def test_sums_and_messages_share_the_ports(schedule: pd.Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))
-    seconds = costs(replace(schedule.plan, stages=rows))
-    program = pd.lower(schedule)
-    expected = slow_clock(program, seconds, total, overlap=True)
-    check_same(by_rank(simulate(program, seconds, total)), expected, "F B I W U send")
+    check_same(schedule, costs(replace(schedule.plan, stages=rows)), total, overlap=True)
 
 
 def test_buckets_by_hand() -> None:

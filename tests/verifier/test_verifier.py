@@ -204,21 +204,20 @@ def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:
         pd.verify(crossing, lanes=attrgetter("sender", "receiver"))
 
 
-def test_replicas_must_all_join_a_sum() -> None:
-    program = of("pipedream", 2, 1)
-    for rank in (0, 1):
-        words = rf"rank {rank}, .*0U1: no sum over the replicas, =0:1, comes before"
-        with pytest.raises(pd.errors.ScheduleError, match=words):
-            pd.verify(edited(program, rank, ("=0:1", "")))
-
-
-def test_replicas_must_all_average_after_each_update() -> None:
-    program = program_of("pipedream", pd.Plan.uniform(2, replicas=(2, 1)).choosing(sums="every:2"))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("sums", "change", "words"),
+    [
+        ("full", ("=0:1", ""), "0U1: no sum over the replicas, =0:1, comes before"),
+        ("every:2", ("@0:1", ""), r"no average over the replicas, @0:\d+"),
+        ("every:2", ("0U1 @0:1", "@0:1 0U1"), r"no average over the replicas, @0:\d+"),
+    ],
+)
+def test_replicas_must_all_join_a_sum_or_an_average(sums: str, change: tuple[str, str], words: str, rank: int) -> None:
+    program = program_of("pipedream", pd.Plan.uniform(2, replicas=(2, 1)).choosing(sums=sums))
     pd.verify(program)
-    for rank in (0, 1):
-        for changes in (("@0:1", ""), ("0U1 @0:1", "@0:1 0U1")):
-            with pytest.raises(pd.errors.ScheduleError, match=rf"rank {rank}, .*no average over the replicas, @0:\d+"):
-                pd.verify(edited(program, rank, changes))
+    with pytest.raises(pd.errors.ScheduleError, match=f"rank {rank}, .*{words}"):
+        pd.verify(edited(program, rank, change))
     assert "@" not in str(program.ranks[2])
 
 
@@ -291,24 +290,14 @@ def _count_facing(run: Unrolled) -> int:
 NEVER = ("1f1b", "gpipe", "zb_h1", "pipedream", "pipedream_2bw", "spectrain", "xpipe", "pipeoptim", "paci")
 
 
-def _count(name: str, workers: int) -> int:
+FACING = [("interleaved_1f1b", 2), ("zb_h2", 4), ("zbv", 2), ("dualpipev", 2), ("pipemare", 2), ("roundpipe", 2)]
+
+
+@pytest.mark.parametrize(("name", "workers"), [*product(NEVER, (2, 4)), *FACING])
+def test_methods_whose_sends_face_each_other(name: str, workers: int) -> None:
     splits = pd.schedules.build(name, pd.schedules.uniform(name, workers), None).microbatches > 1
     program = program_of(name, pd.schedules.uniform(name, workers), 2 * workers if splits else None)
-    return _count_facing(unroll(program, 4 * max(4, program.microbatches)))
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("name", NEVER)
-def test_methods_whose_sends_never_face_each_other(name: str, workers: int) -> None:
-    assert _count(name, workers) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [("interleaved_1f1b", 2), ("zb_h2", 4), ("zbv", 2), ("dualpipev", 2), ("pipemare", 2), ("roundpipe", 2)],
-)
-def test_methods_whose_sends_do(name: str, workers: int) -> None:
-    assert _count(name, workers) > 0
+    assert (_count_facing(unroll(program, 4 * max(4, program.microbatches))) == 0) == (name in NEVER)
 
 
 def test_docs_name_the_methods_that_may_wait_for_their_gpus() -> None:

@@ -165,11 +165,6 @@ def _compare_embeddings() -> None:
             on_mesh(torch.full_like(words, outside), weight, (WHOLE, Shard(0)))
 
 
-@pytest.mark.processes
-def test_embeddings() -> None:
-    processes.team(2).results(_compare_embeddings)
-
-
 @dataclass(frozen=True)
 class Call:
     """A function of tensors, the first of which are sharded, and the result's placement or the error's words."""
@@ -304,13 +299,8 @@ def test_a_wrong_input_of_a_convolution_is_torch_s_error(cut: Cut) -> None:
         F.conv3d(cut(0), torch.randn(8, 4, 3, 3, 3))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", CALLS)
-def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str) -> None:
-    processes.team(2).results(_check, name)
-
-
 def _compare_batch_norms() -> None:
+    """Statistics are of the whole batch, in float32."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     torch.manual_seed(0)
     x = torch.randn(4, 4, 3) + 1
@@ -338,5 +328,6 @@ def _compare_batch_norms() -> None:
 
 
 @pytest.mark.processes
-def test_batch_norm_has_statistics_of_the_whole_batch_in_float32() -> None:
-    processes.team(2).results(_compare_batch_norms)
+@pytest.mark.parametrize("check", [_compare_embeddings, _compare_batch_norms, *CALLS])
+def test_functions_compute_with_parts_what_they_do_with_whole_tensors(check: Callable[[], None] | str) -> None:
+    processes.team(2).results(*((_check, check) if isinstance(check, str) else (check,)))
