@@ -218,6 +218,7 @@ PLAIN_SGD = torch.optim.SGD(WEIGHTS, lr=0.1, momentum=0.9)
         ({"clip": "norm"}, "clip='norm' is not known"),
         ({"microbatches": 4}, "does not split it"),
         ({"batch_dim": "x"}, "batch_dim is 'x'"),
+        ({"compile": 3}, "compile is 3, neither True, a backend nor a mapping"),
         (
             {"optimizer": PLAIN_SGD},
             r"is a SGD object, .* give a .* partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see",

@@ -14,7 +14,7 @@ import torch
 from marks import slow, spread
 from torch import nn
 from torch.nn import functional as F
-from training import assert_equal, batches, loop, piped
+from training import assert_equal, batches, loop, mse, piped
 
 import pipedream as pd
 from pipedream.apps import cli
@@ -109,8 +109,7 @@ def test_step_2_runs_the_file_where_it_is(file: Path, capsys: pytest.CaptureFixt
 
 def test_step_2_trains_as_one_process_does(file: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    loss = lambda output, batch: F.mse_loss(output, batch[1])  # noqa: E731
-    trained = piped(model, loss, batches(5, 12), cuts=(2,), schedule=str(file), microbatches=3)
+    trained = piped(model, mse, batches(5, 12), cuts=(2,), schedule=str(file), microbatches=3)
     assert_equal(trained, loop(model, batches(5, 12), loss=F.mse_loss).state)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from built import Built
+from loaders import DrawnAnew
 from marks import thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,6 +87,7 @@ def lived(run: Living, plan: pd.Plan, minibatches: int = 10) -> tuple[int, int, 
         shared_memory.is_supported = lambda: False
         UpdateThread.begin = lambda self, make: cast(Any, _Late(make))  # type: ignore[method-assign]
     torch.manual_seed(0)
+    data = DrawnAnew(minibatches, lambda: (torch.randn(BATCH, 64), torch.randint(10, (BATCH,))))
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
         pipeline = pd.Pipeline(
@@ -99,7 +101,7 @@ def lived(run: Living, plan: pd.Plan, minibatches: int = 10) -> tuple[int, int, 
         )
         with pipeline:
             watch.mark()
-            list(pipeline.train(_Loader(minibatches)))
+            list(pipeline.train(data))
             watch.mark()
     section = watch.sections[1]
     stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
@@ -115,17 +117,6 @@ class _Late:
     def result(self) -> tuple[float, float]:
         self._make()
         return 0.0, 0.0
-
-
-class _Loader:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        return ((torch.randn(BATCH, 64), torch.randint(10, (BATCH,))) for _ in range(self.count))
-
-    def __len__(self) -> int:
-        return self.count
 
 
 RUNS = [

@@ -29,7 +29,7 @@ from split_training import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
-from training import train
+from training import loop, train
 from zoo import CASES
 
 import pipedream as pd
@@ -43,10 +43,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 QUICK = {"tied_gpt": ("recompute split", "replicas")}
 
 
-def _marks(name: str, quick: bool) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] * (not quick) + [needs_hf] * CASES[name].needs_hf
-
-
 @cache
 def _profile(name: str, dropout: bool = False) -> pd.Profile:
     return profile_of(CASES[name], batches_of(CASES[name])[0], dropout=dropout)
@@ -56,9 +52,10 @@ def _profile(name: str, dropout: bool = False) -> pd.Profile:
     ("name", "feature"),
     spread(
         thinned(
-            pytest.param(name, feature, marks=_marks(name, feature in QUICK.get(name, ())))
+            pytest.param(name, feature, marks=[pytest.mark.slow] * (not is_quick) + [needs_hf] * CASES[name].needs_hf)
             for name in ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
             for feature in FLUSHING
+            for is_quick in [feature in QUICK.get(name, ())]
         ),
         every=6,
     ),
@@ -248,25 +245,13 @@ def test_common_faults_of_pipelines_at_every_cut(forward: Any) -> None:
     parts = {"embed": nn.Embedding(32, 8), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
     model = Built(forward, **parts, head=nn.Linear(8, 32, bias=False)).double()
     data = [torch.randint(32, (4, 32)) for _ in range(3)]
+    plain_data = [(ids, None) for ids in data]
     layers = [layer.name for layer in pd.capture(model, data[0]).graph.layers]
     assert layers[:3] == ["embed", "a", "b"]
     profile = pd.profile(model, data[0], warmup=0, runs=1)
     for cut in layers[1:]:
         plan = pd.plan(profile, pd.Cluster.flat(2), schedule="1f1b", microbatches=2, cuts=[cut])
-        trained, plain = deepcopy(model), deepcopy(model)
-        with pd.Pipeline(trained, plan, loss=None, optimizer=make_optimizer) as pipeline:
-            losses = [done.loss for done in pipeline.train(data)]
-            state = pipeline.state_dict()
-        optimizer = make_optimizer(plain.named_parameters())
-        for ids, loss in zip(data, losses, strict=True):
-            optimizer.zero_grad()
-            expected = plain(ids)["loss"]
-            expected.backward()
-            optimizer.step()
-            assert loss == pytest.approx(expected.item(), rel=1e-9)
-        torch.testing.assert_close(dict(state), plain.state_dict(), rtol=0, atol=1e-9)
-
-
-def test_what_compile_may_be() -> None:
-    with pytest.raises(pd.PipelineError, match="compile is 3, neither True, a backend nor a mapping"):
-        pd.options.PipelineOptions(optimizer=make_optimizer, compile=3)  # type: ignore[arg-type]
+        losses, state = train(deepcopy(model), plan, data, loss=None, optimizer=make_optimizer)
+        plain = loop(deepcopy(model), plain_data, loss=lambda output, _: output["loss"], optimizer=make_optimizer)
+        assert losses == pytest.approx(plain.losses, rel=1e-9)
+        torch.testing.assert_close(dict(state), plain.state, rtol=0, atol=1e-9)

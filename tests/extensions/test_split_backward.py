@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from built import Built
+from built import Built, in_loop
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -130,14 +130,6 @@ def test_halves_give_the_gradients_of_the_whole(program: Program, wants: list[bo
     want no gradient."""
     torch.manual_seed(3)
     assert_alike(*both_ways(lambda: Net(program), [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants], wants))
-
-
-def in_loop(self: Any, x: Tensor) -> Tensor:
-    """Of a cell, whose weights are read at every step."""
-    state = None
-    for step in x.unbind(1):
-        state = self.cell(step, state)
-    return state[0]
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

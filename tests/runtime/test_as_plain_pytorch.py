@@ -23,7 +23,7 @@ from marks import thinned
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint
-from training import SGD, loop, plan_of
+from training import SGD, loop, mse, plan_of
 
 import pipedream as pd
 
@@ -39,10 +39,6 @@ def rand(*shape: int, seed: int) -> Tensor:
 
 def pairs(count: int = 3, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
     return [(rand(samples, 4, seed=i), rand(samples, 4, seed=100 + i)) for i in range(count)]
-
-
-def mse(output: Tensor, batch: Any) -> Tensor:
-    return F.mse_loss(output, batch[1])
 
 
 @dataclass(frozen=True)
@@ -177,13 +173,8 @@ NOT_A_MEAN, UNLIKE = "the loss is not a mean over samples; give weight=", "do no
 FIRST_IS_INPUT: dict[str, Any] = {"inputs": lambda batch: batch[0]}
 
 
-def tempered() -> nn.Module:
-    """Returns a loss with a parameter."""
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-    return Built(lambda self, output, batch: F.mse_loss(output * self.scale, batch[1]), scale=scale)
-
-
 TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
+TEMPERED = Built(lambda self, o, b: mse(o * self.scale, b), scale=TEMPERATURE)
 OWN_PARAMETERS: dict[str, Any] = {
     "a partial": partial(lambda scale, o, b: mse(o * scale["t"], b), {"t": TEMPERATURE}),
     "a global": lambda o, b: mse(o * TEMPERATURE, b) + 0.1 * TEMPERATURE**2,
@@ -213,7 +204,7 @@ def write_output(output: Tensor, batch: Any) -> Tensor:
 LOSSES = {
     "a weight that is right": Case(net, loss=of_some, options={"weight": lambda b: (b[1][:, 0] > 0).sum()}),
     "a weight that is wrong": Case(net, r"weight=.* does not give", loss=of_some, options={"weight": lambda b: 1.0}),
-    "with a parameter": Case(net, "'scale', which no stage would train", loss=tempered(), m=1),
+    "with a parameter": Case(net, "'scale', which no stage would train", loss=TEMPERED, m=1),
     **{
         f"with a parameter in {where}": Case(net, r"of shape \[\], which no stage would train", loss=loss, m=1)
         for where, loss in OWN_PARAMETERS.items()
@@ -442,17 +433,16 @@ def sided(sides: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2)])
-def test_parameters_that_only_some_microbatches_use(replicas: tuple[int, int]) -> None:
-    """AdamW would decay a weight whose gradient is zero instead of none."""
-    run(
-        Case(
-            lambda: sequence(Built(choose_expert, experts=nn.ModuleList([linear(), linear()])), linear(), linear()),
-            data=sided([1, 0, -1, 1, -1]),
-            replicas=replicas,
-            optimizer=ADAMW,
-        )
+EXPERTS = {
+    f"parameters that only some microbatches use, {replicas}": Case(
+        lambda: sequence(Built(choose_expert, experts=nn.ModuleList([linear(), linear()])), linear(), linear()),
+        data=sided([1, 0, -1, 1, -1]),
+        replicas=replicas,
+        optimizer=ADAMW,
     )
+    for replicas in ((1, 1), (2, 1), (1, 2))
+}
+"""AdamW would decay a weight whose gradient is zero instead of none."""
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -679,8 +669,9 @@ OBJECTS = {
     "a tensor twice, written": Case(twice(4)),
     "with its view, written": Case(twice(2), "another gradient", m=1),
 }
-CASES = LOSSES | BATCHES | WEIGHTS | OPTIMIZERS | FORWARDS | OBJECTS
-NAMES = [name for kind in (LOSSES, BATCHES, WEIGHTS, OPTIMIZERS, FORWARDS, OBJECTS) for name in thinned(kind, 4)]
+THINNED = (LOSSES, BATCHES, WEIGHTS, OPTIMIZERS, FORWARDS, OBJECTS)
+CASES = {name: case for kind in (*THINNED, EXPERTS) for name, case in kind.items()}
+NAMES = [name for kind in THINNED for name in thinned(kind, 4)] + [*EXPERTS]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -123,8 +123,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(4), y.split(4), strict=True))
 
 
-def train(model: nn.Module, schedule: str, m: int | None, replicas: tuple[int, int] = (1, 1)) -> dict[str, Tensor]:
-    plan = plan_of(model, batches()[0][0], (2,), replicas)
+def train(
+    model: nn.Module, schedule: str, m: int | None, replicas: tuple[int, int] = (1, 1), cut: Any = 2
+) -> dict[str, Tensor]:
+    plan = plan_of(model, batches()[0][0], (cut,), replicas)
     return training.train(model, plan, batches(), schedule=schedule, microbatches=m).state
 
 
@@ -173,9 +175,7 @@ class Around(nn.Module):
 def test_what_a_forward_around_the_cuts_keeps_is_each_stages_own(kind: str) -> None:
     plain, model = (torch.manual_seed(1) and Around(kind).double() for _ in range(2))
     training.loop(plain, batches())
-    state = training.train(
-        model, plan_of(model, batches()[0][0], ("b",)), batches(), schedule="1f1b", microbatches=1
-    ).state
+    state = train(model, "1f1b", 1, cut="b")
     torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-8, atol=1e-10)
 
 

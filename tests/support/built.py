@@ -22,6 +22,14 @@ class Built(nn.Module):
         return self.function(self, *inputs, **options)
 
 
+def in_loop(self: Any, x: Tensor) -> Tensor:
+    """Runs a cell over the steps of a sequence: its weights are read several times in one forward."""
+    state: Any = None
+    for step in x.unbind(1):
+        state = self.cell(step, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
 class Watched(nn.Module):
     """Counts its results that are in memory at once."""
 

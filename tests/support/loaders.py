@@ -57,6 +57,19 @@ class Shuffled:
         yield [*batch, 0]
 
 
+class DrawnAnew:
+    """So many minibatches, which only the pipeline holds."""
+
+    def __init__(self, count: int, draw: Callable[[], Any]) -> None:
+        self.count, self.draw = count, draw
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.draw() for _ in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
 class Epochs:
     """A sampler whose order depends on its epoch alone, which `set_epoch` gives."""
 

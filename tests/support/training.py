@@ -23,6 +23,10 @@ class Trained(NamedTuple):
     state: dict[str, Tensor]
 
 
+def mse(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch[1])
+
+
 def batches(count: int = 3, samples: int = 8, *, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return [(draw(samples, 4), draw(samples, 4)) for _ in range(count)]

@@ -13,7 +13,7 @@ from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 from marks import slow, thinned
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import assert_equal, batches, loop, piped
+from training import assert_equal, batches, loop, mse, piped
 
 import pipedream as pd
 
@@ -65,10 +65,6 @@ def penalised() -> nn.Module:
 def residual() -> nn.Module:
     torch.manual_seed(0)
     return Built(add_between, a=linear(), b=linear(), c=linear(), adds=pd.add_auxiliary_loss).double()
-
-
-def mse(output: Tensor, batch: Any) -> Tensor:
-    return F.mse_loss(output, batch[1])
 
 
 def written_out(model: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from built import Built
+from built import Built, in_loop
 from marks import needs_bfloat16_lstm
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -53,14 +53,6 @@ def tied() -> nn.Module:
 def draw(shape: tuple[int, ...]) -> Tensor:
     """Returns numbers of this shape, or words."""
     return torch.randn(shape, dtype=torch.float64) if shape else torch.randint(7, (5, 4))
-
-
-def in_loop(self: Any, x: Tensor) -> Tensor:
-    """Cells in a loop: the same weights are read several times in one forward."""
-    state: Any = None
-    for part in x.unbind(1):
-        state = self.cell(part, state)
-    return state[0] if isinstance(state, tuple) else state
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

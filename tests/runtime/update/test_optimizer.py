@@ -11,6 +11,7 @@ import torch
 import zoo
 from cases import make_pipeline
 from torch import nn
+from training import SGD
 
 import pipedream as pd
 from pipedream.core.schedule.update_policy import Policy
@@ -23,8 +24,6 @@ from pipedream.runtime.update.optimizer import Optimizer, make_optimizer
 from pipedream.runtime.update.rate_schedule import RateSchedule, StageUpdates
 from pipedream.runtime.update.stepped import SteppedWeights
 from pipedream.runtime.updates import Updates
-
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def make_handles() -> dict[str, nn.Parameter]:

@@ -11,10 +11,9 @@ import pytest
 import torch
 import zoo
 from marks import thinned
+from training import SGD
 
 import pipedream as pd
-
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Events(pd.callbacks.Callback):

@@ -20,7 +20,7 @@ from built import Built
 from loaders import seed_all
 from marks import thinned
 from torch import Tensor, nn
-from training import SGD, assert_equal, batches, piped, plan_of
+from training import SGD, assert_equal, batches, loop, mse, piped, plan_of
 
 import pipedream as pd
 from pipedream.services.first_minibatch import comparison, reference_run
@@ -35,10 +35,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
 
 
-def mse(output: Tensor, batch: Any) -> Tensor:
-    return F.mse_loss(output, batch[1])
-
-
 def pipeline(model: nn.Module, cut: int = 1, profiled: nn.Module | None = None, **options: Any) -> pd.Pipeline:
     options = {"schedule": "gpipe", "microbatches": 1, "loss": mse, "optimizer": SGD} | options
     return pd.Pipeline(model, plan_of(profiled or model, DATA[0][0], (cut,)), **options)
@@ -51,12 +47,6 @@ def test_a_module_may_say_that_it_mixes_samples(caplog: pytest.LogCaptureFixture
     model[1].mixes_samples = True
     piped(model, mse, DATA, microbatches=2)
     assert "'1' computes with several samples at once, as its mixes_samples says" in caplog.text
-
-
-def with_own_loss(combine: Callable[[Tensor, Tensor], Tensor], between: Callable[[], nn.Module]) -> nn.Module:
-    """Returns a model that returns its loss, made of its output and the targets by a function."""
-    parts = {"first": nn.Linear(4, 4), "between": between(), "last": nn.Linear(4, 4)}
-    return Built(lambda self, x, y: combine(self.last(self.between(self.first(x))), y), **parts)
 
 
 def applies(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
@@ -124,17 +114,14 @@ UNSCALED: dict[str, Kind] = {
 
 
 def train_with_own_loss(kind: Kind, microbatches: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Returns what a pipeline and a plain loop train."""
+    """Returns what a pipeline and a plain loop train, of a model that makes its loss of its output and the targets."""
     torch.manual_seed(0)
-    model = with_own_loss(*kind).to(dtype)
+    combine, between = kind
+    parts = {"first": nn.Linear(4, 4), "between": between(), "last": nn.Linear(4, 4)}
+    model = Built(lambda self, x, y: combine(self.last(self.between(self.first(x))), y), **parts).to(dtype)
     data = [(x.to(dtype), y.to(dtype)) for x, y in DATA]
     actual = piped(model, None, data, sample=data[0], microbatches=microbatches, cuts=(2,))
-    optimizer = SGD(model.parameters())
-    for x, y in data:
-        optimizer.zero_grad()
-        model(x, y).backward()
-        optimizer.step()
-    return [actual, model.state_dict()]
+    return [actual, loop(model, [(batch, None) for batch in data], loss=lambda output, _: output).state]
 
 
 @pytest.mark.parametrize("name", thinned(SCALED))

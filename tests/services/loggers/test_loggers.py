@@ -11,11 +11,10 @@ import pytest
 import torch
 import zoo
 from cases import make_pipeline
+from training import SGD
 
 import pipedream as pd
 from pipedream.services.loggers.loggers import make_loggers
-
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Log:

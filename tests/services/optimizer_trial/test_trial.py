@@ -13,13 +13,12 @@ import zoo
 from cases import Case, make_pipeline
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training import loop, train
+from training import SGD, loop, train
 
 import pipedream as pd
 from pipedream.services.optimizer_trial.trial import check_steps_apart
 
 Named = list[tuple[str, nn.Parameter]]
-SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 REFUSED = r" of other stages change the step of '\d\.[wb]'.* one stage|'\d\.[wb]' other options in its stage"
 
@@ -39,12 +38,9 @@ class Own(torch.optim.Optimizer):
                 p.sub_(change, alpha=group["lr"])
 
 
-def norm_of(tensors: list[Tensor]) -> float:
-    return sum(float(t.square().sum()) for t in tensors) ** 0.5
-
-
 def by_norm(factor: Callable[[dict[str, Any], float], float]) -> Any:
     """Multiplies all gradients by what the group and their norm give."""
+    norm_of = lambda slopes: sum(float(g.square().sum()) for g in slopes) ** 0.5  # noqa: E731
     return partial(Own, rule=lambda _, group, weights, slopes: [factor(group, norm_of(slopes)) * g for g in slopes])
 
 

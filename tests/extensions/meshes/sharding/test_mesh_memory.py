@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import processes
 import pytest
 import torch
 from built import Built
+from loaders import DrawnAnew
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +19,7 @@ import pipedream as pd
 from pipedream.services.results.memory import tensor_bytes
 
 WIDTH, BATCH = 768, 256
+DATA = DrawnAnew(3, lambda: (torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))))
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
 CUT = pd.Layout("batch:data, d_ff:model", names=NAMES)
@@ -31,28 +32,15 @@ CASES: dict[str, tuple[pd.Layout, str, dict[str, Any]]] = {
 Case = tuple[pd.Layout, pd.Plan, dict[str, Any]]
 
 
-def _make_wide() -> nn.Module:
-    parts = {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)}
-    return Built(lambda module, x: x + module.down(F.gelu(module.up(module.norm(x)))), **parts)
-
-
-class Fresh:
-    """Minibatches that only the pipeline holds."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return ((torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))) for _ in range(len(self)))
-
-    def __len__(self) -> int:
-        return 3
-
-
 def _make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(_make_wide() for _ in range(4)))
+    forward = lambda module, x: x + module.down(F.gelu(module.up(module.norm(x))))  # noqa: E731
+    up, down = partial(nn.Linear, WIDTH, 4 * WIDTH), partial(nn.Linear, 4 * WIDTH, WIDTH)
+    return nn.Sequential(*(Built(forward, norm=nn.LayerNorm(WIDTH), up=up(), down=down()) for _ in range(4)))
 
 
 def _plan(layout: pd.Layout) -> list[Case]:
-    x, y = next(iter(Fresh()))
+    x, y = next(iter(DATA))
     cases = [(mesh, how) for of, mesh, how in CASES.values() if of is layout]
     options = {"layout": layout, "meshes": [mesh for mesh, _ in cases], "optimizer": SGD, "warmup": 0, "runs": 1}
     profile = pd.profile(_make_model(), x, loss=lambda output: F.cross_entropy(output, y), **options)
@@ -78,13 +66,13 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
         with pd.Pipeline(
             _make_model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
         ) as pipeline:
-            list(pipeline.train(Fresh(), epochs=1))
+            list(pipeline.train(DATA, epochs=1))
             (stage, stage_state), *_ = pipeline._session.workers_here.lead.stage_states.items()
             gc.collect()
             libc.malloc_trim(0)
             base = tensor_bytes(stage_state) - _read_status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
-            list(pipeline.train(Fresh(), epochs=2))
+            list(pipeline.train(DATA, epochs=2))
             measured = base + _read_status("VmHWM")
             peaks.append((plan.stages[stage].peak_bytes, measured, pipeline.timeline().peak_bytes[stage]))
         del pipeline, stage_state
