@@ -44,19 +44,6 @@ def _factor(update: int) -> float:
     return 0.2 + 0.8 * math.cos(update / UPDATES)
 
 
-def _emulated(task: str, arm: Any, stages: int) -> tuple[list[float], Tensor]:
-    units, batches, loss = _small(task, stages)
-    optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
-    losses: list[float] = []
-
-    def watch(updates: int, loss_value: float, compute_output: Any) -> bool:
-        losses.append(loss_value)
-        return True
-
-    state = serial.train(units, stages, arm, optimizer, loss, batches, _factor, watch, annealed=UPDATES // 2)
-    return losses, torch.cat([w.reshape(-1) for w in state.values()])
-
-
 def _schedule(method: Any, plan: pd.Plan) -> pd.Schedule:
     p = len(plan.stages)
     recomputes = method.paper(p, method.parts(p)).rule == "recompute"
@@ -98,7 +85,16 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("task", "arm"), spread(thinned(_cases(), 4), 3))
 def test_the_emulation_equals_the_running_pipeline(task: str, arm: Any) -> None:
-    losses, state = _emulated(task, arm, 3)
+    units, batches, loss = _small(task, 3)
+    optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
+    losses: list[float] = []
+
+    def watch(updates: int, loss_value: float, compute_output: Any) -> bool:
+        losses.append(loss_value)
+        return True
+
+    emulated = serial.train(units, 3, arm, optimizer, loss, batches, _factor, watch, annealed=UPDATES // 2)
+    state = torch.cat([w.reshape(-1) for w in emulated.values()])
     expected, weights = _run(task, arm, 3)
     assert len(expected) == UPDATES
     bound = ROTATED_BOUND if arm.turns[0].method.rotation else BOUND

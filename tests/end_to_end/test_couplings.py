@@ -386,12 +386,8 @@ def test_processes_skip_what_one_does() -> None:
             assert_equal(together, alone)
 
 
-def steeply(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets) * 50
-
-
 def steep(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return steeply(output, batch[1])
+    return F.cross_entropy(output, batch[1]) * 50
 
 
 def plain_scaled(
@@ -444,7 +440,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     how = {"loss": steep, "clip_grad_norm": clip, "options": {"grad_scaler": asked_for}, "on_nan": "error"}
     how |= {"microbatches": None if m == 1 else m}
     trained = replace(trap(schedule, plan=plan, data=batches, **how), model=plain).pipeline(watch=scale_of)
-    skips = plain_scaled(plain, batches, steeply, scaler, m, clip)
+    skips = plain_scaled(plain, batches, lambda o, y: steep(o, (o, y)), scaler, m, clip)
     assert trained.watched == [scaler.get_scale()]
     assert asked_for.get_scale() == 2.0**126, "the user's is left alone"
     assert trained.skipped == (skips,) * len(plan.stages)

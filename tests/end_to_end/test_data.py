@@ -157,16 +157,6 @@ def folders(root: Path, count: int) -> Path:
     return root
 
 
-def plain_order(kind: str, folder: Path) -> list[int]:
-    """Returns what a loop in a script loads where nothing else draws."""
-    folder.mkdir()
-    seed_all(SEED)
-    loader = loader_of("map" if kind in ("ahead", "persistent") else kind, Notes(str(folder)))
-    for _ in range(3):
-        list(loader)
-    return written(folder)[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replicas", [(2, 1), long((1, 1)), slow((3,))])
 @pytest.mark.parametrize(
@@ -176,7 +166,13 @@ def test_one_process_loads_as_a_loop(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
 ) -> None:
     ran = run_all([Job(kind, replicas, **rest)], str(folders(tmp_path, 1)))[0]
-    expected = plain_order(kind, tmp_path / "plain")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    seed_all(SEED)
+    loader = loader_of("map" if kind in ("ahead", "persistent") else kind, Notes(str(plain)))
+    for _ in range(3):
+        list(loader)
+    expected = written(plain)[0]
     assert ran.still, "the generators of the process have not moved"
     assert ran.position == (3, 0)
     loaded = written(tmp_path / "0")[0]

@@ -42,13 +42,6 @@ def skip_without_package(example: Path) -> None:
         pytest.importorskip("pytorch_optimizer", reason="the example needs pytorch_optimizer, which is not installed")
 
 
-def small(example: Path) -> pd.Recipe:
-    """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
-    skip_without_package(example)
-    recipe = load_recipe(str(example))
-    return replace(recipe, test=list(recipe.test or ())[:2])
-
-
 def plainly(recipe: pd.Recipe, weights: dict[str, torch.Tensor]) -> dict[str, float]:
     """Returns loss and metrics of the plain model with these weights over the test data."""
     recipe.model.load_state_dict(weights)
@@ -69,10 +62,6 @@ def plainly(recipe: pd.Recipe, weights: dict[str, torch.Tensor]) -> dict[str, fl
             pair[0] += float(value) * weight
             pair[1] += weight
     return {name: total / weight for name, (total, weight) in sums.items()}
-
-
-def losses_of(folder: Path) -> list[tuple[int, float]]:
-    return [tuple(row) for row in json.loads((folder / "losses.json").read_text(encoding="utf-8"))]
 
 
 # -- in this process --------------------------------------------------------------------------------
@@ -97,9 +86,11 @@ def test_is_short_and_plain(example: Path) -> None:
     ],
 )
 def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = small(example)
+    skip_without_package(example)
+    recipe = load_recipe(str(example))
+    recipe = replace(recipe, test=list(recipe.test or ())[:2])  # so that an evaluation is quick
     summary = pipedream.run(lambda seed: recipe, minibatches=12, out=tmp_path / "run")
-    losses = [loss for _, loss in losses_of(tmp_path / "run")]
+    losses = [loss for _, loss in json.loads((tmp_path / "run" / "losses.json").read_text(encoding="utf-8"))]
     assert len(losses) == summary["minibatches"], "with those in flight"
     in_flight = 0 if recipe.phases else 1  # what was in flight is finished
     assert summary["minibatches"] == summary["drains"][-1] == 12 + in_flight

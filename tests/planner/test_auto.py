@@ -36,20 +36,6 @@ def profiles(draw: st.DrawFn) -> pd.Profile:
     return pd.Profile.of_chain(tuple(layers), batch=batch, **update)
 
 
-def periods(profile: pd.Profile, cluster: pd.Cluster, names: tuple[str, ...]) -> list[float]:
-    """Returns the simulated seconds of every way that `choose` may take."""
-    workers = cluster.workers
-    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
-    shapes, seconds = ("any", "data-parallel", "1", *equal), []
-    for name, m, shape, depth, delay in product(names, (1, 2, 4), shapes, ("noam", "auto"), (0, 1)):
-        if m > profile.batch or (delay and name not in ("pipedream", "pipedream_vertical_sync")):
-            continue
-        how = {"schedule": name, "microbatches": m, "shape": shape, "in_flight": depth, "update_delay": delay}
-        with suppress(pd.PipelineError):
-            seconds.append(methods.score(pd.plan(profile, cluster, **how)).period_s)
-    return seconds
-
-
 @pytest.mark.slow
 @settings(max_examples=2)
 @example(SETTLES_LATE, 3, 20.0, None, True)
@@ -58,7 +44,14 @@ def test_none_is_faster(profile: pd.Profile, workers: int, rate: float, memory: 
     cluster = pd.Cluster.flat(workers, rate, memory_bytes=memory)
     request = {"schedule": "auto", "allow_asynchronous": asynchronous}
     names = tuple(methods.select_methods(allow_asynchronous=True)) if asynchronous else FLUSHING
-    seconds = periods(profile, cluster, names)
+    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
+    shapes, seconds = ("any", "data-parallel", "1", *equal), []  # of every way that `choose` may take
+    for name, m, shape, depth, delay in product(names, (1, 2, 4), shapes, ("noam", "auto"), (0, 1)):
+        if m > profile.batch or (delay and name not in ("pipedream", "pipedream_vertical_sync")):
+            continue
+        how = {"schedule": name, "microbatches": m, "shape": shape, "in_flight": depth, "update_delay": delay}
+        with suppress(pd.PipelineError):
+            seconds.append(methods.score(pd.plan(profile, cluster, **how)).period_s)
     if not seconds:
         with pytest.raises(pd.PipelineError, match="no method works"):
             compare(profile, cluster, **request)

@@ -39,11 +39,6 @@ def least_bytes(program: recurrence.DynamicProgram) -> int:
     return replace(program, space=replace(program.space, cluster=small)).shortage.need_bytes
 
 
-def random_cluster(draw: random.Random, workers: int) -> pd.Cluster:
-    limit = draw.choice([None, None, 10, 20, 30, 45, 70])
-    return pd.Cluster.flat(workers, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
-
-
 def _kind(
     draw: random.Random, workers: int
 ) -> tuple[tuple[recurrence.State, ...], tuple[recurrence.State, ...] | None, bool, Any]:
@@ -69,7 +64,9 @@ def test_equals_exhaustive_search(seed: int) -> None:
     draw = random.Random(seed)
     planned = refused = 0
     for _ in range(60):
-        profile, cluster = random_profile(draw, draw.randint(1, 6)), random_cluster(draw, workers=draw.randint(1, 5))
+        profile, limit = random_profile(draw, draw.randint(1, 6)), draw.choice([None, None, 10, 20, 30, 45, 70])
+        rate, latency_s = draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0])
+        cluster = pd.Cluster.flat(draw.randint(1, 5), rate, latency_s, limit)
         how = {"occupancy": draw.choice(list(RULES.values())), "microbatches": draw.choice([1, 2, 3])}
         space = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]), **how)
         states, starts, whole, among = _kind(draw, cluster.workers)

@@ -63,15 +63,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def _time_laps(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> list[float]:
-    for _ in range(laps):
-        watch.start()
-        for _ in range(KERNELS):
-            gpu.launch(KERNEL_S)
-        watch.stop()
-    return watch.laps_s()
-
-
 @pytest.mark.parametrize(
     ("make", "lap_s"),
     [
@@ -82,7 +73,13 @@ def _time_laps(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> lis
 )
 def test_laps_are_of_kernels_or_of_their_launches(gpu: Gpu, make: Any, lap_s: float) -> None:
     gpu.launch(1.0 if make is HostStopwatch else 0.0)
-    assert _time_laps(gpu, make(torch.device("cuda"))) == pytest.approx([lap_s] * 3, rel=0.02)
+    watch = make(torch.device("cuda"))
+    for _ in range(3):
+        watch.start()
+        for _ in range(KERNELS):
+            gpu.launch(KERNEL_S)
+        watch.stop()
+    assert watch.laps_s() == pytest.approx([lap_s] * 3, rel=0.02)
     # Never more than a lap ahead: a GPU's queue has room for a thousand kernels.
     assert make is HostStopwatch or gpu.free_s - gpu.host_s < 3e-3
 

@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from training import plan_of
 
-import pipedream as pd
-
 SOON_S = 15.0
 
 
@@ -142,12 +140,6 @@ def recipe():
 '''
 
 
-def plan_for(workers: int, layers: int = 5) -> pd.Plan:
-    """Returns the plan of a chain as long as the recipe's, one stage a worker; the first cut is before layer 2."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    return plan_of(model, torch.zeros(8, 4), range(2, workers + 1))
-
-
 def written(
     folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "", samples: str = ""
 ) -> list[str]:
@@ -158,5 +150,6 @@ def written(
     train = f"torch.utils.data.DataLoader(Samples({samples}), 8, num_workers=2)" if samples else f"Loader({loader})"
     text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", train)
     (folder / "small.py").write_text(text, encoding="utf-8")
-    plan_for(2).save(folder / "plan.json")
+    chain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))  # as long as the recipe's
+    plan_of(chain, torch.zeros(8, 4), (2,)).save(folder / "plan.json")
     return ["-m", "pipedream", "train", "small.py", "--plan", "plan.json", "--out", "run"]

@@ -2,13 +2,12 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo import CLASSES, PAD, WIDTH, WORDS, Case, padded_tokens
+from zoo import CLASSES, PAD, WIDTH, WORDS
 
 Step = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -95,7 +94,3 @@ class RandomModel(nn.Module):
         for block in self.blocks:
             live.append(live[-1] + newest(block(live, mask)))
         return self.head(live[-1].mean(1))
-
-
-def random_case(seed: int) -> Case:
-    return Case(f"random_{seed}", partial(RandomModel, seed), padded_tokens, F.cross_entropy)

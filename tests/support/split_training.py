@@ -74,18 +74,14 @@ def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1, scale:
     model.eval()
     with torch.no_grad():
         scored = [(loss_of(case, model, batch).item(), case.amount(batch)) for batch in batches]
-        predicted = [tensors_of(output_of(case, model, batch)) for batch in batches]
+        with case.casting():
+            predicted = [tensors_of(call_model(model, case.inputs(batch))) for batch in batches]
     mean = sum(loss * amount for loss, amount in scored) / sum(amount for _, amount in scored)
     return Trained(losses, {name: value.clone() for name, value in model.state_dict().items()}, mean, predicted)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
     return [part for part, samples in split_batch(batch, parts) if samples]
-
-
-def output_of(case: Case, model: nn.Module, batch: Any) -> Any:
-    with case.casting():
-        return call_model(model, case.inputs(batch))
 
 
 def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
@@ -135,17 +131,12 @@ def pipelined(
             other numbers for a minibatch than for its parts.
     """
     profile = profile or profile_of(case, batches[0], dropout=dropout)
-    cuts = draw_cuts(profile.graph, stages, seed)
+    whole = [(min(group), max(group)) for group in profile.graph.inseparable]  # tied weights may be separated
+    allowed = [i for i in range(1, len(profile.layers)) if not any(first < i <= last for first, last in whole)]
+    cuts = tuple(sorted(random.Random(seed).sample(allowed, min(stages - 1, len(allowed)))))
     plan = pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule=schedule, microbatches=microbatches, cuts=cuts)
     options.setdefault("check", parts_make_whole(case, batches[0], microbatches or 1))
     return train_on(case, plan, batches, dropout=dropout, **options)
-
-
-def draw_cuts(graph: Any, stages: int, seed: int) -> tuple[int, ...]:
-    """Draws places for so many stages, or as many as the model has; tied weights may be separated."""
-    whole = [(min(group), max(group)) for group in graph.inseparable]
-    allowed = [i for i in range(1, len(graph.layers)) if not any(first < i <= last for first, last in whole)]
-    return tuple(sorted(random.Random(seed).sample(allowed, min(stages - 1, len(allowed)))))
 
 
 def train_on(case: Case, plan: pd.Plan, batches: Sequence[Any], *, dropout: bool = False, **options: Any) -> Trained:

@@ -323,15 +323,11 @@ def test_an_error_of_the_thread_is_that_of_its_update(name: str, stage: int) -> 
     assert counts[0] == counts[1]
 
 
-def adapted(width: int) -> nn.Module:
-    """Returns a frozen layer with a trained adapter."""
-    base = nn.Linear(width, width).requires_grad_(False)
-    return Built(lambda self, x: self.base(x) + self.adapter(x), base=base, adapter=nn.Linear(width, width, bias=False))
-
-
 def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch) -> None:
     """As with LoRA: the store has them once, whatever the versions; the optimizer has adapters alone."""
-    model = nn.Sequential(*(adapted(8) for _ in range(4)), nn.Linear(8, 3))
+    pairs = [(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8, bias=False)) for _ in range(4)]
+    adapted = lambda self, x: self.base(x) + self.adapter(x)  # noqa: E731
+    model = nn.Sequential(*(Built(adapted, base=base, adapter=adapter) for base, adapter in pairs), nn.Linear(8, 3))
     data = [(torch.randn(6, 8), torch.randint(3, (6,))) for _ in range(3)]
     planned = plan(2, model, (2, 4), data[0][0])
     sizes = zip(planned.stages, (2 * (288 + 256), 2 * (288 + 256), 108), (2 * 288, 2 * 288, 0), strict=True)

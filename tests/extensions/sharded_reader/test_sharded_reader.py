@@ -57,15 +57,30 @@ def in_order(epochs: list[list[list[int]]]) -> list[tuple[int, list[int], bool]]
     return [(epoch, epochs[epoch][n], is_last) for epoch, n, is_last in ends]
 
 
-def check_position(make: Callable[[], Any], done: int) -> tuple[Any, int]:
-    """Reads three epochs, after `done` minibatches as a new process does; returns its loader, and the samples left."""
+@pytest.mark.parametrize(
+    ("done", "name"),
+    spread(
+        thinned(
+            pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
+            for done, slow in SLOW.items()
+            for name in LOADERS
+        ),
+        every=3,
+    ),
+)
+def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(name: str, done: int | str) -> None:
+    """Reads three epochs, from some minibatches on as a new process does."""
+    make = LOADERS[name]
     epochs = plain_loop(make(), 3)
     size, expected = len(epochs[0]), in_order(epochs)
+    number = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
+    assert isinstance(number, int)
+    assert bool(find_sharding(make())) == (name in SHARDED)
     loader = make()
     seed_all(5)
     reader = reader_of(loader, rng.DataOrder(), EpochRange(end=3))
-    before = batches_of(reader, done)
-    position = (done // size, done % size) if done <= size else (1, done - size)
+    before = batches_of(reader, number)
+    position = (number // size, number % size) if number <= size else (1, number - size)
     state = saved_at(reader, *position)
     reader.close()
     loader = make()
@@ -81,28 +96,9 @@ def check_position(make: Callable[[], Any], done: int) -> tuple[Any, int]:
     for each in (reader, on):
         if hasattr(each, "_sharded"):
             each._sharded.close()
-    return loader, sum(len(batch) for _, batch, _ in expected[done:])
-
-
-@pytest.mark.parametrize(
-    ("done", "name"),
-    spread(
-        thinned(
-            pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
-            for done, slow in SLOW.items()
-            for name in LOADERS
-        ),
-        every=3,
-    ),
-)
-def test_order_is_that_of_a_plain_loop_from_any_position_whatever_else_draws(name: str, done: int | str) -> None:
-    size = len(plain_loop(LOADERS[name](), 1)[0])
-    number = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
-    assert isinstance(number, int)
-    assert bool(find_sharding(LOADERS[name]())) == (name in SHARDED)
-    loader, rest = check_position(LOADERS[name], number)
     if name in SHARDED and name not in WITH_PROCESSES:
-        assert len(loader.dataset.loaded) == rest, "what was done is passed over, not loaded"
+        left = sum(len(batch) for _, batch, _ in expected[number:])
+        assert len(loader.dataset.loaded) == left, "what was done is passed over, not loaded"
     if name == "stateful":
         assert loader.read == 18 - number, "its own state brought it there"
 

@@ -23,15 +23,10 @@ def stage_of(
     return stage_module.StageModule([("layer", layer)], handles, torch.device(device), seed=seed), handles
 
 
-def twice() -> nn.Module:
-    """Returns two weights whose gradients autograd hands out as one tensor."""
-    a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-    return Built(lambda self, x: x * (self.a + self.b), a=a, b=b)
-
-
 @pytest.mark.parametrize("splits", [False, True])
 def test_sums_grow_in_place_and_share_nothing(splits: bool) -> None:
-    layer = twice()
+    """Of two weights whose gradients autograd hands out as one tensor."""
+    layer = Built(lambda self, x: x * (self.a + self.b), **{name: nn.Parameter(torch.randn(3)) for name in "ab"})
     stage, handles = stage_of(layer)
     versions, gradients = kept.Versions(handles), Gradients(2)
     expected, sums = torch.zeros(3), []

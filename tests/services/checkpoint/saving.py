@@ -60,8 +60,3 @@ def write(checkpoint: stores.CheckpointStore, file: str, data: bytes) -> None:
     """Writes a file of a checkpoint that is there already."""
     with checkpoint.create(file) as opened:
         opened.write(data)
-
-
-def delete(checkpoint: stores.CheckpointStore, file: str) -> None:
-    """Deletes a file of a checkpoint."""
-    checkpoint.delete(file)

@@ -24,7 +24,7 @@ from marks import slow, thinned
 import pipedream as pd
 from pipedream.services.checkpoint import folders, pieces, stores, writer
 from pipedream.services.checkpoint.stores.store import CheckpointStore, name_checkpoint
-from tests.services.checkpoint.saving import delete, load, names, pipeline, read, run, save, write
+from tests.services.checkpoint.saving import load, names, pipeline, read, run, save, write
 
 (damage,) = load_benchmark("failures", "damage")
 
@@ -45,7 +45,7 @@ def test_the_newest_are_kept(folder: CheckpointStore) -> None:
 def test_a_checkpoint_without_its_manifest_does_not_exist(folder: CheckpointStore) -> None:
     assert folders.find_newest_checkpoint(folder) is None
     old, new = save(folder, epochs=2)
-    delete(new, folders.MANIFEST)
+    new.delete(folders.MANIFEST)
     assert folders.list_checkpoints(folder) == [old]
     assert folders.find_newest_checkpoint(folder) == folders.find_newest_checkpoint(str(old)) == old
     assert load(old) == (1, 0), "it was asked for"
@@ -160,7 +160,7 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OF_FILES: list[tuple[Any, str]] = [
     (in_file(lambda data: data[:-1]), "is damaged: __0_0.distcp has .* bytes, and had"),
-    (lambda checkpoint: delete(checkpoint, "__0_0.distcp"), "is damaged: .*(No such file|there is no)"),
+    (lambda checkpoint: checkpoint.delete("__0_0.distcp"), "is damaged: .*(No such file|there is no)"),
     (scrambled, "cannot be read: (?!OSError)"),
     (lambda checkpoint: write(checkpoint, folders.MANIFEST, b"{"), "not JSON"),
 ]

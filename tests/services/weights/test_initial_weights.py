@@ -209,11 +209,6 @@ def state_of(make: Callable[[], nn.Module], seed: int = 5) -> dict[str, Tensor]:
     return make().state_dict()
 
 
-def doubles() -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(3)
-    return [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(3)]
-
-
 def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
     if form == "state dict":
         torch.save(state, folder / "weights.pt")
@@ -422,8 +417,10 @@ FROZEN = [("0",), ("2",), ("6",), ("0", "2"), ("2", "6"), ("0", "2.weight", "4.b
 
 def frozen(names: tuple[str, ...], schedule: str = "1f1b") -> Training:
     parts = None if schedule == "pipedream" else 4
+    torch.manual_seed(3)
+    data = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(3)]
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": SGD, "seed": 3, "ema": 0.5, "plan": (1, 1, 1, 1)}
-    return Training(model=partial(partly_frozen, names), data=doubles(), schedule=schedule, microbatches=parts, **how)
+    return Training(model=partial(partly_frozen, names), data=data, schedule=schedule, microbatches=parts, **how)
 
 
 @pytest.mark.parametrize(

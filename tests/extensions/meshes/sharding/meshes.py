@@ -229,17 +229,13 @@ def make_pipeline(case: Case, mesh: str) -> tuple[pd.Pipeline, Batches]:
             key: words for key, words in usual.items() if any(fnmatchcase(name, key) for name in parameters)
         } | names
     layout = pd.Layout(case.rules, shard_weights=case.shard_weights, names=names)
-    if "cut1" in mesh:
-        layout = _search_layout(model, *batches[0], pd.Mesh(mesh).size)
+    if "cut1" in mesh:  # of Tofu's partition of a minibatch's step
+        operators = pd.operators(model, batches[0][0], loss=partial(F.cross_entropy, target=batches[0][1]))
+        layout = pd.Layout.of(pd.partition(operators, pd.Mesh(mesh).size))
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     options |= {"schedule": case.method, "microbatches": case.microbatches, "sample": batches[0][0], "seed": 7}
     plan = replace(plan, stages=tuple(stages)).with_mesh(mesh)
     return pd.Pipeline(model, plan, layout=layout, **options), batches
-
-
-def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pd.Layout:
-    """Returns the layout of Tofu's partition of a minibatch's step."""
-    return pd.Layout.of(pd.partition(pd.operators(model, x, loss=partial(F.cross_entropy, target=targets)), ranks))
 
 
 def train(case: Case, mesh: str) -> Trained:

@@ -166,15 +166,11 @@ def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     meshes.check_refused(case, words)
 
 
-def _make_residual(p: float) -> nn.Module:
-    """Returns what is no chain of modules."""
-    parts = {"up": nn.Linear(D, 8), "drop": nn.Dropout(p), "down": nn.Linear(8, D)}
-    return Built(lambda model, x: x + model.down(model.drop(torch.tanh(model.up(x)))), **parts)
-
-
 def _train_residual(mesh: str, p: float, shape: str) -> list[float]:
     torch.manual_seed(3)
-    model, x = _make_residual(p).double(), torch.randn(8, D).double()
+    parts = {"up": nn.Linear(D, 8), "drop": nn.Dropout(p), "down": nn.Linear(8, D)}
+    model = Built(lambda model, x: x + model.down(model.drop(torch.tanh(model.up(x)))), **parts).double()
+    x = torch.randn(8, D).double()
     plan = pd.plan(pd.profile(model, x), pd.Cluster.flat(len(shape.split("-"))), shape=shape)
     layout = pd.Layout.of(pd.partition(pd.operators(model, x, loss=torch.sum), 2))
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05), "loss": F.mse_loss, "sample": x}
