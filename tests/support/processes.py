@@ -102,6 +102,8 @@ def _start(target: Callable[..., None], workers: int, timeout_s: float, *args: A
 
 def _meet(rank: int, workers: int, port: int) -> None:
     torch.set_num_threads(1)
+    # Loaders start processes as a user's would. By the fork server, whose child this is, each imports torch: 2 s.
+    multiprocessing.set_start_method(None, force=True)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
 
