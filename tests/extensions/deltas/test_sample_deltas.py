@@ -114,7 +114,7 @@ def changed_plan(**of_stages: Any) -> pd.Plan:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"options": {"deltas": "int3"}}, "give ENCODING:SAMPLES, such as int3:5000"),
-    "no such encoding": ({"options": {"deltas": "int9:5"}}, "an encoding of bfloat16, .*int2"),
+    "no such encoding": ({"options": {"deltas": "int9:5"}}, "one of bfloat16, .*int2, and how many samples"),
     "no sample": ({"options": {"deltas": "int3:0"}}, "deltas='int3:0' was asked for; give ENCODING:SAMPLES"),
     "more samples": ({"options": {"deltas": "int3:37"}}, "deltas=int3:37 was asked for, but more samples have come"),
     "replicas": ({"plan": (2, 1)}, "a stage has 2 replicas"),

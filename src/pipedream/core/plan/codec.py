@@ -45,6 +45,15 @@ class Codec(ABC):
 CODECS: Door[Codec] = Door("pipedream.extensions.codecs", "CODECS", "encoding", "messages", PipelineError)
 
 
+MIN_ENCODED_BYTES = 1024
+"""Size from which on tensors are encoded."""
+
+
+def is_smaller(encoding: str, value_bits: int) -> bool:
+    """Returns whether an encoding makes values of so many bits smaller."""
+    return encoding != FULL and CODECS.find(encoding).bits < value_bits
+
+
 def list_encodings() -> list[str]:
     """Returns the names of the library's encodings, those of more bits first."""
     return [codec.name for codec in sorted(CODECS.named.values(), key=lambda codec: (-codec.bits, codec.name))]

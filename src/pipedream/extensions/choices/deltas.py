@@ -38,13 +38,19 @@ class Deltas(Choice):
     )
     exclusions = """
 deltas | recompute=always|auto mesh
-    a stage whole on one rank has its samples' activations from one forward
+    it needs stages on one rank each, which run a forward once
 deltas | shape:has_replicas
     a sample would come to another replica in the next epoch
+deltas | allow_approximate
+    it tries encodings and sums itself, beside the exact answer
 """
     encoding: str = ""
     samples: int = 0
     value_bits: int = 32
+
+    def __post_init__(self) -> None:
+        if self.encoding and not ((is_file(self.encoding) or CODECS.has(self.encoding)) and self.samples > 0):
+            raise PlanError(_describe_refusal(f"{self.encoding}:{self.samples}"))
 
     @classmethod
     def list_texts(cls) -> str:
@@ -58,14 +64,12 @@ deltas | shape:has_replicas
         if text in ("", "none", None):
             return cls()
         encoding, _, count = str(text).rpartition(":")
-        if not (is_file(encoding) or CODECS.has(encoding)) or not count.isdecimal() or int(count) < 1:
-            raise PlanError(
-                f"deltas={text!r} was asked for; give ENCODING:SAMPLES, such as int3:5000, an encoding of "
-                f"{', '.join(list_encodings())} and how many samples the data have"
-            )
+        if not (encoding and count.isdecimal()):
+            raise PlanError(_describe_refusal(text))
+        choice = cls(encoding, int(count))
         if is_file(encoding):
             CODECS.open_file(encoding)
-        return cls(encoding, int(count))
+        return choice
 
     def check_opened(self) -> None:
         if self:
@@ -135,6 +139,13 @@ deltas | shape:has_replicas
 
     def __str__(self) -> str:
         return f"{self.encoding}:{self.samples}" if self else "none"
+
+
+def _describe_refusal(text: Any) -> str:
+    return (
+        f"deltas={text!r} was asked for; give ENCODING:SAMPLES, such as int3:5000: one of "
+        f"{', '.join(list_encodings())}, and how many samples the data have"
+    )
 
 
 CHOICES = (Deltas(),)

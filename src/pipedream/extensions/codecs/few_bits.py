@@ -1,4 +1,4 @@
-"""int2, int3: blocks of 64 values share a scale; levels are (i + 1/2) steps, so that none is lost to zero.
+"""int2, int3: blocks of 64 values share a scale; levels are odd multiples of half a step, as many above zero as below.
 
 Meant for differences (`extensions/deltas/`): activations themselves need more bits.
 """
@@ -20,7 +20,7 @@ else:
 
 
 class Int3(Codec):
-    """3.5 bits a value: a code has groups of eight values."""
+    """3.5 bits a value: eight values are packed into as many bytes as one has bits."""
 
     name, bits, value_bits = "int3", 3 + 32 / 64, 3
     costs_like = "int4"

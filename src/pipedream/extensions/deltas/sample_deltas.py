@@ -24,13 +24,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipedream.core.box import dense_strides
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.codec import CODECS, FULL
+from pipedream.core.plan.codec import CODECS, FULL, MIN_ENCODED_BYTES, is_smaller
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message, dimension_order
 from pipedream.runtime.stage.part import ForwardFunction, PassFacts, StageFacts, StagePart
 from pipedream.runtime.stage.stage_module import SavedForward
 
-_MIN_BYTES = 1024  # of a tensor; smaller ones are sent as they are
 _MARK = "^"  # begins neither a structure of `values`, nor one with crossings or encoded tensors
 
 
@@ -185,12 +184,15 @@ class SampleDeltas(StagePart):
 
     @classmethod
     def check(cls, facts: StageFacts, program: Program) -> None:
-        names = [name for name, layer in facts.module.layers if any(map(_is_random, layer.modules()))]
-        if _read_choice(program) and names and facts.stage + 1 < program.placement.stages:
-            raise ScheduleError(
-                f"deltas={_read_choice(program)} was asked for, but {names[0]!r} drops values at random, so a sample "
-                "differs from visit to visit; set its p to 0, or leave deltas out"
-            )
+        choice = _read_choice(program)
+        if not choice or facts.stage + 1 == program.placement.stages:
+            return
+        for name, layer in facts.module.layers:
+            if any(map(_drops, layer.modules())):
+                raise ScheduleError(
+                    f"deltas={choice} was asked for, but {name!r} drops values at random, so a sample differs from "
+                    "visit to visit; set its p to 0, or leave deltas out"
+                )
 
     @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
@@ -202,7 +204,7 @@ class SampleDeltas(StagePart):
         def make_end(sender: int, place: str) -> tuple[str, CutEnd] | None:
             if not 0 <= sender < placement.stages - 1 or placement.ranks[sender] == placement.ranks[sender + 1]:
                 return None
-            # The layer before a cut names it, so that a plan with the same cut elsewhere continues with what is kept.
+            # By the number of the layer after it: a plan with the same cut elsewhere continues with what is kept.
             name = f"deltas_{place}/{program.plan.stages[sender].last}"
             return name, CutEnd(f"deltas={choice}", choice.samples, of_new, choice.encoding)
 
@@ -239,9 +241,10 @@ def _read_choice(program: Program) -> Any:
     return program.plan.choices.named.get("deltas")
 
 
-def _is_random(module: torch.nn.Module) -> bool:
+def _drops(module: torch.nn.Module) -> bool:
+    """Returns whether a module is a dropout, or has the rate of one, as recurrent layers and attention do."""
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
-    return isinstance(rate, float) and rate > 0
+    return isinstance(rate, int | float) and rate > 0
 
 
 def _hash_samples(message: Message) -> list[int]:
@@ -260,20 +263,21 @@ def _find_header(tensor: torch.Tensor | None, samples: int) -> _Header | None:
     """Returns the header of a tensor that has a row for each sample and is large enough; else None."""
     if tensor is None or not tensor.is_floating_point() or tensor.ndim < 2:
         return None
-    if len(tensor) != samples or tensor.nbytes < _MIN_BYTES:
+    if len(tensor) != samples or tensor.nbytes < MIN_ENCODED_BYTES:
         return None
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     return _Header(dtype, shape, dense_strides(shape, dimension_order(tensor)), 0, 0)
 
 
 def _encode(values: torch.Tensor, encoding: str) -> torch.Tensor:
-    """Returns the code's bytes, uint8[n]."""
-    return _view_bytes(values if encoding == FULL else CODECS.find(encoding).encode(values))
+    """Returns the code's bytes, uint8[n]; those of the values themselves where no code is smaller."""
+    is_coded = is_smaller(encoding, 8 * values.element_size())
+    return _view_bytes(CODECS.find(encoding).encode(values) if is_coded else values)
 
 
 def _decode(code: torch.Tensor, encoding: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     code = code.clone()  # aligned
-    if encoding == FULL:
+    if not is_smaller(encoding, 8 * dtype.itemsize):
         return code.view(dtype).view(shape)
     codec = CODECS.find(encoding)
     if codec.keeps_shape:

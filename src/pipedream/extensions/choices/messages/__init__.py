@@ -1,7 +1,7 @@
 """The MessageEncoding: the encoding of tensors between workers, and its costs.
 
 Only floating-point tensors with a gradient are encoded, and their gradients. Masks, tables of angles, integers, targets
-and tensors below `encoded.MIN_ENCODED_BYTES` are sent unchanged; plans count these as encoded, too.
+and tensors below `MIN_ENCODED_BYTES` are sent unchanged; plans count these as encoded, too.
 """
 
 from __future__ import annotations

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.box import dense_strides
-from pipedream.core.plan.codec import CODECS, FULL
+from pipedream.core.plan.codec import CODECS, FULL, MIN_ENCODED_BYTES, is_smaller
 from pipedream.core.plan.placement import Carries
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Message, dimension_order
 
-MIN_ENCODED_BYTES = 1024
-"""Size from which on tensors are encoded."""
 _MARK = "~"  # begins neither a structure of `values` nor one with crossings
 
 
@@ -29,9 +27,8 @@ class TensorHeader(NamedTuple):
 
 def is_encoded(tensor: torch.Tensor, encoding: str) -> bool:
     """Returns whether an encoding makes a tensor smaller."""
-    if encoding == FULL or not tensor.is_floating_point() or tensor.nbytes < MIN_ENCODED_BYTES:
-        return False
-    return 8 * tensor.element_size() > CODECS.find(encoding).bits
+    is_large = tensor.is_floating_point() and tensor.nbytes >= MIN_ENCODED_BYTES
+    return is_large and is_smaller(encoding, 8 * tensor.element_size())
 
 
 def encode(tensor: torch.Tensor, encoding: str) -> tuple[torch.Tensor, TensorHeader]:
