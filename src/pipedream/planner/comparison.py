@@ -155,7 +155,7 @@ class Comparison(Tabular):
             number of samples per update.
         exact: the same without approximation, if the plan approximates them because it was allowed to.
         too_large: a faster plan that does not fit the memory.
-        averaged: copies of the model whose weights are averaged now and then, where that takes far less time.
+        averaged: the text of `sums`, and the row, of copies that average their weights, where these take far less time.
         doubt: why the seconds of the profile decide nothing; '' if they do.
     """
 

@@ -28,13 +28,13 @@ from pipedream.workflows.disturbance import find_doubt
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.stage_search import StageSearch, compare_alone, make_candidate
 
-_APPROXIMATIONS: tuple[dict[str, Any], ...] = (
-    {"messages": "bfloat16"}, {"messages": "int8"}, {"messages": "int4"},
-    {"sums": "powersgd:4"}, {"sums": "diloco:30"}, {"sums": "sparse:30,0.02"},
-)  # fmt: skip
-_RARE = "every:8"
 _LEAST = "sparse:30,0.02"
 """Sums that send so little that any link is fast."""
+_APPROXIMATIONS: tuple[dict[str, Any], ...] = (
+    {"messages": "bfloat16"}, {"messages": "int8"}, {"messages": "int4"},
+    {"sums": "powersgd:4"}, {"sums": "diloco:30"}, {"sums": _LEAST},
+)  # fmt: skip
+_RARE = "every:8"
 _WORTH_SAYING = 0.1
 """Least share of the time that `_LEAST` must save to be named unasked."""
 _MIN_GAIN = 0.02
@@ -274,8 +274,9 @@ def _find_averaged(
     if cluster.workers == 1 or choices.approximations or comparison.candidates[0].is_meshed:
         return None
     with suppress(PlanError):
-        plan = plan_once(profile, PlanRequest(cluster, shape="data-parallel", **choices.words | {"sums": _LEAST})).plan
-        candidate = _simulate(make_candidate(plan, "data-parallel"), plan)
+        candidate = _simulate_request(
+            profile, PlanRequest(cluster, shape="data-parallel", **choices.words | {"sums": _LEAST})
+        )
         others = min(row.seconds for row in (*comparison.candidates, *comparison.references))
         return (_LEAST, candidate) if candidate.seconds < (1 - _WORTH_SAYING) * others else None
     return None
@@ -299,19 +300,21 @@ def _list_references(
         parts = m if m > 1 else None
         reference = PlanRequest(cluster, schedule=schedule, microbatches=parts, shape=shape, **choices.words)
         try:  # without a word on what else would fit
-            plan = _strip_search_costs(plan_once(profile, reference).plan, profile, reference)
+            yield _simulate_request(profile, reference)
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
-        else:
-            yield _simulate(make_candidate(plan, shape), plan)
+
+
+def _simulate_request(profile: Profile, request: PlanRequest) -> planner.Candidate:
+    """Returns the row of what a request plans. Raises a `PlanError` if nothing fits."""
+    plan = _strip_search_costs(plan_once(profile, request).plan, profile, request)
+    return _simulate(make_candidate(plan, str(request.shape)), plan)
 
 
 def _accumulate(profile: Profile, request: PlanRequest) -> Iterator[planner.Candidate]:
     """Yields data parallelism that sums its gradients after several minibatches, if it fits."""
     with suppress(PlanError):
-        # Sums of weights take as long as those of gradients.
-        plan = _strip_search_costs(plan_once(profile, request).plan, profile, request)
-        candidate = _simulate(make_candidate(plan, str(request.shape)), plan)
+        candidate = _simulate_request(profile, request)  # sums of weights take as long as those of gradients
         count = int(_RARE.partition(":")[2])
         yield replace(candidate, accumulated=count, samples_per_update=count * (candidate.samples_per_update or 0))
 
