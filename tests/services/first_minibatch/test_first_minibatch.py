@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import processes
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from training import SGD, assert_equal, batches, loop, mse, piped, plan_of
 
 import pipedream as pd
+from pipedream.runtime.activity import Activity
 from pipedream.services.first_minibatch import comparison, reference_run
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
@@ -213,6 +215,20 @@ def test_processes_train_as_without_it() -> None:
     alone = processes.team(2).results(_train_all, False)
     for free_bytes in (None, 0):  # as a whole, and stage by stage
         assert processes.team(2).results(_train_all, True, free_bytes) == alone
+
+
+def _count_waits() -> int:
+    with mock.patch.object(Activity, "waiting", autospec=True, side_effect=Activity.waiting) as waiting:
+        model = net()
+        options = {"schedule": "gpipe", "microbatches": 2, "loss": mse, "optimizer": SGD}
+        with pd.Pipeline(model, plan_of(model, DATA[0][0], (), (2,)), **options) as replicas:
+            list(replicas.train(DATA[:1]))
+    return waiting.call_count
+
+
+@pytest.mark.processes
+def test_who_waits_for_the_reference_is_not_judged() -> None:
+    assert processes.team(2).results(_count_waits) == [0, 1], "rank 0 reads, and runs the model"
 
 
 def test_a_gpu_gets_its_memory_back_before_its_peak_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
