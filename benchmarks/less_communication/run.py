@@ -29,7 +29,7 @@ RATES |= {("char_gpt", "1f1b"): 0.008, ("char_gpt", "pipedream_2bw"): 0.008}
 
 METHODS = ("1f1b", "pipedream_2bw")
 MESSAGES = ("full", "bfloat16", "int8", "int4", "int4,int4_stochastic")
-DELTAS = {"digits": ("int3,int4", "int4; deltas=int3:797", "int2,int4", "int4; deltas=int2:797")}
+FEW_BITS = {"digits": ("int3,int4", "int4; deltas=int3:797", "int2,int4", "int4; deltas=int2:797")}
 """Activations of few bits, and their differences to a sample's last visit, for tasks whose samples come again."""
 MICROBATCHES = 4
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _list_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for task in options.tasks:
-        arms = (*MESSAGES, *DELTAS.get(task, ()))
+        arms = (*MESSAGES, *FEW_BITS.get(task, ()))
         for run in product([task], options.stages, METHODS, range(options.seeds), arms):
             names = ("task", "stages", "method", "seed", "messages")
             yield dict(zip(names, run, strict=True)) | {"updates": options.updates or TASKS[task].updates}
@@ -98,7 +98,7 @@ def _format_tables(rows: Sequence[dict[str, Any]]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = []
         metric, unit, scale = ("accuracy", "points", 100) if TASKS[task].metric == "accuracy" else ("loss", "nats", 1)
-        for messages in (*MESSAGES, *DELTAS.get(task, ())):
+        for messages in (*MESSAGES, *FEW_BITS.get(task, ())):
             for method in METHODS:
                 cells: list[str] = []
                 for stages in sorted({row["stages"] for row in rows if row["task"] == task}):

@@ -636,7 +636,9 @@ def describe_choices(rows: Sequence[dict[str, Any]]) -> list[str]:
         if len(rivals) >= FEWEST
     ]
     count = sum(share >= 0.95 for share in shares)
-    return shares and [
+    if not shares:
+        return []
+    return [
         f"- among {FEWEST} or more rows of a model over a link, the one with the best prediction has 0.95 of the best "
         f"measured rate or more in {count} of {len(shares)} cases, at least {_format_floor(min(shares))}"
     ]
