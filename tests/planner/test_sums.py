@@ -60,6 +60,16 @@ def test_what_is_sent_is_what_the_plan_counts(wide: pd.Profile, sums: str, numbe
     assert plan.stages[0].peak_bytes >= full.stages[0].peak_bytes + kept * wide.parameter_bytes
 
 
+@pytest.mark.parametrize("updates", [8, 30])
+def test_a_backward_hides_the_slices_of_averages_that_overlap(wide: pd.Profile, updates: int) -> None:
+    plans = [parallel(wide, sums) for sums in ("every:1000000", f"diloco:{updates},overlap=1")]
+    alone_s, ends_s = (pd.simulate(plan, minibatches=9).spans[-1].end_s for plan in plans)
+    visible_s = max(0.0, 4 * (2 * (1 << 18) + BIASES) / 1e6 / updates - plans[1].stages[0].backward_s)
+    assert (visible_s > 0) == (updates == 8)
+    assert ends_s - alone_s == pytest.approx(5 * visible_s, abs=0.02)
+    assert plans[1].period_s - plans[0].period_s == pytest.approx(visible_s / 2, abs=0.002)
+
+
 def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
     profile = with_seconds(wide, 0.1)
     full, cheap = (compare(profile, SLOW, schedule="pipedream", sums=sums) for sums in ("full", "powersgd:4"))

@@ -34,14 +34,14 @@ class SumCosts(NamedTuple):
     Attributes:
         share: bytes sent for each byte of the weights, the mean per update.
         messages: messages for each one of a plain sum, for the latency.
-        overlaps: sums begin inside the backward.
+        ready: share of the last backward after which a sum may begin; None: its buckets begin as they fill.
         work_s_per_byte: seconds of the processor for each byte of the weights.
         kept_tensors: tensors that a replica keeps for each weight.
     """
 
     share: float = 1.0
     messages: float = 1.0
-    overlaps: bool = True
+    ready: float | None = None
     work_s_per_byte: float = 0.0
     kept_tensors: int = 0
 
@@ -143,11 +143,11 @@ class SumLink(NamedTuple):
         """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
 
         For each bucket: the share of the gradients up to its end, and the seconds of it and all later ones. Both are
-        linear from the first to the last 4 MiB bucket, so those in between never decide and are omitted. A sum without
-        overlap is one bucket. Compression does not change the buckets: they count the bytes of weights.
+        linear from the first to the last 4 MiB bucket, so those in between never decide and are omitted. A sum with
+        `SumCosts.ready` is one bucket. Compression does not change the buckets: they count the bytes of weights.
         """
-        if not costs.overlaps:
-            return ((1.0, self.all_reduce_s(size_bytes, workers, costs)),)
+        if costs.ready is not None:
+            return ((costs.ready, self.all_reduce_s(size_bytes, workers, costs)),)
         if np.ndim(workers) == 0 and workers == 1:
             return ()
         link = self._replace(bytes_per_s=self.bytes_per_s / costs.share)

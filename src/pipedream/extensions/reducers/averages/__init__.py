@@ -45,7 +45,7 @@ class Every(SumMethod):
 
     def costs(self, parameter_bytes: float, matrices: Iterable[Matrices], value_bytes: float = 4.0) -> SumCosts:
         per_update = 1 / self.updates
-        return SumCosts(per_update, per_update, False, self.work_s * per_update, self.copies)
+        return SumCosts(per_update, per_update, 1.0, self.work_s * per_update, self.copies)
 
     def check(self, plan: Any, programs: Sequence[Any], options: Any, shapes: Shapes) -> None:
         if options.clip_grad_norm is not None and options.clip != "local" and len(plan.stages) > 1:
@@ -168,7 +168,7 @@ class Sparse(Every):
         per_update = 1 / self.updates
         share = per_update * count_bytes(chunks) * replicas / 2 / max(parameter_bytes, 1)
         kept = 1 + ceil(max(value_bytes, 4) / value_bytes)  # outer weights, and errors in float32 or more
-        costs = SumCosts(share, per_update / 2, False, self.work_s * per_update, kept)
+        costs = SumCosts(share, per_update / 2, 1.0, self.work_s * per_update, kept)
         return _overlap(costs) if self.overlap else costs
 
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
@@ -193,9 +193,10 @@ class Sparse(Every):
 def _overlap(costs: SumCosts) -> SumCosts:
     """Returns the costs of averages that take as long as the next period, which hides their latency.
 
-    Their bytes count as if nothing hid them. What a replica has added, and what travels, are two more tensors.
+    A slice travels during each update. Its last backward hides it, although all of its passes do: the planner takes it
+    that forwards hide no sums. What a replica has added, and what travels, are two more tensors.
     """
-    return costs._replace(messages=0.0, kept_tensors=costs.kept_tensors + 2)
+    return costs._replace(messages=0.0, ready=0.0, kept_tensors=costs.kept_tensors + 2)
 
 
 SUMS = (Every, DiLoCo, Sparse)

@@ -41,7 +41,7 @@ class PowerSGD(SumMethod):
         compressed_bytes = sum(m.size_bytes for m in compressed)
         factor_bytes = max(value_bytes, 4) * sum(m.tensors * self.rank * (m.rows + m.columns) for m in compressed)
         share = (parameter_bytes - compressed_bytes + factor_bytes) / max(parameter_bytes, 1)
-        return SumCosts(share, 3.0, False, _FACTORS_S * compressed_bytes / max(parameter_bytes, 1), 1)
+        return SumCosts(share, 3.0, 1.0, _FACTORS_S * compressed_bytes / max(parameter_bytes, 1), 1)
 
     def check(self, plan: Any, programs: Sequence[Any], options: Any, shapes: Shapes) -> None:
         if any(stage.mesh for stage in plan.stages if stage.replicas > 1):
