@@ -235,7 +235,7 @@ def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
         peak_bytes, update_s = stage.peak_bytes + rest_bytes, stage.update_s + copies_s - before_s
         stages.append(replace(stage, memory=memory, peak_bytes=peak_bytes, update_s=update_s))
     moved = replace(plan, stages=tuple(stages), bound_s=0.0)
-    _check_stage_memory(moved, occupancy(built))
+    _check_stage_memory(replace(moved, schedule=built.name), occupancy(built))
     check_machines(moved, built)
     return moved
 

@@ -124,7 +124,8 @@ def follow_moves(plan: Plan, before: Plan, phases: Sequence[Phase]) -> Plan:
 
     Raises a PlanError if it does not fit.
     """
-    moves = (plan.stages, plan.choices.optimizer_state) != (before.stages, before.choices.optimizer_state)
+    kept, kept_before = ([terms.memory for terms in which.costs.terms] for which in (plan, before))
+    moves = (plan.stages, kept) != (before.stages, kept_before)
     if not moves or not any(stage.peak_bytes for stage in before.stages):
         return plan
     moved = (count_moved_state(plan, before, build_phase(plan, phase)) for phase in phases)

@@ -102,6 +102,21 @@ def test_a_sample_that_overflowed_is_new_again() -> None:
         late.decode(code)
 
 
+def test_the_planner_counts_what_both_ends_keep() -> None:
+    """The cut in the middle balances best, but a sample has 100 kB there, and 1 kB elsewhere."""
+    layers = tuple(pd.LayerProfile(0.1, 0.2, size, 1000) for size in (10_000, 1_000_000, 10_000, 10_000))
+    profile = pd.Profile.of_chain(layers, batch=10)
+    how = {"schedule": "1f1b", "shape": "pipeline", "all_workers": True, "microbatches": 1}
+    cuts, peaks = [], []
+    for memory_bytes, deltas in ((None, "none"), (None, "int3:1000"), (50_000_000, "none"), (50_000_000, "int3:1000")):
+        cluster = pd.Cluster.flat(2, 1e9, memory_bytes=memory_bytes)
+        stages = pd.plan(profile, cluster, deltas=deltas, **how).stages
+        cuts.append(stages[0].last)
+        peaks.append([stage.peak_bytes for stage in stages])
+    assert cuts == [2, 2, 2, 1]
+    assert [kept - none for none, kept in zip(*peaks[:2], strict=True)] == [100_000_000] * 2
+
+
 def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.1), *make_model())
 
@@ -122,7 +137,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "backwards elsewhere": ({"schedule": "roundpipe"}, "'roundpipe', but a stage repeats its forward"),
     "a mesh": ({"plan": changed_plan(mesh="model:2")}, "meshes send parts of samples"),
     "dropout": ({"model": with_dropout}, "'0' drops values at random, so a sample differs from visit to visit"),
-    "too large": ({"plan": changed_plan(output_bytes=10**12)}, "with the samples kept .* are needed and .* are there"),
+    "too large": (
+        {"plan": changed_plan(output_bytes=10**12)},
+        "stage 0 of the plan .* under 1f1b and needs 39.5 TB, a worker has",
+    ),
     "columns": ({"options": {"deltas": "int3:38", "batch_dim": 1}}, "batch_dim=1; give batches by rows"),
 }
 

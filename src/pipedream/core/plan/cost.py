@@ -55,12 +55,14 @@ class MemoryTerms(NamedTuple):
         waiting_share: bytes that wait for a backward for each byte of activations.
         optimizer_on_host: optimizers step copies of the weights in the memory of the machine; without a GPU, the
             worker's own.
+        kept_samples: samples whose messages both ends of a cut keep; beside a GPU, in the memory of the machine.
     """
 
     kept_tensors: int = 0
     state_share: float = 1.0
     waiting_share: float = 1.0
     optimizer_on_host: bool = False
+    kept_samples: int = 0
 
 
 class Terms(NamedTuple):

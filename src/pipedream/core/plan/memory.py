@@ -51,6 +51,7 @@ class StageSizes:
 
     Attributes:
         received_bytes, sent_bytes: bytes of a message from the previous, and to the next stage; 0 at the model's ends.
+        kept_bytes: of messages that the stage keeps (`MemoryTerms.kept_samples`).
         prefetched_bytes: bytes of minibatches loaded ahead at the model's input.
         temporary_bytes, update_temporary_bytes: temporary bytes of a pass or an update.
         frozen_bytes: the part of `parameter_bytes` that is not trained, with one version and no gradient.
@@ -65,6 +66,7 @@ class StageSizes:
     input_bytes: Numbers = 0
     received_bytes: Numbers = 0
     sent_bytes: Numbers = 0
+    kept_bytes: Numbers = 0
     prefetched_bytes: Numbers = 0
     temporary_bytes: Numbers = 0
     freed_before_peak_bytes: Numbers = 0
@@ -88,7 +90,7 @@ class StageMemory:
     Attributes:
         optimizer_bytes: includes what compensations keep.
         activation_bytes: with recomputation, inputs and one microbatch's activations.
-        message_bytes: bytes of posted receives, and of messages that may not have been sent yet.
+        message_bytes: of posted receives, of messages that may not have been sent yet, and of those that are kept.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
         moved_bytes: offloaded activations (`Choices.activations`).
     """

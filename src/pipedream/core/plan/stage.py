@@ -86,19 +86,26 @@ class Stage:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
-    def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
-        """Returns the bytes of the largest of `parts` microbatches in a unit of `samples` samples."""
+    def sizes(
+        self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False, kept: int = 0
+    ) -> StageSizes:
+        """Returns the bytes of the largest of `parts` microbatches in a unit of `samples` samples.
+
+        `kept` is `MemoryTerms.kept_samples`.
+        """
 
         def part(whole_bytes: int) -> int:
             return int(part_bytes(whole_bytes, parts, samples))
 
+        sent_bytes = 0 if is_last else self.output_bytes
         return StageSizes(
             parameter_bytes=self.parameter_bytes,
             optimizer_bytes=self.optimizer_bytes,
             activation_bytes=part(self.activation_bytes),
             input_bytes=part(received_bytes),
             received_bytes=part(received_bytes),
-            sent_bytes=0 if is_last else part(self.output_bytes),
+            sent_bytes=part(sent_bytes),
+            kept_bytes=kept * (received_bytes + sent_bytes) // samples,
             temporary_bytes=part(self.temporary_bytes - self.gathered_bytes) + self.gathered_bytes,
             freed_before_peak_bytes=part(self.freed_before_peak_bytes),
             largest_parameter_bytes=self.largest_parameter_bytes,

@@ -108,7 +108,8 @@ class StageBytes:
         if weights_on_host or (cpu_optimizer and on_gpus):  # with a place for the gradients
             weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
             weights |= {} if weights_on_host else {"weight_bytes": sizes.parameter_bytes}
-        fixed = _memory(message_bytes=message_bytes(sizes, usage.in_flight, recompute, peers), **weights)
+        kept_bytes = 0 if on_gpus else sizes.kept_bytes
+        fixed = _memory(message_bytes=message_bytes(sizes, usage.in_flight, recompute, peers) + kept_bytes, **weights)
         step = np.maximum(
             sizes.update_temporary_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1]
         )
@@ -142,18 +143,19 @@ class StageBytes:
     @classmethod
     def of_rules(cls, rules: Rules, stage: int, usage: StageOccupancy, peers: MessageBuffers) -> StageBytes:
         """Returns the bytes of a stage of a schedule, or a program, with the figures of its plan."""
-        plan, row = rules.plan, rules.plan.stages[stage]
+        plan, row, terms = rules.plan, rules.plan.stages[stage], rules.plan.costs.terms[stage]
         sizes = row.sizes(
             rules.microbatches if plan.unit == "minibatch" else 1,
             plan.stages[stage - 1].output_bytes if stage else 0,
             samples=plan.batch,
             is_last=stage + 1 == len(plan.stages),
+            kept=terms.memory.kept_samples,
         )
         return cls.of(
             sizes,
             usage,
             peers,
-            plan.costs.terms[stage],
+            terms,
             recompute=row.recompute,
             offload=row.offload,
             on_gpus=plan.costs.on_gpus,

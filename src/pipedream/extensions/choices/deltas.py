@@ -99,24 +99,19 @@ deltas | allow_approximate
             raise PlanError(f"deltas={self} was asked for, but meshes send parts of samples; leave one of them out")
         if options.batch_dim != 0:
             raise PlanError(f"deltas={self} was asked for with batch_dim={options.batch_dim}; give batches by rows")
-        cluster, sent = plan.cluster, [0, *self._list_kept_bytes(plan), 0]
-        if plan.costs.on_gpus:
-            need_bytes, free_bytes = 2 * sum(sent), cluster.host_bytes
-        else:
-            pairs = zip(plan.stages, sent, sent[1:], strict=False)
-            need_bytes = max(stage.peak_bytes + before + after for stage, before, after in pairs)
-            free_bytes = cluster.memory_bytes
-        if free_bytes is not None and need_bytes > free_bytes:
+        need_bytes, free_bytes = 2 * sum(self._list_kept_bytes(plan)), plan.cluster.host_bytes
+        if plan.costs.on_gpus and free_bytes is not None and need_bytes > free_bytes:
             raise PlanError(
-                f"deltas={self} was asked for, but with the samples kept {format_bytes(need_bytes)} are needed and "
-                f"{format_bytes(free_bytes)} are there; leave deltas out, or cut where less is sent"
+                f"deltas={self} was asked for, which keeps {format_bytes(need_bytes)} of samples; the machine has "
+                f"{format_bytes(free_bytes)}; leave deltas out, or cut where less is sent"
             )
 
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         if not self:
             return terms
         share = min(1.0, CODECS.find(self.encoding).bits / self.value_bits)
-        return terms._replace(message_shares=(share, terms.message_shares[1]))
+        memory = terms.memory._replace(kept_samples=self.samples)
+        return terms._replace(message_shares=(share, terms.message_shares[1]), memory=memory)
 
     def add_costs(self, runtime: RuntimeCosts) -> RuntimeCosts:
         if not self:

@@ -233,6 +233,7 @@ class SearchSpace(PrefixTables):
             received_bytes=part(received),
             prefetched_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
             sent_bytes=part(sent),
+            kept_bytes=self.terms.memory.kept_samples * (received + sent) // self.profile.batch,
             temporary_bytes=part(self.peaks.temporary_bytes(first, last) - gathered) + gathered,
             freed_before_peak_bytes=part(self.peaks.freed_before_peak_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
