@@ -261,9 +261,11 @@ class _Bench:
         A training that `rows` have from another link, of the same plan, is not run again.
         """
         link = run["bytes_per_s"]
-        plan = self._make_plan(run["variant"], link or FAST)
-        stages = [(stage.first, stage.last) for stage in plan.stages], plan.in_flight, plan.update_delay
-        cuts = str(stages if VARIANTS[run["variant"]].kind == "pipeline" else None)
+        plan, way = self._make_plan(run["variant"], link or FAST), VARIANTS[run["variant"]]
+        stages = [(stage.first, stage.last) for stage in plan.stages]
+        # A pipeline that flushes trains alike at any depth.
+        depth = () if way.plan.get("schedule") == "1f1b" else (plan.in_flight, plan.update_delay)
+        cuts = str((stages, *depth) if way.kind == "pipeline" else None)
         same = {key: run[key] for key in ("task", "variant", "seed", "rate")} | {"cuts": cuts}
         row = next((row for row in rows if same.items() <= row.items()), None)
         row = run | (row or self._train(run, plan, None, self.task.epochs) | same) | {"bytes_per_s": link}
