@@ -2,7 +2,7 @@
 
 One worker, torch's DDP with its means to send less, data parallelism with approximate sums, and pipelines train the
 digits, the characters and the text (accuracy_recipe.py) for the same epochs. Learning rates are tuned for each of them,
-with a seed of their own, over a fast link.
+without a link.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pipedream.slow_links import Network, slow_network
 
 ACCUMULATED = 8  # minibatches that each worker accumulates for an update
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
-TUNING_SEED = 100
 QUIET, TRIES = 0.05, 2  # share of the cores that others may take; at most so many runs until that is so
 FAST = 50e6  # bytes per second that plans of a training without link are made for
 
@@ -108,6 +107,7 @@ class Task:
         minibatches: of an epoch; None: all data.
         microbatches: of a minibatch, where a method splits it; None: two in profiles, each method's own number in runs.
         variants: its own rows; () for those of the size.
+        tuning_seed: of the trainings that try rates.
     """
 
     name: str
@@ -117,6 +117,7 @@ class Task:
     minibatches: int | None
     microbatches: int | None = None
     variants: tuple[str, ...] = ()
+    tuning_seed: int = 100
 
     def describe_request(self, rate: float, *, batch: int = 1, each_update: int = 1) -> str:
         """Returns what the recipe reads."""
@@ -133,6 +134,7 @@ TEXT = Task(
         "PowerSGD 4, minibatch shared", "PowerSGD 4, accumulating 8", "DiLoCo, every 30", "sparse sums, every 30",
         *(name for name in VARIANTS if ", all in " in name),
     ),
+    tuning_seed=0,
 )  # fmt: skip
 TASKS = {task.name: task for task in (DIGITS, CHARACTERS, TEXT)}
 
@@ -215,7 +217,8 @@ class _Bench:
     def list_runs(self, rows: Sequence[dict[str, Any]], links: Sequence[float]) -> Iterator[dict[str, Any]]:
         """Yields the runs that `rows` lacks, which may grow: rates, seeds without a link, seeds over links."""
         common, variants = {"task": self.task.name}, self.size.variants or self.task.variants or tuple(VARIANTS)
-        planned = [common | {"variant": name, "seed": TUNING_SEED, "bytes_per_s": None, "rate": self.task.rate * factor}
+        tuned = common | {"seed": self.task.tuning_seed, "bytes_per_s": None}
+        planned = [tuned | {"variant": name, "rate": self.task.rate * factor}
                   for name in variants for factor in self.size.rates if len(self.size.rates) > 1]  # fmt: skip
         yield from (run for run in planned if not any(run.items() <= row.items() for row in rows))
         for link in (None, *links):
@@ -239,7 +242,7 @@ class _Bench:
             return Profile.load(file)
         os.environ[ASKED] = self.task.describe_request(self.task.rate)
         self.network.limit(None)
-        folder = self._make_runs(TUNING_SEED).run(
+        folder = self._make_runs(self.task.tuning_seed).run(
             "profile", 2, "profile", runs=10, microbatches=self.task.microbatches or PARTS
         )
         profile = Profile.load(folder / "profile.json")
@@ -345,8 +348,13 @@ def _reach(row: dict[str, Any], timed: dict[str, Any]) -> dict[str, Any]:
 
 def _find_best_rate(rows: Sequence[dict[str, Any]], task: str, variant: str) -> float | None:
     """Returns the rate with the least loss of those that were tried."""
-    tried = [row for row in rows if (row["task"], row["variant"], row["seed"]) == (task, variant, TUNING_SEED)]
+    tried = [row for row in _select_tried(rows, task) if row["variant"] == variant]
     return min(tried, key=lambda row: row["loss"])["rate"] if tried else None
+
+
+def _select_tried(rows: Sequence[dict[str, Any]], task: str) -> list[dict[str, Any]]:
+    seed = TASKS[task].tuning_seed
+    return [row for row in rows if (row["task"], row["seed"], row["bytes_per_s"]) == (task, seed, None)]
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
@@ -356,7 +364,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
         mine = [row for row in timed if row["task"] == task]
         parts += [_format_table([row for row in mine if row["bytes_per_s"] == link])
                   for link in sorted({row["bytes_per_s"] for row in mine})]  # fmt: skip
-        if tried := [row for row in rows if row["task"] == task and row["seed"] == TUNING_SEED]:
+        if tried := _select_tried(rows, task):
             parts.append(_format_rates(tried))
     return "\n\n".join(parts)
 

@@ -119,3 +119,35 @@ def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_
     assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
     bench = accuracy._Bench(accuracy.TEXT, accuracy.SIZES["full"], None, Path(), None)
     assert [bench.count_timed_epochs(name) for name in ("2BW", "local SGD, every 32", "DiLoCo, every 30")] == [2, 3, 3]
+
+
+def test_a_pipeline_that_flushes_is_trained_once_for_all_depths() -> None:
+    """Over the slowest link more minibatches are in flight, which is another training for PipeDream alone."""
+    bench, trained = accuracy._Bench(accuracy.TEXT, accuracy.SIZES["full"], None, Path(), FOLDER), list[float | None]()
+    bench.__dict__["target"] = 2.17
+
+    def train(run: dict[str, Any], plan: Any, link: float | None, epochs: int) -> dict[str, Any]:
+        trained.append(link)
+        evaluations = [{"loss": 2.0, "seconds": float(epoch)} for epoch in range(epochs)]
+        figures = {"metric": "loss", "final": 2.0, "loss": 2.0, "samples_per_s": 1.0, "epoch_bytes": 1.0}
+        return figures | {"evaluations": evaluations}
+
+    bench.__dict__["_train"] = train
+    for name, count in (("1F1B, full, all in int8", 1), ("PipeDream, full, all in int4", 2)):
+        rows: list[dict[str, Any]] = []
+        for link in (None, 1.25e6):
+            run = {"task": "text", "variant": name, "seed": 0, "rate": 0.002, "bytes_per_s": link}
+            rows.append(bench.run(run, rows))
+        assert trained.count(None) == count
+        trained.clear()
+
+
+def test_the_rate_is_that_of_the_tuning_seed_without_a_link() -> None:
+    common = {"task": "text", "variant": "1F1B", "final": 1.0, "metric": "loss"}
+    losses = {(0, None, 0.001): 2.2, (0, None, 0.002): 2.1, (0, 1e6, 0.001): 1.0, (1, None, 0.004): 1.0}
+    rows = [
+        common | {"seed": seed, "bytes_per_s": link, "rate": rate, "loss": loss}
+        for (seed, link, rate), loss in losses.items()
+    ]
+    assert accuracy._find_best_rate(rows, "text", "1F1B") == 0.002
+    assert accuracy._find_best_rate(rows, "digits", "1F1B") is None
