@@ -37,9 +37,6 @@ LATENCY_S = 1e-4
 _LONG_S = 10.0
 """Fewer updates of DDP are timed than of its variant if they would take longer."""
 
-_AS_IS = {1: 1.0, M: 1.0}
-"""Speeds of cores that are as fast as when they were profiled."""
-
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
@@ -150,6 +147,8 @@ class _Size:
         rounds: in each of which all variants take turns.
         patience_s: for which a run that other processes disturbed is repeated.
         choices: see `CHOICES`.
+        least_s: that a row is timed for; then one worker is timed before and after each, for that long, too. 0: each
+            row has its own number of steps, and one worker is a row like others.
     """
 
     models: tuple[str, ...]
@@ -158,6 +157,7 @@ class _Size:
     rounds: int
     patience_s: float
     choices: Mapping[str, int] = field(default_factory=dict)
+    least_s: float = 0.0
 
 
 _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, full", "torch 1F1B")
@@ -182,6 +182,7 @@ def measure(
     rounds: int | None = None,
     sleep: bool = False,
     with_choices: bool = True,
+    least_s: float = 0.0,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Returns a row for each model, rho and variant.
@@ -192,9 +193,10 @@ def measure(
         links: rates in bytes/s, in place of rhos.
         sleep: the models sleep instead of computing (`sleeping`).
         with_choices: what the planner would choose is run, too.
+        least_s: of rows that are timed for so long, beside one worker.
         keep: gets the rows so far after each point.
     """
-    few = replace(_SIZES[size], choices=CHOICES if with_choices else {})
+    few = replace(_SIZES[size], choices=CHOICES if with_choices else {}, least_s=least_s)
     few = few if rounds is None else replace(few, rounds=rounds)
     names = only or few.variants
     rows: list[dict[str, Any]] = []
@@ -251,20 +253,28 @@ def _measure_point(
         allowed = {"allow_asynchronous": True, "allow_approximate": name.endswith("approximate")}
         answer = plan_and_compare(profiles[count], PlanRequest(cluster, schedule="auto", **allowed))
         plans[name], verdicts[name] = answer.plan, answer.verdict
+    as_is = dict.fromkeys(profiles, 1.0)  # cores as fast as when they were profiled
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: "solo" for name in size.choices if plans[name].ranks == 1}
     copies |= {
         name: same for name in size.choices for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])
     }
-    for name in take_turns([name for name in measured if name not in copies], size.rounds):
+    turns = list(take_turns([name for name in measured if name not in copies], size.rounds))
+    if size.least_s:
+        turns = [turn for name in turns if name != "solo" for turn in ("solo", name)] + ["solo"]
+    for name in turns:
         point_row = measured[name]
         if point_row and "why" in point_row[-1]:
             continue
         request = make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s}
         if request["do"] == "ddp" and not request["sums"].startswith("every"):
-            update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, _AS_IS)
+            update_s = 2 * request["microbatches"] * profile.batch / predict(name, plans[name], profiles, as_is)
             request["steps"] = min(request["steps"], max(1, int(_LONG_S / update_s)))
-        answer = workers.ask(request)
+        if size.least_s:
+            rate = predict(name, plans[name], profiles, as_is) if name in plans else profile.batch / microbatch_s
+            samples = plans[name].replicas[0] * plans[name].batch if name in plans else profile.batch
+            request["steps"] = max(request["steps"], math.ceil(size.least_s * rate / samples))
+        answer = workers.ask(request) | {"alone": len(measured["solo"])}
         point_row.append(answer)
         words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
         log(f"{model} at rho {rho:g}, round {len(point_row)}: {name}: {words}")
@@ -286,6 +296,8 @@ def _measure_point(
             row |= {"samples_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1]}
             for what in ("bytes_per_sample", "others"):
                 row[what] = statistics.median(run[what] for run in measured[name])
+            if size.least_s:
+                row |= _compare_alone(measured[name], measured["solo"])
         else:
             row["why"] = measured[name][-1]["why"]
         row |= {"same_as": copies[name]} if name in copies else {}
@@ -293,6 +305,15 @@ def _measure_point(
         rows[name] = row
     rows["solo"]["message_s_per_byte"] = message_s_per_byte
     return rows, plans
+
+
+def _compare_alone(runs: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the rate of one worker beside the runs of a row, and by how much it changed during any of them."""
+    pairs = [[alone[at]["samples_per_s"] for at in (run["alone"] - 1, run["alone"])] for run in runs]
+    return {
+        "alone_per_s": statistics.median(map(statistics.mean, pairs)),
+        "alone_changed": max(max(pair) / min(pair) - 1 for pair in pairs),
+    }
 
 
 def _predict_points(

@@ -37,6 +37,8 @@ _SIZES = {
     "full": (tuple(SIZED), LINKS, VARIANTS),
 }
 """Size -> models, links and variants."""
+_LEAST_S = {"test": 0.1, "short": 2.0, "full": 10.0}
+"""Size -> seconds that a row is timed for, at least."""
 
 _RUNS = 3  # of an encoding or a sum, after a first one
 
@@ -57,13 +59,12 @@ def measure(
     """Returns a row for each model, link and variant, as `curve.measure` does.
 
     Each row has `weights`, their number; that of a variant also `alone_per_s`, the rate of one worker in the same
-    processes, and `work_s`, what its encoding or sum alone takes one core for an update.
+    processes before and after it, and `work_s`, what its encoding or sum alone takes one core for an update.
     """
     all_models, all_links, all_variants = _SIZES[size]
     works_s: dict[tuple[str, str], float] = {}
 
     def complete(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        alone = {(row["model"], row["rho"]): row["samples_per_s"] for row in rows if row["variant"] == "solo"}
         weights = {row["model"]: round(row["parameter_bytes"] / 4) for row in rows if row["variant"] == "solo"}
         done = []
         for row in rows:
@@ -72,7 +73,7 @@ def measure(
                 key = row["model"], row["variant"]
                 if key not in works_s:
                     works_s[key] = measure_work_s(*key, row["message_bytes"])
-                more |= {"alone_per_s": alone[row["model"], row["rho"]], "work_s": works_s[key]}
+                more |= {"work_s": works_s[key]}
             done.append(row | more)
         return done
 
@@ -85,6 +86,7 @@ def measure(
             only=only or all_variants,
             rounds=rounds or 1,
             with_choices=False,
+            least_s=_LEAST_S[size],
             keep=lambda rows: keep(complete(rows)),
         )
     )
@@ -148,8 +150,12 @@ def _time(run: Callable[[], object]) -> float:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns the rates of each family over each link, and what the updates of each model consist of over one."""
-    others = max((row.get("others", 0.0) for row in rows), default=0.0)
-    lines = [f"- other processes took at most {others:.0%} of the cores during any row", *curve.describe_choices(rows)]
+    others, changed = (max((row.get(key, 0.0) for row in rows), default=0.0) for key in ("others", "alone_changed"))
+    lines = [
+        f"- other processes took at most {others:.0%} of the cores during any row, and the rate of one worker changed "
+        f"by at most {changed:.0%} from before to after it",
+        *curve.describe_choices(rows),
+    ]
     parts = ["\n".join(lines)]
     for family, mine in _group(rows, lambda row: row["model"].partition("_")[0]):
         parts.append(f"### {_FAMILIES[family]}")

@@ -108,6 +108,12 @@ def test_sizes_that_are_measured_in_parts(tmp_path: Path, load: Callable[[str], 
     assert sizes.pictures(parts["sizes"]["rows"])["sizes_gpt.svg"].count("5x PipeDream, full") == 1
 
 
+def test_a_row_is_compared_with_one_worker_before_and_after_it(load: Callable[[str], Any]) -> None:
+    alone = [{"samples_per_s": rate} for rate in (10.0, 20.0, 20.0)]
+    compared = load("curve")._compare_alone([{"alone": 1}, {"alone": 2}], alone)
+    assert compared == {"alone_per_s": 17.5, "alone_changed": 1.0}
+
+
 @given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_s: float, each_s: float) -> None:
     ends_s = [first_s + number * each_s for number in range(5)]
