@@ -29,7 +29,7 @@ TRAININGS = [
     summing("diloco:2", "chimera", (2, 2), "sgd"),
     summing("every:3", "pipedream_2bw", (2, 1)),
     summing("sparse:3,0.1", "1f1b", (2, 1), "sgd"),
-    slow(summing("diloco:2,overlap=1", "pipedream", (2,))),
+    slow(summing("diloco:2,overlap=1", "1f1b", (2, 2))),
     slow(summing("sparse:2,0.1,overlap=1", "pipedream", (2,))),
 ]
 

@@ -159,9 +159,11 @@ class OuterOptimizer(WeightAverage):
         super().load(local, common, updates)
         load_kind("velocity", self.velocity, local if self._overlaps else common)
         if self._overlaps:
-            self.late = {name: tensor.clone() for name, tensor in select_kind("late", local).items()}
-            for name, outer in select_kind("outer", local).items():
-                self.outer[name].copy_(outer)
+            # `local` has the tensors of all stages that have this replica here.
+            late, outer = ({n: t for n, t in select_kind(kind, local).items() if n in self.outer}
+                           for kind in ("late", "outer"))  # fmt: skip
+            self.late = {name: tensor.clone() for name, tensor in late.items()}
+            _copy(self.outer, outer)
 
     def _end_period(self) -> Waiting[None]:
         self._step((yield from (self._find_late_gradient() if self._overlaps else self._find_gradient())))
