@@ -220,4 +220,4 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: str, kind: 
 
 def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
     case = _case("mlp", "pb_lwp", evaluate_at=(), options=_options(by="difference"))
-    replace(case.training(), optimizer=partial(torch.optim.RMSprop, lr=0.01)).resumed(tmp_path, (8,))
+    replace(case.training(), optimizer=partial(torch.optim.RMSprop, lr=0.01)).resumed(tmp_path, (3, 8))

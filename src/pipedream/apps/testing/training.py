@@ -180,7 +180,14 @@ class Training:
             train: (training, keywords of `pipeline`) -> what it gives; by default in this process.
 
         Returns the results of the run without a stop.
+
+        Raises:
+            ValueError: nothing would be resumed.
         """
+        if other is None and len(save_at) < 2:
+            raise ValueError(
+                f"save_at={save_at!r} was given, and a run resumes from all checkpoints but the last; give two"
+            )
         run = train or (lambda training, **how: training.pipeline(**how))
         whole = run(self, folder=folder / "whole", save_at=save_at)
         saved = folders.list_checkpoints(folder / "whole")
