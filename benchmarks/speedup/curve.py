@@ -273,7 +273,8 @@ def _measure_point(
         if size.least_s:
             rate = predict(name, plans[name], profiles, as_is) if name in plans else profile.batch / microbatch_s
             samples = plans[name].replicas[0] * plans[name].batch if name in plans else profile.batch
-            request["steps"] = max(request["steps"], math.ceil(size.least_s * rate / samples))
+            # Whole periods of averages: they have as many steps as an unprolonged row.
+            request["steps"] *= max(1, math.ceil(size.least_s * rate / samples / request["steps"]))
         answer = workers.ask(request) | {"alone": len(measured["solo"])}
         point_row.append(answer)
         words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
