@@ -1,12 +1,13 @@
 """The parts of a stage: the engine's, and those that extensions offer (`pipedream.core.extensions`)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.extensions import find_offer, list_offers
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.part import PassFacts, StageFacts, StagePart, Task
 from pipedream.runtime.stage.replicas import EqualReplicas
 from pipedream.runtime.update.compensator import check_optimizer
@@ -42,6 +43,11 @@ def check_parts(facts: StageFacts) -> None:
         for part in _list_parts():
             part.check(facts, program)
         check_optimizer(program.updates.compensation, facts.optimizer.optimizer)
+
+
+def explain_difference(program: Program, inputs: Sequence[Message]) -> str:
+    """Returns a part's reason; see `StagePart.explain_difference`."""
+    return next(filter(None, (part.explain_difference(program, inputs) for part in _list_parts())), "")
 
 
 def find_split(program: Program) -> Any:

@@ -37,6 +37,7 @@ class _Header(NamedTuple):
     """What a code lacks of its tensor.
 
     Attributes:
+        is_encoded: otherwise values travel as they are, as messages do that have no gradient or are small.
         new_bytes: of the code of samples that are new. Before it are the keys, after it the code of differences.
         old_samples: how many have a difference.
     """
@@ -44,8 +45,9 @@ class _Header(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    new_bytes: int
-    old_samples: int
+    is_encoded: bool
+    new_bytes: int = 0
+    old_samples: int = 0
 
 
 class CutEnd:
@@ -68,21 +70,22 @@ class CutEnd:
         Raises:
             RuntimeError: no tensor has a row for each sample, or more samples than were announced have come.
         """
-        tensors, headers = list(message.tensors), [_find_header(tensor, len(keys)) for tensor in message.tensors]
+        tensors = list(message.tensors)
+        pairs = zip(message.tensors, message.wants, strict=True)
+        headers = [_find_header(tensor, len(keys), wants) for tensor, wants in pairs]
         for i, (tensor, header) in enumerate(zip(message.tensors, headers, strict=True)):
-            if tensor is None or header is None or not message.wants[i]:
-                headers[i] = None
+            if tensor is None or header is None:
                 continue
             values, (is_old, old) = tensor.detach(), self._recall(keys, i, header)
-            new_code = _encode(values[~is_old], self._of_new)
+            new_code = _encode(values[~is_old], self._choose_first(header))
             code = _encode(values[is_old] - old.to(values.device), self._of_deltas)
             headers[i] = header = header._replace(new_bytes=len(new_code), old_samples=len(old))
             tensors[i] = torch.cat([_view_bytes(torch.tensor(keys)).to(values.device), new_code, code])
-            self._keep(keys, i, self._decode_values(header, new_code, code, is_old, old))
+            self._keep(keys, i, header, self._decode_values(header, new_code, code, is_old, old))
         if not any(headers):
             raise RuntimeError(
-                f"{self._request} was asked for, but no tensor at a cut has a row for each of {len(keys)} samples; "
-                "leave deltas out, or cut elsewhere"
+                f"{self._request} was asked for, but no tensor at a cut has numbers in a row for each of {len(keys)} "
+                "samples; leave deltas out, or cut elsewhere"
             )
         return message.with_tensors(
             _mark(message.structure, tuple(headers)), tuple(tensors), message.wants, message.version
@@ -109,7 +112,7 @@ class CutEnd:
                     f"receiver {len(old)}; resume from a checkpoint"
                 )
             values = self._decode_values(header, new_code, code, is_old, old)
-            self._keep(keys, i, values)
+            self._keep(keys, i, header, values)
             dense = torch.empty_strided(header.shape, header.strides, dtype=values.dtype, device=values.device)
             tensors[i] = dense.copy_(values)
         return message.with_tensors(structure, tuple(tensors), message.wants, message.version), keys
@@ -133,13 +136,18 @@ class CutEnd:
         """Returns which samples have a tensor of this form, bool[samples], and these tensors, one row for each."""
         dtype, row_shape = getattr(torch, header.dtype), header.shape[1:]
         row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        kept = [self._kept[key].get(i) if key in self._kept else None for key in keys]
+        kept = [self._kept[key].get(i) if header.is_encoded and key in self._kept else None for key in keys]
         rows = [row for row in kept if row is not None and len(row) == row_bytes]
         is_old = torch.tensor([row is not None and len(row) == row_bytes for row in kept])
         old = torch.stack(rows).view(dtype) if rows else torch.empty(0, dtype=dtype)
         return is_old, old.view(len(rows), *row_shape)
 
-    def _keep(self, keys: Sequence[int], i: int, values: torch.Tensor) -> None:
+    def _choose_first(self, header: _Header) -> str:
+        return self._of_new if header.is_encoded else FULL
+
+    def _keep(self, keys: Sequence[int], i: int, header: _Header, values: torch.Tensor) -> None:
+        if not header.is_encoded:
+            return
         rows = _view_rows(values)
         for key, row, is_finite in zip(keys, rows, values.flatten(1).isfinite().all(1).tolist(), strict=True):
             if is_finite:
@@ -158,7 +166,7 @@ class CutEnd:
         dtype, row_shape, device = old.dtype, header.shape[1:], code.device
         values = torch.empty(header.shape, dtype=dtype, device=device)
         new_shape = (header.shape[0] - header.old_samples, *row_shape)
-        values[~is_old] = _decode(new_code, self._of_new, dtype, new_shape)
+        values[~is_old] = _decode(new_code, self._choose_first(header), dtype, new_shape)
         values[is_old] = old.to(device) + _decode(code, self._of_deltas, dtype, (header.old_samples, *row_shape))
         return values
 
@@ -193,6 +201,14 @@ class SampleDeltas(StagePart):
                     f"deltas={choice} was asked for, but {name!r} drops values at random, so a sample differs from "
                     "visit to visit; set its p to 0, or leave deltas out"
                 )
+
+    @classmethod
+    def explain_difference(cls, program: Program, inputs: Sequence[Message]) -> str:
+        if not _read_choice(program):
+            return ""
+        of_each = [set(_hash_samples(message)) for message in inputs]
+        repeats = sum(map(len, of_each)) > len(set().union(*of_each))
+        return "deltas: a sample comes again in another microbatch of it" if repeats else ""
 
     @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
@@ -254,19 +270,18 @@ def _hash_samples(message: Message) -> list[int]:
     if not rows:
         raise RuntimeError(f"deltas were asked for, but no input has a row for each of {message.samples} samples")
     for tensor in rows:
-        for sample, row in zip(hashes, _view_rows(tensor.detach()).numpy(), strict=True):
+        for sample, row in zip(hashes, _view_rows(tensor.detach().resolve_conj()).numpy(), strict=True):
             sample.update(row.data)
     return [int.from_bytes(sample.digest(), "little", signed=True) for sample in hashes]
 
 
-def _find_header(tensor: torch.Tensor | None, samples: int) -> _Header | None:
-    """Returns the header of a tensor that has a row for each sample and is large enough; else None."""
-    if tensor is None or not tensor.is_floating_point() or tensor.ndim < 2:
-        return None
-    if len(tensor) != samples or tensor.nbytes < MIN_ENCODED_BYTES:
+def _find_header(tensor: torch.Tensor | None, samples: int, wants: bool) -> _Header | None:
+    """Returns the header of a tensor of numbers that has a row for each sample; else None."""
+    if tensor is None or not tensor.is_floating_point() or tensor.ndim < 2 or len(tensor) != samples:
         return None
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    return _Header(dtype, shape, dense_strides(shape, dimension_order(tensor)), 0, 0)
+    is_encoded = wants and tensor.nbytes >= MIN_ENCODED_BYTES
+    return _Header(dtype, shape, dense_strides(shape, dimension_order(tensor)), is_encoded)
 
 
 def _encode(values: torch.Tensor, encoding: str) -> torch.Tensor:

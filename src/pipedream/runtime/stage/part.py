@@ -90,6 +90,11 @@ class StagePart:
         """Raises a `ScheduleError` before a run if a method or an optimizer does not fit."""
 
     @classmethod
+    def explain_difference(cls, program: Program, inputs: Sequence[Message]) -> str:
+        """Returns why the first minibatch's numbers may not be the model's own, given the microbatches; '' if none."""
+        return ""
+
+    @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
         """Returns the part of a stage; None if it has none with this program."""
         raise NotImplementedError(f"{cls.__name__} is not made from facts")

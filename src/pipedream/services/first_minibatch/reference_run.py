@@ -23,6 +23,7 @@ from pipedream.core.fingerprint import Fingerprint, find_difference
 from pipedream.core.user_code import with_place
 from pipedream.runtime.data.splitter import SINGLE_ADVICE, SINGLE_SAMPLE, Parts
 from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.stage_parts import explain_difference
 from pipedream.services.first_minibatch.comparer import Comparer, Reference
 from pipedream.services.first_minibatch.first import FirstMinibatch
 from pipedream.services.first_minibatch.metric_means import Row, explain_mean
@@ -54,6 +55,7 @@ class ReferenceRun:
         self.runner = ModelRunner(model, workers_here, values)
         self.comparer = Comparer(workers_here.rank, receive)
         self._model, self._settings = model, workers_here.blueprint.settings
+        self._program = workers_here.program
         self._messages = workers_here.program.plan.choices.messages
         self._uses_meshes = any(mesh.dimensions for mesh in workers_here.blueprint.meshes)
         self._publish = publish
@@ -96,7 +98,8 @@ class ReferenceRun:
             "the forward draws from the generators of Python or NumPy": run.changed["python"],
             "the model draws from a generator of its own, which replicas seed anew": run.changed["generators"],
         }
-        reference.incomparable = next((reason for reason, holds in reasons.items() if holds), "")
+        of_parts = explain_difference(self._program, [inputs for inputs, _ in first.parts])
+        reference.incomparable = next((reason for reason, holds in reasons.items() if holds), of_parts)
         reference.written = next((name for name in run.changed["buffers"] if name in self.runner.replicated), "")
         self._check_training(run)
         if len(first.parts) > 1 and run.changed["weights"]:
