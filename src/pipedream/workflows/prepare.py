@@ -124,7 +124,9 @@ def follow_moves(plan: Plan, before: Plan, phases: Sequence[Phase]) -> Plan:
 
     Raises a PlanError if it does not fit.
     """
-    kept, kept_before = ([terms.memory for terms in which.costs.terms] for which in (plan, before))
+    kept, kept_before = (
+        [(terms.memory, terms.sums.kept_tensors) for terms in which.costs.terms] for which in (plan, before)
+    )
     moves = (plan.stages, kept) != (before.stages, kept_before)
     if not moves or not any(stage.peak_bytes for stage in before.stages):
         return plan

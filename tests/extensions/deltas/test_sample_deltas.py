@@ -1,5 +1,7 @@
 """Deltas: a pipeline trains as one process does that keeps, at each cut, what arrived of each sample (AQ-SGD)."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +13,12 @@ from encoded import rounded
 from torch import Tensor, nn
 
 import pipedream as pd
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.extensions.deltas.sample_deltas import CutEnd
 from pipedream.runtime.comm.message import Message
 from pipedream.testing import Training
 
+ON_GPUS = RuntimeCosts(overlap_device=True)
 CONTENTS = torch.randn(9, 16, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 # The second minibatch comes twice; later ones mix samples that are new, that were seen, and that come twice at once.
 DATA = [
@@ -35,8 +39,8 @@ def make_model() -> nn.Module:
 
 def make_training(deltas: str = "int3:38", **how: Any) -> Training:
     how = {"schedule": "1f1b", "microbatches": 2, "plan": (1, 1, 1), "epochs": 2, "options": {"deltas": deltas}} | how
-    how |= {"loss": nn.CrossEntropyLoss(), "optimizer": partial(torch.optim.SGD, lr=0.3, momentum=0.5)}
-    return Training(model=make_model, data=BATCHES, messages="float16,int8", **how)
+    how = {"model": make_model, "data": BATCHES, "optimizer": partial(torch.optim.SGD, lr=0.3, momentum=0.5)} | how
+    return Training(loss=nn.CrossEntropyLoss(), messages="float16,int8", **how)
 
 
 class Visits:
@@ -91,6 +95,28 @@ def test_processes_keep_the_same_samples() -> None:
     assert trained.sent_bytes[0] < 0.5 * make_training(plan=(1, 1), options={}).pipeline().sent_bytes[0]
 
 
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def frozen() -> nn.Module:
+    model = make_model()
+    return nn.Sequential(*(layer.requires_grad_(i > 2) for i, layer in enumerate(model)))
+
+
+@pytest.mark.parametrize("make", [narrow, frozen])
+def test_what_is_small_or_has_no_gradient_travels_as_it_is(make: Callable[[], nn.Module]) -> None:
+    how = {"plan": (1, 1), "model": make}
+    assert make_training(**how).pipeline().losses == make_training(**how, options={}).pipeline().losses
+
+
+def test_a_first_minibatch_in_which_samples_repeat_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    rows = CONTENTS[[0, 0], :8].flatten(0, 1)
+    make_training(data=[(rows, rows[:, :4].argmax(1))], options={"deltas": "int3:8", "check": True}).pipeline()
+    assert "deltas: a sample comes again in another microbatch" in caplog.text
+
+
 def test_a_sample_that_overflowed_is_new_again() -> None:
     sender, receiver, late = (CutEnd("deltas", 2, "full", "int3") for _ in range(3))
     for value in (torch.nan, 1.0, 2.0):
@@ -115,6 +141,17 @@ def test_the_planner_counts_what_both_ends_keep() -> None:
         peaks.append([stage.peak_bytes for stage in stages])
     assert cuts == [2, 2, 2, 1]
     assert [kept - none for none, kept in zip(*peaks[:2], strict=True)] == [100_000_000] * 2
+
+
+def test_beside_gpus_each_machine_has_room_for_its_own() -> None:
+    """A stage in the middle keeps 100 MB for each of its cuts, those at the ends one of them."""
+    layers = tuple(pd.LayerProfile(0.1, 0.2, 1_000_000, 1000) for _ in range(4))
+    profile = replace(pd.Profile.of_chain(layers, batch=10), device="A100-80GB", runtime=ON_GPUS)
+    for free_bytes in (250_000_000, 150_000_000):
+        levels = pd.Level(1, 1e10), pd.Level(4, 1e9)
+        cluster = pd.Cluster(levels, 80 * 10**9, "A100-80GB", host_bytes=free_bytes, host_bytes_per_s=1e10)
+        with pytest.raises(pd.PipelineError, match="keeps 200 MB") if free_bytes < 200_000_000 else nullcontext():
+            pd.plan(profile, cluster, shape="pipeline", schedule="1f1b", all_workers=True, deltas="int3:1000")
 
 
 def with_dropout() -> nn.Module:

@@ -92,7 +92,7 @@ class StageMemory:
         activation_bytes: with recomputation, inputs and one microbatch's activations.
         message_bytes: of posted receives, of messages that may not have been sent yet, and of those that are kept.
         host_bytes: weights, gradients and optimizer state in the memory of the machine, beside that of a GPU.
-        moved_bytes: offloaded activations (`Choices.activations`).
+        moved_bytes: offloaded activations (`Choices.activations`), and beside a GPU the samples that are kept.
     """
 
     DROPPED: ClassVar[frozenset[str]] = frozenset({"snapshot_bytes"})  # plan files of older versions still load

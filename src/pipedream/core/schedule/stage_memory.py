@@ -108,8 +108,9 @@ class StageBytes:
         if weights_on_host or (cpu_optimizer and on_gpus):  # with a place for the gradients
             weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
             weights |= {} if weights_on_host else {"weight_bytes": sizes.parameter_bytes}
-        kept_bytes = 0 if on_gpus else sizes.kept_bytes
-        fixed = _memory(message_bytes=message_bytes(sizes, usage.in_flight, recompute, peers) + kept_bytes, **weights)
+        kept = {"moved_bytes" if on_gpus else "kept": sizes.kept_bytes}
+        unread_bytes = message_bytes(sizes, usage.in_flight, recompute, peers) + kept.pop("kept", 0)
+        fixed = _memory(message_bytes=unread_bytes, **weights, **kept)
         step = np.maximum(
             sizes.update_temporary_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1]
         )

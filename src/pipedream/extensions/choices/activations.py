@@ -71,7 +71,7 @@ activations | mesh
     def check_machine(
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
     ) -> int:
-        need_bytes = sum(stage.memory.moved_bytes for stage in stages) if self else 0
+        need_bytes = sum(stage.memory.moved_bytes for stage in stages if stage.offload) if self else 0
         if need_bytes > free_bytes:
             raise PlanError(
                 f"activations were to be offloaded to the memory of one machine and need {format_bytes(need_bytes)}, "

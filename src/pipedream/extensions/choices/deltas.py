@@ -12,6 +12,7 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.choice import Choice, Shapes
 from pipedream.core.plan.codec import CODECS, list_encodings
 from pipedream.core.plan.cost import Terms
+from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes
 
 _WORK = 5.0
@@ -93,18 +94,29 @@ deltas | allow_approximate
             if any(stage.recompute or elsewhere(s) for s, stage in enumerate(stages)):
                 raise PlanError(
                     f"deltas={self} was asked for with {program.name!r}, but a stage repeats its forward, for which it "
-                    "would need what a sample's last visit left; plan with recompute='never', or leave deltas out"
+                    "would need what a sample's last visit left; take another method or recompute='never', or no deltas"
                 )
         if plan.ranks > plan.workers:
             raise PlanError(f"deltas={self} was asked for, but meshes send parts of samples; leave one of them out")
         if options.batch_dim != 0:
             raise PlanError(f"deltas={self} was asked for with batch_dim={options.batch_dim}; give batches by rows")
-        need_bytes, free_bytes = 2 * sum(self._list_kept_bytes(plan)), plan.cluster.host_bytes
-        if plan.costs.on_gpus and free_bytes is not None and need_bytes > free_bytes:
+
+    def check_machine(
+        self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
+    ) -> int:
+        need_bytes = sum(stage.memory.moved_bytes for stage in stages if not stage.offload)
+        if need_bytes > free_bytes:
             raise PlanError(
-                f"deltas={self} was asked for, which keeps {format_bytes(need_bytes)} of samples; the machine has "
-                f"{format_bytes(free_bytes)}; leave deltas out, or cut where less is sent"
+                f"deltas={self} was asked for, which keeps {format_bytes(need_bytes)} of samples on a machine; "
+                f"{format_bytes(free_bytes)} are free there; leave deltas out, or cut where less is sent"
             )
+        return free_bytes - need_bytes
+
+    def on_replicas(self, replicas: Sequence[int]) -> Self:
+        return self if len(replicas) > 1 else replace(self, encoding="", samples=0)
+
+    def suggest_smaller(self, choices: Any, *, on_gpus: bool) -> str:
+        return "none" if self and not on_gpus else ""
 
     def add_terms(self, terms: Terms, weights: Any, value_bytes: float) -> Terms:
         if not self:

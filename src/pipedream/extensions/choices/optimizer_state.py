@@ -38,7 +38,7 @@ class OptimizerState(WordChoice):
         self, stages: Sequence[Stage], free_bytes: int, versions: Sequence[int] | None, gradient_sets: int
     ) -> int:
         if versions is not None or self == HOST:
-            _check_host_memory(stages, versions, free_bytes, gradient_sets)
+            return free_bytes - _count_host_bytes(stages, versions, free_bytes, gradient_sets)
         return free_bytes
 
     def describe(self, plan: Any) -> Iterator[str]:
@@ -48,11 +48,12 @@ class OptimizerState(WordChoice):
             yield f"optimizers: in the memory of the machine, {format_bytes(size)} with {what}"
 
 
-def _check_host_memory(
+def _count_host_bytes(
     stages: Sequence[Stage], versions: Sequence[int] | None, free_bytes: int, gradient_sets: int
-) -> None:
-    """Raises a PlanError if the weights of a machine's stages, or without versions their optimizers, need more memory
-    than is free.
+) -> int:
+    """Returns the bytes of the weights of a machine's stages, or without versions of their optimizers.
+
+    Raises a PlanError if fewer are free.
     """
     otherwise = "use a smaller model" if versions else "keep the optimizers with the weights"
     trained = [stage.trained_bytes for stage in stages]
@@ -62,7 +63,7 @@ def _check_host_memory(
     state_bytes = sum(stage.optimizer_bytes for stage in stages)
     need_bytes = gradient_sets * weights + version_bytes + state_bytes
     if need_bytes <= free_bytes:
-        return
+        return need_bytes
     smaller_bytes = {
         "one version of the weights (a method without delay) needs": 2 * weights + frozen + state_bytes,
         "an optimizer without state needs": need_bytes - state_bytes,

@@ -108,7 +108,7 @@ class MessageEncoding(Choice):
         return terms._replace(message_shares=(before[0] * activation_share, before[1] * gradient_share))
 
     def describe(self, plan: Any) -> Iterator[str]:
-        if self:
+        if self and len(plan.stages) > 1:
             sizes = [format_bytes(stage.output_bytes * plan.costs.message_share) for stage in plan.stages[:-1]]
             yield f"messages: {self}, {', '.join(sizes)} each way in the mean (approximate)"
         if self.evaluations != FULL:
