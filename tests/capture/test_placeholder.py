@@ -239,9 +239,6 @@ def test_autocast_keeps_no_weight_that_a_placeholder_met() -> None:
     assert bias.grad is not None
 
 
-# -- whole forwards without numbers ------------------------------------------------------------------------------------
-
-
 def estimate(model: nn.Module, inputs: Any) -> pd.Profile:
     return pd.profile(model, inputs, device="meta", as_device="A100-80GB")
 
@@ -351,9 +348,6 @@ def test_models_that_need_numbers_say_so(name: str) -> None:
 def test_a_chain_that_needs_numbers_says_so() -> None:
     with pytest.raises(pd.PipelineError, match=r"DataDependent.*a device that computes"):
         estimate(nn.Sequential(Built(lambda _, x: x if x.sum() > 0 else -x)), torch.ones(2))
-
-
-# -- stand-ins -----------------------------------------------------------------------------------------
 
 
 def list_tensors(model: nn.Module) -> list[Any]:

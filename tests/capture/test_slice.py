@@ -175,9 +175,6 @@ def test_what_a_model_returns_in_evaluation_only(kind: Make) -> None:
     check(partial(seeded, kind), batches, [every, *([i] for i in every)], graph)
 
 
-# -- comparisons -------------------------------------------------------------------------------------------------------
-
-
 X = torch.randn(3, 4)
 
 

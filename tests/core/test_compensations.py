@@ -125,9 +125,6 @@ def test_a_gradient_moves_the_weights_as_far_in_all(kind: OfVelocity, data: st.D
     assert kind.horizon_at(momentum, late) == pytest.approx(momentum * b)
 
 
-# -- with a method -----------------------------------------------------------------------------------
-
-
 def test_a_method_says_whether_it_compensates() -> None:
     for name, method in pd.schedules.METHODS.items():
         schedule = pd.schedules.build(name, pd.schedules.uniform(name, 2))

@@ -137,8 +137,6 @@ def test_only_inputs_wait(recompute: bool, most: int) -> None:
     assert watched.most == most
 
 
-# -- activations on the host -------------------------------------------------------------------------------------------
-
 OFFLOADED = [
     Case("mlp", "1f1b", 3, microbatches=4, optimizer="adamw", check=True),
     Case("transformer", "pipedream", 3),

@@ -238,9 +238,6 @@ def test_weights_behind_the_prediction(name: str, case: Case) -> None:
     assert any(not torch.equal(state[n], outcome.state[n]) for n in state)
 
 
-# -- what is asked ----------------------------------------------------------------------------------
-
-
 REFUSED = [
     ({"compensation": "spike", "optimizer": ADAMW}, r"spike works on the velocity of torch.optim.SGD, found AdamW"),
     ({"compensation": "spike", "schedule": "1f1b"}, "a method that flushes: none of its gradients is stale"),

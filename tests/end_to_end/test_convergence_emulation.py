@@ -25,9 +25,6 @@ RATES = {"sgd": 0.05, "adamw": 0.01, "nadam": 0.01, "muon": 0.02}
 Batches = list[tuple[Tensor, Tensor]]
 
 
-# -- the running pipeline --------------------------------------------------------------------------
-
-
 def _small(task: str, count: int) -> tuple[list[nn.Module], Batches, Callable[[Tensor, Tensor], Tensor]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -116,9 +113,6 @@ def test_muon_is_torchs() -> None:
         torchs.step()
     for mine, other, start in zip(ours, theirs, weights, strict=True):
         assert (mine - other).norm() < 0.03 * (mine - start).norm()
-
-
-# -- tuning and judging ----------------------------------------------------------------------------
 
 
 def _curve(score: float) -> Any:

@@ -234,8 +234,6 @@ def test_workers_of_ray(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "shared" / "run" / "summary.json").read_text())["configuration"]["processes"] == 2
 
 
-# -- Slurm ------------------------------------------------------------------------------------------
-
 SLURM = """
 ClusterName=test
 SlurmctldHost=node1({addresses[0]})

@@ -164,9 +164,6 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
     refuse_swap(program, data, lambda item, two: item.kind in messages and item[:2] == two[:2] and item != two)
 
 
-# -- versions and updates -------------------------------------------------------------------------------
-
-
 def shifted(rule: pd.schedules.WeightRule, by: int, only: int = 1, keeps: int = 0) -> pd.schedules.WeightRule:
     """Returns a rule whose forwards read later or earlier versions, each or each `only`th, and that keeps more."""
 
@@ -287,8 +284,6 @@ def test_forwards_out_of_order() -> None:
     why = reason(replace(program, ranks=ranks))
     assert "0F0: comes after 0F1; microbatches are forwarded in their order" in why
 
-
-# -- what is accepted is run ----------------------------------------------------------------------------
 
 RUNS = (
     Case("mlp", "naive", 3, microbatches=2),

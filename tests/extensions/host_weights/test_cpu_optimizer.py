@@ -116,9 +116,6 @@ def test_what_cannot_be_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
 
-# -- plans ----------------------------------------------------------------------------------------------
-
-
 def on_gpus(profile: pd.Profile) -> pd.Profile:
     """Returns a profile of devices that compute beside the host."""
     return replace(profile, runtime=replace(profile.runtime, overlap_device=True))

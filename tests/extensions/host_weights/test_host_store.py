@@ -214,9 +214,6 @@ def test_weights_in_the_store_never_meet_their_copies(schedule: str, workers: in
     pd.testing.assert_equal(trained, expected)
 
 
-# -- updates beside the passes --------------------------------------------------------------------------
-
-
 def tied() -> nn.Module:
     """Returns a model whose first and last stages have a weight in common, whose gradients meet before its updates."""
     with torch.random.fork_rng(devices=[]):
@@ -352,9 +349,6 @@ def test_frozen_weights_have_no_place_for_gradients_or_state(monkeypatch: Patch)
     monkeypatch.setattr("pipedream.services.weights.memory.host_bytes", lambda: need - 1)
     with pytest.raises(pd.PipelineError, match=r"and need 5.68 kB, 1.00 B more"):
         make_pipeline()
-
-
-# -- the parts ------------------------------------------------------------------------------------------
 
 
 MACHINES = [[["one", 1, "10.0.0.1"], []], [["two", 2, "10.0.0.2"], []]]

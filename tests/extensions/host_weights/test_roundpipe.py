@@ -254,9 +254,6 @@ def test_a_program_is_read_again_as_it_was() -> None:
             pd.schedules.Placement(homes_of_two, forwards, homes_of_two)
 
 
-# -- plans ----------------------------------------------------------------------------------------------
-
-
 build = partial(pd.schedules.build, "roundpipe")
 APART = replace(plan_of(3, 3), cluster=pd.Cluster((pd.Level(2, 1e9), pd.Level(2, 1e8))))
 OPTIONS = r"at least 1 stage, .* the delay is 0 or 1; found forwards=.*delay="

@@ -109,9 +109,6 @@ def test_capacity() -> None:
     assert [pd.experts.capacity(*row) for row in rows] == [256, 4, 6, 4]
 
 
-# -- the layer --------------------------------------------------------------------------------------
-
-
 def experts_of(form: str = "sorted", **how: Any) -> pd.experts.MixtureOfExperts:
     torch.manual_seed(0)
     return pd.experts.MixtureOfExperts(6, 10, how.pop("experts", 4), form=form, **how).double()
@@ -207,9 +204,6 @@ def test_its_losses_join_the_objective_in_training_alone(form: str) -> None:
 def test_what_is_asked_for_is_checked(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(pd.PipelineError, match=message):
         experts_of(**wrong)(torch.randn(4, 8, 6, dtype=torch.float64))
-
-
-# -- in a pipeline ----------------------------------------------------------------------------------
 
 
 def block(form: str) -> nn.Module:

@@ -108,9 +108,6 @@ def test_generators_come_back(tmp_path: Path) -> None:
             trained.load(tmp_path)
 
 
-# -- damage -----------------------------------------------------------------------------------------
-
-
 def in_file(change: Callable[[bytes], bytes]) -> Callable[[stores.CheckpointStore], None]:
     """Returns a way to change the file of a checkpoint."""
 
@@ -241,9 +238,6 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         load(tmp_path)
     assert "weights_only" not in str(caught.value), "torch advises to run it"
     assert not (tmp_path / "ran").exists()
-
-
-# -- writing ----------------------------------------------------------------------------------------
 
 
 def full_disk(folder: Path, asynchronous: bool) -> str:

@@ -170,9 +170,6 @@ def test_a_worker_that_no_kill_reaches_is_left(frozen: bool, monkeypatch: pytest
     assert sleeper.wait() == 0, "the agent has read its status"
 
 
-# -- stopped processes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", None), (processes.LAUNCHER, "1 1")]
 )
@@ -192,9 +189,6 @@ def test_torchruns_workers_alone_are_watched(name: str, value: str | None, monke
         monkeypatch.setenv(name, value)
     processes.watch_from_outside()
     assert len(started) == 1
-
-
-# -- workers as forks -------------------------------------------------------------------------------------------------
 
 
 FORKED = """
