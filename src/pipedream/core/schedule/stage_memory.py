@@ -108,9 +108,9 @@ class StageBytes:
         if weights_on_host or (cpu_optimizer and on_gpus):  # with a place for the gradients
             weights = {"host_bytes": trained + state + weights_on_host * sizes.parameter_bytes}
             weights |= {} if weights_on_host else {"weight_bytes": sizes.parameter_bytes}
-        kept = {"moved_bytes" if on_gpus else "kept": sizes.kept_bytes}
-        unread_bytes = message_bytes(sizes, usage.in_flight, recompute, peers) + kept.pop("kept", 0)
-        fixed = _memory(message_bytes=unread_bytes, **weights, **kept)
+        kept_bytes, kept_on_host = (0, sizes.kept_bytes) if on_gpus else (sizes.kept_bytes, 0)
+        buffer_bytes = message_bytes(sizes, usage.in_flight, recompute, peers)
+        fixed = _memory(message_bytes=buffer_bytes + kept_bytes, moved_bytes=kept_on_host, **weights)
         step = np.maximum(
             sizes.update_temporary_bytes + trained * (kept_tensors + matrix_bytes[0] > 0), matrix_bytes[1]
         )
