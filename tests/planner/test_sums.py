@@ -1,6 +1,7 @@
 """Plans for replicas that agree by less: what their sums cost, in the planner, the plan and the simulation."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -68,6 +69,16 @@ def test_a_backward_hides_the_slices_of_averages_that_overlap(wide: pd.Profile, 
     assert (visible_s > 0) == (updates == 8)
     assert ends_s - alone_s == pytest.approx(5 * visible_s, abs=0.02)
     assert plans[1].period_s - plans[0].period_s == pytest.approx(visible_s / 2, abs=0.002)
+
+
+def test_sums_chosen_for_a_finished_plan_need_their_memory(wide: pd.Profile) -> None:
+    plan = parallel(wide)
+    full = replace(plan, cluster=replace(plan.cluster, memory_bytes=plan.stages[0].peak_bytes))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pd.Pipeline(WIDE, full, loss=nn.MSELoss(), optimizer=optimizer, sums="every:4") as pipeline:
+        assert pipeline.plan.stages[0].peak_bytes == plan.stages[0].peak_bytes
+    with pytest.raises(pd.PipelineError, match=r"stage 0 of the plan .* needs .*, a worker has"):
+        pd.Pipeline(WIDE, full, loss=nn.MSELoss(), optimizer=optimizer, sums="diloco:4")
 
 
 def test_cheap_sums_make_data_parallelism_worth_it(wide: pd.Profile) -> None:
