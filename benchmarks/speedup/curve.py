@@ -273,8 +273,7 @@ def _measure_point(
         if size.least_s:
             rate = predict(name, plans[name], profiles, as_is) if name in plans else profile.batch / microbatch_s
             samples = plans[name].replicas[0] * plans[name].batch if name in plans else profile.batch
-            # Whole periods of averages: they have as many steps as an unprolonged row.
-            request["steps"] *= max(1, math.ceil(size.least_s * rate / samples / request["steps"]))
+            request["steps"] = _prolong(request["steps"], samples / rate, size.least_s)
         answer = workers.ask(request) | {"alone": len(measured["solo"])}
         point_row.append(answer)
         words = answer.get("why") or f"{answer['samples_per_s']:.1f} samples/s, others {answer['others']:.0%}"
@@ -306,6 +305,11 @@ def _measure_point(
         rows[name] = row
     rows["solo"]["message_s_per_byte"] = message_s_per_byte
     return rows, plans
+
+
+def _prolong(steps: int, step_s: float, least_s: float) -> int:
+    """Returns a multiple of `steps` that takes `least_s` or more: weights are averaged once in so many steps."""
+    return steps * max(1, math.ceil(least_s / (steps * step_s)))
 
 
 def _compare_alone(runs: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, float]:

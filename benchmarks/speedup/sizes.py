@@ -32,13 +32,11 @@ LINKS = tuple(bits_per_s / 8 for bits_per_s in (10e6, 25e6, 100e6))
 _SHOWN_LINK = 25e6 / 8  # whose updates are taken apart
 _FAMILIES = {"gpt": "GPT of 6 blocks", "vgg": "VGG-like network"}
 _SIZES = {
-    "test": (("gpt_1m",), LINKS[2:], ("PowerSGD 4, accumulating", "PipeDream, full, int4")),
-    "short": (("gpt_1m", "gpt_3m"), LINKS[1:2], ("PowerSGD 4, accumulating", "2BW, full, int4")),
-    "full": (tuple(SIZED), LINKS, VARIANTS),
+    "test": (("gpt_1m",), LINKS[2:], ("PowerSGD 4, accumulating", "PipeDream, full, int4"), 0.1),
+    "short": (("gpt_1m", "gpt_3m"), LINKS[1:2], ("PowerSGD 4, accumulating", "2BW, full, int4"), 2.0),
+    "full": (tuple(SIZED), LINKS, VARIANTS, 10.0),
 }
-"""Size -> models, links and variants."""
-_LEAST_S = {"test": 0.1, "short": 2.0, "full": 10.0}
-"""Size -> seconds that a row is timed for, at least."""
+"""Size -> models, links, variants, and the seconds for which a row is timed at least."""
 
 _RUNS = 3  # of an encoding or a sum, after a first one
 
@@ -61,7 +59,7 @@ def measure(
     Each row has `weights`, their number; that of a variant also `alone_per_s`, the rate of one worker in the same
     processes before and after it, and `work_s`, what its encoding or sum alone takes one core for an update.
     """
-    all_models, all_links, all_variants = _SIZES[size]
+    all_models, all_links, all_variants, least_s = _SIZES[size]
     works_s: dict[tuple[str, str], float] = {}
 
     def complete(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +84,7 @@ def measure(
             only=only or all_variants,
             rounds=rounds or 1,
             with_choices=False,
-            least_s=_LEAST_S[size],
+            least_s=least_s,
             keep=lambda rows: keep(complete(rows)),
         )
     )

@@ -114,6 +114,10 @@ def test_a_row_is_compared_with_one_worker_before_and_after_it(load: Callable[[s
     assert compared == {"alone_per_s": 17.5, "alone_changed": 1.0}
 
 
+def test_rows_that_average_are_prolonged_by_whole_periods(load: Callable[[str], Any]) -> None:
+    assert [load("curve")._prolong(32, step_s, 10.0) for step_s in (1.0, 0.2, 0.15)] == [32, 64, 96]
+
+
 @given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_s: float, each_s: float) -> None:
     ends_s = [first_s + number * each_s for number in range(5)]
