@@ -75,6 +75,8 @@ def test_a_training_notices_each_difference() -> None:
     other = {name: {key: value + 1 for key, value in state.items()} for name, state in trained.optimizer.items()}
     with pytest.raises(AssertionError, match=r"the optimizer's .*momentum_buffer is not the same"):
         testing.assert_equal(replace(trained, optimizer=other), trained)
+    with pytest.raises(ValueError, match="give two"):
+        training.resumed(Path(), (4,))
 
 
 @pytest.mark.processes

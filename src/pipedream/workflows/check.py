@@ -221,7 +221,7 @@ def _count_copies_s(plan: Plan, stage: Stage) -> float:
 
 
 def count_moved_state(plan: Plan, before: Plan, built: Schedule) -> Plan:
-    """Returns a plan that keeps other activations or optimizers elsewhere than `before`, with its peaks and seconds.
+    """Returns a plan that keeps other things than `before`, or elsewhere, with its peaks and seconds.
 
     The rest of the peaks is that of `before`, such as the model's input. Raises a PlanError if a stage does not fit.
     """

@@ -120,7 +120,7 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
 
 
 def follow_moves(plan: Plan, before: Plan, phases: Sequence[Phase]) -> Plan:
-    """Returns a plan with the peaks and seconds of what it keeps elsewhere than `before`, in its fullest phase.
+    """Returns a plan with the peaks and seconds of what it keeps otherwise than `before`, in its fullest phase.
 
     Raises a PlanError if it does not fit.
     """

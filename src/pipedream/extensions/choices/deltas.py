@@ -93,8 +93,8 @@ deltas | allow_approximate
             stages, elsewhere = program.plan.stages, program.placement.runs_backward_elsewhere
             if any(stage.recompute or elsewhere(s) for s, stage in enumerate(stages)):
                 raise PlanError(
-                    f"deltas={self} was asked for with {program.name!r}, but a stage repeats its forward, for which it "
-                    "would need what a sample's last visit left; take another method or recompute='never', or no deltas"
+                    f"deltas={self} was asked for with {program.name!r}, but a stage repeats its forward, when what a "
+                    "sample's last visit left is gone; choose another method, recompute='never', or leave deltas out"
                 )
         if plan.ranks > plan.workers:
             raise PlanError(f"deltas={self} was asked for, but meshes send parts of samples; leave one of them out")

@@ -84,8 +84,8 @@ class CutEnd:
             self._keep(keys, i, header, self._decode_values(header, new_code, code, is_old, old))
         if not any(headers):
             raise RuntimeError(
-                f"{self._request} was asked for, but no tensor at a cut has numbers in a row for each of {len(keys)} "
-                "samples; leave deltas out, or cut elsewhere"
+                f"{self._request} was asked for, but no floating-point tensor at a cut has a row for each of "
+                f"{len(keys)} samples; leave deltas out, or cut elsewhere"
             )
         return message.with_tensors(
             _mark(message.structure, tuple(headers)), tuple(tensors), message.wants, message.version
@@ -208,7 +208,7 @@ class SampleDeltas(StagePart):
             return ""
         of_each = [set(_hash_samples(message)) for message in inputs]
         repeats = sum(map(len, of_each)) > len(set().union(*of_each))
-        return "deltas: a sample comes again in another microbatch of it" if repeats else ""
+        return "a sample occurs in two of its microbatches, and deltas send its difference" if repeats else ""
 
     @classmethod
     def make(cls, facts: PassFacts, program: Program) -> StagePart | None:
@@ -276,7 +276,7 @@ def _hash_samples(message: Message) -> list[int]:
 
 
 def _find_header(tensor: torch.Tensor | None, samples: int, wants: bool) -> _Header | None:
-    """Returns the header of a tensor of numbers that has a row for each sample; else None."""
+    """Returns the header of a floating-point tensor that has a row for each sample; else None."""
     if tensor is None or not tensor.is_floating_point() or tensor.ndim < 2 or len(tensor) != samples:
         return None
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
