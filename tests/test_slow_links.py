@@ -41,6 +41,7 @@ import subprocess, sys, time
 from pathlib import Path
 from pipedream.slow_links import slow_network
 with slow_network((2, 2), (1e9, 1e6)) as network:
+    network.limit(1e6, level=1, latency_s=0.01)
     for host in network.hosts:
         subprocess.Popen(host.inside("sleep", "1000"))
     Path("going").touch()
@@ -89,29 +90,46 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.network
-def test_a_message_and_its_answer_take_two_latencies() -> None:
-    with slow_links.slow_network((2,), (None,)) as network:
-        try:
-            network.limit(10e6, latency_s=0.05)
-        except slow_links.LinkError as error:
-            pytest.skip(str(error))
-        assert 0.1 < fastest_s(partial(seconds, network, 0, 1, 100), 0.12) < 0.12
-        assert seconds(network, 0, 1, 3_000_000) > 0.39
+@pytest.mark.parametrize("how", ["netem", "relay"])
+def test_a_message_and_its_answer_take_two_latencies(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "relay":
+        write = slow_links._write_rules
+        monkeypatch.setattr(
+            slow_links, "_write_rules", lambda *how: [re.sub("netem .*", "no_such_kind", rule) for rule in write(*how)]
+        )
+    with slow_links.slow_network((2, 2), (10e6, None)) as network:
+        network.limit(10e6, level=1, latency_s=0.05)
+        if how == "netem" and network._relays:
+            pytest.skip("this kernel has no netem")
+        assert len(network._relays) == (2 if how == "relay" else 0)
+        assert 0.1 < fastest_s(partial(seconds, network, 1, 2, 100), 0.12) < 0.12
+        assert fastest_s(partial(seconds, network, 2, 3, 100), 0.02) < 0.02, "within a group nothing waits"
+        assert seconds(network, 0, 3, 3_000_000) > 0.39
+        network.limit(10e6, level=1)
+        assert fastest_s(partial(seconds, network, 1, 2, 100), 0.02) < 0.02
 
 
 @pytest.mark.parametrize(
     ("latency_s", "words"),
     [
-        (0.05, r"LinkError.*50\.0 ms was asked for, but .* no netem .*; load it \(sudo"),
+        (0.05, r"LinkError.*50\.0 ms was asked for, but .* no netem .* a relay answers 'denied'; load it \(sudo"),
         (-0.05, r"PipelineError.*a latency of -0\.05 s was asked for; give seconds from 0 on"),
     ],
 )
 def test_what_a_kernel_cannot_emulate(latency_s: float, words: str) -> None:
-    place = Mock(batch=Mock(side_effect=pd.PipelineError("qdisc kind is unknown")))
+    def batch(tool: str, lines: list[str]) -> None:
+        if any("netem" in line for line in lines):
+            raise pd.PipelineError("qdisc kind is unknown")
+        ran.append(lines)
+
+    ran: list[list[str]] = []
+    place = Mock(batch=batch, enter=lambda: ("sh", "-c", "echo an error >&2; echo denied >&2; exit 1"))
     network = slow_links.Network((slow_links.Host("", place),), {(0, 0): ((place, "wire"), (place, "port"))})
     with pytest.raises(pd.PipelineError) as raised:
         network.limit(1e6, latency_s=latency_s)
     assert re.match(words, repr(raised.value))
+    if latency_s > 0:
+        assert ran[-1] == ["link delete inner0.0", "link set port master switch0.0"], "they are joined again"
 
 
 @pytest.mark.network

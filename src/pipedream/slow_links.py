@@ -3,19 +3,20 @@
 Each namespace belongs to a process that waits for the end of its input, a pipe of this process: however this process
 ends, its namespaces end with it. Root makes them directly, other users in a user namespace of their own.
 
-Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``); latencies need the
-kernel's ``netem``.
+Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``). Latencies are
+emulated by the kernel's ``netem``; where it has none, by a process that carries the packets (`latency_relay`).
 """
 
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, inf, prod
 from pathlib import Path
 
@@ -38,6 +39,8 @@ _PACKET_BYTES = 9000
 _SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
 _UNLIMITED_BYTES_PER_S = 1.25e9  # by which windows are made where no rate is set
 _DELAYED_PACKETS = 1_000_000  # at most, at once; netem's own limit would drop some
+
+_RELAY = str(Path(__file__).with_name("latency_relay.py"))
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _AS_ROOT = ("unshare", "--net")
@@ -100,6 +103,7 @@ class Network:
 
     hosts: tuple[Host, ...]
     _ports: dict[tuple[int, int], tuple[_End, _End]]  # (level, component) -> the ends of its port
+    _relays: dict[tuple[int, int], subprocess.Popen[bytes]] = field(default_factory=dict)  # of ports with a latency
 
     def limit(
         self, bytes_per_s: float | None, *, level: int = 0, component: int | None = None, latency_s: float = 0.0
@@ -112,14 +116,28 @@ class Network:
                 that a message crosses add up.
 
         Raises:
-            LinkError: this kernel has no netem, which emulates latency.
+            LinkError: this kernel cannot emulate latency.
         """
         if not 0 <= latency_s < inf:
             raise PipelineError(f"a latency of {latency_s} s was asked for; give seconds from 0 on")
-        components = [number for at, number in self._ports if at == level]
-        size = len(self.hosts) // len(components)  # hosts in a component
+        ports = [port for port in self._ports if port[0] == level and component in (None, port[1])]
+        for port in ports:
+            self._remove_relay(port)
+        try:
+            self._shape(ports, bytes_per_s, latency_s)
+        except PipelineError as error:
+            if not latency_s or "kind is unknown" not in str(error):
+                raise
+            self._shape(ports, bytes_per_s)
+            for port in ports:
+                self._add_relay(port, latency_s)
+        self._set_windows(2 * latency_s * (bytes_per_s or _UNLIMITED_BYTES_PER_S))
+
+    def _shape(self, ports: Sequence[tuple[int, int]], bytes_per_s: float | None, latency_s: float = 0.0) -> None:
+        """Sets the rate of ports, and by netem the latency of what leaves through them."""
         lines: dict[_Namespace, list[str]] = {}
-        for number in components if component is None else [component]:
+        for level, number in ports:
+            size = len(self.hosts) // self._count_ports(level)  # hosts behind it
             inside = self.hosts[number * size : (number + 1) * size]
             leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
             arriving = [(other, host) for host, other in leaving]
@@ -127,17 +145,54 @@ class Network:
             for (namespace, device), (pairs, way_s) in zip(self._ports[level, number], ways, strict=True):
                 rules = _write_rules(bytes_per_s, pairs, way_s)
                 lines.setdefault(namespace, []).extend(rule.format(device) for rule in rules)
-        try:
-            for namespace, rules in lines.items():
-                namespace.batch("tc", rules)
-        except PipelineError as error:
-            if not latency_s or "kind is unknown" not in str(error):
-                raise
+        for namespace, rules in lines.items():
+            namespace.batch("tc", rules)
+
+    def _add_relay(self, port: tuple[int, int], latency_s: float) -> None:
+        """Puts a relay between a port and its switch."""
+        hub, device = self._ports[port][1]
+        inner, outer, up = f"inner{port[0]}.{port[1]}", f"outer{port[0]}.{port[1]}", f"mtu {_PACKET_BYTES} up"
+        lines = [f"link add {inner} type veth peer name {outer}", f"link set {inner} {up}"]
+        lines += [f"link set {outer} master {self._find_switch(port)} {up}", f"link set {device} nomaster"]
+        hub.batch("ip", lines)
+        relay = self._relays[port] = subprocess.Popen(
+            (*hub.enter(), sys.executable, "-IS", _RELAY, device, inner, str(latency_s)),
+            stdin=subprocess.PIPE,  # it ends with this process, and no later
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert relay.stdout is not None
+        assert relay.stderr is not None
+        if not relay.stdout.readline():
+            why = relay.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+            self._remove_relay(port)
             raise LinkError(
-                f"a latency of {format_seconds(latency_s)} was asked for, but this kernel has no netem to emulate it; "
-                "load it (sudo modprobe sch_netem), or predict only"
-            ) from None
-        self._set_windows(2 * latency_s * (bytes_per_s or _UNLIMITED_BYTES_PER_S))
+                f"a latency of {format_seconds(latency_s)} was asked for, but this kernel has no netem to emulate it, "
+                f"and a relay answers {why!r}; load it (sudo modprobe sch_netem), or predict only"
+            )
+
+    def _remove_relay(self, port: tuple[int, int]) -> None:
+        """Joins a port and its switch again, if a relay is between them."""
+        if (relay := self._relays.pop(port, None)) is None:
+            return
+        with relay:  # closes its input, which ends it
+            pass
+        hub, device = self._ports[port][1]
+        inner = f"inner{port[0]}.{port[1]}"
+        hub.batch("ip", [f"link delete {inner}", f"link set {device} master {self._find_switch(port)}"])
+
+    def end_relays(self) -> None:
+        for port in [*self._relays]:
+            self._remove_relay(port)
+
+    def _find_switch(self, port: tuple[int, int]) -> str:
+        level, number = port
+        return f"switch{level}.{number * self._count_ports(level + 1) // self._count_ports(level)}"
+
+    def _count_ports(self, level: int) -> int:
+        """Returns the components of a level; the outermost switch joins all, as one component of a further level."""
+        return max(1, sum(at == level for at, _ in self._ports))
 
     def _set_windows(self, round_trip_bytes: float = 0.0) -> None:
         """Lets a connection have at least as many bytes under way as fit into four round trips."""
@@ -196,6 +251,7 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
             _make_namespace(stack, make if hub.owned else _AS_ROOT, owned=hub.owned) for _ in range(prod(widths))
         ]
         network = _join_namespaces(hub, namespaces, widths)
+        stack.callback(network.end_relays)
         for level, rate in enumerate(bytes_per_s):
             if rate is not None:
                 network.limit(rate, level=level)
