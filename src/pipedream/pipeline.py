@@ -37,6 +37,7 @@ from pipedream.profiler import dtype_of
 from pipedream.runtime.blueprint import Blueprint, Settings
 from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results import Done
+from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.stepped import LossFactor
@@ -463,12 +464,18 @@ def _build_session(
     # Before the session, in which a rank keeps only its stages.
     plain_model = _make_plain_model(model, captured, plan, options, loss)
     join_group(blueprint.device, check_software=False)  # the session does, under its guard
+
+    def prepare(workers_here: LocalWorkers) -> None:
+        fill_values(workers_here, options.weights)
+        if plain_model is not None:
+            plain_model.keep_former(workers_here)
+
     session = Session(
         model,
         captured.graph,
         blueprint,
         make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
-        prepare=partial(fill_values, weights=options.weights),
+        prepare=prepare,
     )
     if plain_model is not None:
         session.services.append(Comparison(session.workers_here, plain_model))

@@ -25,7 +25,7 @@ from training import SGD, assert_equal, batches, loop, mse, piped, plan_of
 
 import pipedream as pd
 from pipedream.runtime.activity import Activity
-from pipedream.services.first_minibatch import comparison, reference_run
+from pipedream.services.first_minibatch import comparison, plain_model, reference_run
 from tests.runtime.test_as_plain_pytorch import listed, reading, shares
 
 DATA = batches()
@@ -174,13 +174,15 @@ def mixed(rate: float = 0.4) -> nn.Module:
 def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes: int | None = None) -> Any:
     """Trains in this process, or as one rank of a process group; returns all that a comparison might change."""
     seed_all(1)
-    if free_bytes is not None:
-        comparison.available_bytes = lambda *_: free_bytes
+    available = plain_model.available_bytes if free_bytes is None else lambda *_: free_bytes
     parts = {"list": listed, "mixed": mixed, "chain": net, "another stage": partial(reading, False), "object": shares}
     model = (parts | {"stateful": partial(stateful, microbatches == 1)})[kind]()
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
     how = {"schedule": schedule, "microbatches": microbatches, "check": check, "optimizer": ADAMW}
-    with pipeline(model, 3 if kind in ("mixed", "stateful") else 1, **how) as trained:
+    with (
+        mock.patch.object(plain_model, "available_bytes", available),
+        pipeline(model, 3 if kind in ("mixed", "stateful") else 1, **how) as trained,
+    ):
         losses = [done.loss for done in trained.train(reversed(DATA))]  # of one pass
         shuffled = torch.utils.data.DataLoader([*DATA], batch_size=None, shuffle=True)
         losses += [done.loss for done in trained.train(shuffled, epochs=2)]
@@ -289,7 +291,7 @@ def _train_hungry(check: bool, fails_in: str) -> Any:
     """Trains as one rank of two, each of which compares its own layers."""
     warnings: list[str] = []
     logging.getLogger("pipedream").warning = lambda text, *args: warnings.append(text % args)
-    comparison.available_bytes = lambda *_: 0
+    plain_model.available_bytes = lambda *_: 0
     torch.manual_seed(1)
     model = nn.Sequential(Hungry(4, 4), nn.Dropout(0.3), Hungry(4, 4)).double()
     with pipeline(model, schedule="1f1b", microbatches=2, check=check) as trained:

@@ -348,6 +348,38 @@ def test_processes_start_with_the_values_of_one_or_of_rank_0() -> None:
     check_equal(team.results(start, untied, (2,), None, "others")[0], state_of(untied))
 
 
+def count_sent(seeds: tuple[int, int], weights: Path | None) -> tuple[int, int]:
+    """Returns how many weights this process sends before its pipeline is built, and then for the first minibatch."""
+    torch.manual_seed(seeds[torch.distributed.get_rank()])
+    model, sample = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.ones(4, 4)
+    plan = plan_of(model, sample, (2,))
+    with (
+        mock.patch.object(torch.distributed, "send", wraps=torch.distributed.send) as send,
+        pd.Pipeline(model, plan, weights=weights, **OPTIONS) as pipeline,
+    ):
+        at_start = len(send.call_args_list)
+        assert [done.loss for done in pipeline.train([(sample, torch.zeros(4).long())], epochs=1)]
+        # Clocks are compared by messages of another shape.
+        are_weights = [call.args[0].shape in ((3, 6), (3,)) for call in send.call_args_list]
+        return sum(are_weights[:at_start]), sum(are_weights[at_start:])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("seeds", "reads_file", "counts"),
+    [((5, 5), False, [(0, 0), (0, 0)]), ((5, 6), False, [(2, 0), (0, 0)]), ((5, 5), True, [(0, 0), (0, 2)])],
+    ids=["alike", "of rank 0", "of a file"],
+)
+def test_weights_that_two_ranks_have_alike_are_not_sent(
+    seeds: tuple[int, int], reads_file: bool, counts: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """The first minibatch is compared with a run of the whole model, on rank 0: stale weights would be noticed."""
+    torch.manual_seed(7)
+    state = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).state_dict()
+    file = write(tmp_path, state, "state dict") if reads_file else None
+    assert processes.team(2).results(count_sent, seeds, file) == counts
+
+
 @pytest.mark.parametrize("make", [untied, tied])
 def test_values_from_the_meta_device_do_not_depend_on_the_plan(make: Callable[[], nn.Module]) -> None:
     check_equal(start(make, (1, 3), None), start(make, (), None))

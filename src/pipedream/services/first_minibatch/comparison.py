@@ -39,7 +39,6 @@ from pipedream.services.first_minibatch.comparer import Reference
 from pipedream.services.first_minibatch.first import FirstMinibatch, find_last_share
 from pipedream.services.first_minibatch.plain_model import PlainModel
 from pipedream.services.first_minibatch.reference_run import ReferenceRun
-from pipedream.services.probe.machine import available_bytes
 from pipedream.services.weights.transfer import collect_tensors, list_tensors
 from pipedream.tensors.auxiliary_loss import auxiliary_loss_scale
 from pipedream.tensors.outside_func import HooksOutsideFunc
@@ -59,7 +58,7 @@ class Comparison(SessionService):
     def begin_stream(self, sources: Mapping[int, Source]) -> None:
         """Prepares the comparison of the first minibatch."""
         self._reference = self._begin(sources) if self._is_due else None
-        self._is_due = False
+        self._is_due, self.model.former = False, {}
 
     def take_result(self, done: Done) -> None:
         """Compares the first minibatch's loss; raises a `WorkerError` if it is another one."""
@@ -69,7 +68,7 @@ class Comparison(SessionService):
 
     def note_restored(self) -> None:
         """Skips the comparison: the checkpoint's first minibatch was compared."""
-        self._is_due = False
+        self._is_due, self.model.former = False, {}
 
     def _begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
         """Returns the run that has the first minibatch's loss, if the model fits."""
@@ -106,11 +105,10 @@ class Comparison(SessionService):
         return self.workers_here.blueprint.weights_device != self.workers_here.blueprint.device
 
     def _fits(self, reader: int) -> bool:
-        """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
+        """Returns whether the comparison fits the rank that reads the data."""
         workers_here = self.workers_here
         is_reader = workers_here.worker_rank == reader
-        lacks = is_reader and 4 * self.model.whole_bytes > available_bytes(workers_here.blueprint.device, 1)
-        return not workers_here.any_rank(lacks)
+        return not workers_here.any_rank(is_reader and not self.model.fits(workers_here.blueprint.device))
 
     def _collect_weights(self, reader: int) -> dict[str, Any]:
         """Collects the weights at the reading rank; returns them and how the reference is published and received."""
@@ -118,7 +116,9 @@ class Comparison(SessionService):
         store = dist.distributed_c10d._get_default_store()
         key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, workers_here.group)
         with workers_here.activity.at("collecting the weights"):
-            values: dict[str, torch.Tensor] = collect_tensors(workers_here, list_tensors(workers_here), reader)
+            values: dict[str, torch.Tensor] = collect_tensors(
+                workers_here, list_tensors(workers_here), reader, former=self.model.former
+            )
         first_names = {name: workers_here.names.shared.get(name, (name,))[0] for name in values}
         values |= {name: values[first] for name, first in first_names.items() if first in values}
 

@@ -15,8 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.capture.captured import Captured
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
+from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.weights.parameters import named_state
 from pipedream.services.losses.losses import Loss, Metric
+from pipedream.services.probe.machine import available_bytes
 
 
 class PlainModel:
@@ -28,6 +30,8 @@ class PlainModel:
 
     Attributes:
         whole_bytes: of the model, while this process has all of it; each tensor counts once.
+        former: on the rank that reads the data, the values that it had of others' weights. What they still are need
+            not be sent for the comparison.
         draws: whether a forward has drawn random numbers of torch.
         draws_unseeded: also in a call that drew none when the graph was made, so that no stage seeds before it.
     """
@@ -42,12 +46,24 @@ class PlainModel:
     ) -> None:
         self.model, self.loss, self.metrics = model, loss, metrics
         self.whole_bytes = sum({id(t): t.numel() * t.itemsize for t in named_state(model).values()}.values())
+        self.former: dict[str, torch.Tensor] = {}
         self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False
         self._captured = captured
         self._in_seeded = False
         self._devices: Sequence[int] = ()
         self._hooks: list[Any] = []
+
+    def fits(self, device: torch.device) -> bool:
+        """Returns whether a device has room for the whole model, its gradients and as much again."""
+        return 4 * self.whole_bytes <= available_bytes(device, 1)
+
+    def keep_former(self, workers_here: LocalWorkers) -> None:
+        """Keeps the values that this rank is about to drop, if it reads the data and the comparison has room."""
+        reader = workers_here.program.placement.readers[0]
+        if workers_here.worker_rank == reader and self.fits(workers_here.blueprint.device):
+            state, local = named_state(self.model), workers_here.names.local
+            self.former = {name: tensor.detach() for name, tensor in state.items() if name not in local}
 
     def begin(self, devices: Sequence[int]) -> None:
         """Begins a run whose tensors are on the CPU and these GPUs."""

@@ -15,7 +15,7 @@ from pipedream.runtime.weights.parameters import Slots, named_state
 from pipedream.services.weights.files import fit_names, open_weights
 from pipedream.services.weights.initial_values import materialise
 from pipedream.services.weights.memory import prepare_memory
-from pipedream.services.weights.transfer import load
+from pipedream.services.weights.transfer import hash_stages, load
 
 Weights = str | os.PathLike[str] | None
 
@@ -85,7 +85,7 @@ def _allocate(workers_here: LocalWorkers, names: Iterable[str]) -> None:
 
 
 def _share_values(workers_here: LocalWorkers, group: dist.ProcessGroup, skip: Collection[str]) -> None:
-    """Sends rank 0's parameters and buffers to the ranks of each stage, over gloo.
+    """Sends rank 0's parameters and buffers to the ranks of each stage that have others, over gloo.
 
     An owner may have them on the meta device.
 
@@ -95,9 +95,11 @@ def _share_values(workers_here: LocalWorkers, group: dist.ProcessGroup, skip: Co
     blueprint, rank = workers_here.blueprint, workers_here.worker_rank
     state, slots = named_state(workers_here.model), Slots(workers_here.model)
     replaced_ids: set[int] = set()
-    for owned, owners in zip(workers_here.names.by_stage, blueprint.placement.ranks, strict=True):
+    shared = [[name for name in owned if name not in skip] for owned in workers_here.names.by_stage]
+    hashes = hash_stages(shared, state, group)
+    for stage, (owned, owners) in enumerate(zip(shared, blueprint.placement.ranks, strict=True)):
         for owner, name in product(owners, owned):
-            if owner == 0 or rank not in (0, owner) or name in skip:
+            if owner == 0 or rank not in (0, owner) or hashes[owner][stage] == hashes[0][stage]:
                 continue
             tensor = state[name]
             if rank == 0:

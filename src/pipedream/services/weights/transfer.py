@@ -1,12 +1,14 @@
 """Copies values into this process's parameters and buffers, and collects those of all ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.errors import CaptureError
+from pipedream.runtime.comm.process_group import gather_json
 from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.weights.parameters import Slots, named_state, saved_names
 
@@ -16,12 +18,39 @@ def list_tensors(workers_here: LocalWorkers) -> dict[str, torch.Tensor]:
     return {name: t for name, t in named_state(workers_here.model).items() if name in workers_here.names.local}
 
 
+def hash_stages(
+    names_by_stage: Sequence[Sequence[str]], values: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+) -> list[list[str]]:
+    """Returns for each rank of a group a hash of each stage's values there; '' where it has not all of them.
+
+    What two ranks have alike need not be sent, which takes long over a slow link.
+    """
+    return gather_json([_hash(names, values) for names in names_by_stage], group)
+
+
+def _hash(names: Sequence[str], values: Mapping[str, torch.Tensor]) -> str:
+    digest = blake2b(digest_size=16)
+    for name in names:
+        if name not in values or values[name].is_meta:
+            return ""
+        value = values[name].detach().cpu()
+        digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def collect_tensors(
-    workers_here: LocalWorkers, local_tensors: Mapping[str, torch.Tensor], to: int = 0
+    workers_here: LocalWorkers,
+    local_tensors: Mapping[str, torch.Tensor],
+    to: int = 0,
+    former: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the whole tensors of all stages on the CPU of the first rank of worker `to`; every rank calls it.
 
     Each is taken from replica 0 of its stage, a tensor of several stages from the first. Elsewhere the dict is empty.
+
+    Args:
+        former: values that worker `to` has of others' stages; those that are still the same are not sent.
     """
     group = None if workers_here.connections is None else workers_here.connections.leaders
     is_first = not workers_here.distributed or group is not None
@@ -32,13 +61,21 @@ def collect_tensors(
     shapes, rank = named_state(workers_here.model), workers_here.worker_rank
     collected: dict[str, torch.Tensor] = {}
     done: set[str] = set()
-    for owned, (owner, *_) in zip(workers_here.names.by_stage, workers_here.program.placement.ranks, strict=True):
+    by_stage, ranks = workers_here.names.by_stage, workers_here.program.placement.ranks
+    values, is_known = local_tensors, [False] * len(by_stage)
+    if former is not None and group is not None:
+        values = {**former, **local_tensors}
+        hashes = hash_stages(by_stage, values, group)
+        is_known = [hashes[owner][stage] == hashes[to][stage] for stage, (owner, *_) in enumerate(ranks)]
+    for stage, (owned, (owner, *_)) in enumerate(zip(by_stage, ranks, strict=True)):
         for name in owned:
             if name in done:
                 continue
             done.add(name)
-            if group is None or owner == rank == to:
-                collected[name] = local_tensors[name].detach().cpu().clone()
+            if group is None or (rank == to and (owner == to or is_known[stage])):
+                collected[name] = values[name].detach().cpu().clone()
+            elif is_known[stage]:
+                continue
             elif rank == to:
                 received = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
                 dist.recv(received, group=group, group_src=owner)
