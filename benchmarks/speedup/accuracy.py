@@ -160,7 +160,7 @@ class Size:
 
 SIZES = {
     "test": Size((Task("digits", "accuracy", 0.01, 1, 4),), 1, (1.0,), variants=(DDP, "PipeDream, full")),
-    "short": Size((Task("digits", "accuracy", 0.01, 2, None),), 1, (1.0,), variants=(DDP, "PipeDream, full", "2BW")),
+    "short": Size((Task("digits", "accuracy", 0.01, 3, None),), 1, (1.0,), variants=(DDP, "PipeDream, full", "2BW")),
     "full": Size((*TASKS.values(),), 3, (0.5, 1.0, 2.0, 4.0), (3.125e6, 12.5e6, 50e6), tries=TRIES),
 }
 
@@ -278,16 +278,30 @@ class _Bench:
         row |= {"target": self.target, "epochs_to_target": epochs}
         if link is None:
             return row
+        # Seeds differ in what is learned, not in seconds: one of them is timed.
+        alike = {key: row[key] for key in ("task", "variant", "rate", "cuts", "bytes_per_s")}
+        timed = next((other["timed"] for other in rows if alike.items() <= other.items() and "timed" in other), None)
+        return row | _reach(row, timed or self._time(run, plan), self.task.epochs)
+
+    def _time(self, run: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        """Returns the seconds, the bytes and the rate of the first epochs over a link, with their evaluations."""
         best: dict[str, Any] = {}
+        epochs = self.count_timed_epochs(run["variant"])
         for _ in range(self.size.tries):
             disturbance = Disturbance(lambda: sum(os.times()[:4]))
-            timed = self._train(run, plan, link, self.count_timed_epochs(run["variant"]))
-            timed["others"] = disturbance.share()
-            if not best or timed["others"] < best["others"]:
-                best = timed
+            trained = self._train(run, plan, run["bytes_per_s"], epochs)
+            others = disturbance.share()
+            if not best or others < best["others"]:
+                ends_s = [evaluation["seconds"] for evaluation in trained["evaluations"]]
+                best = {name: trained[name] for name in ("samples_per_s", "epoch_bytes")} | {
+                    "epochs": epochs,
+                    "first_epoch_s": ends_s[0],
+                    "epoch_s": (ends_s[-1] - ends_s[0]) / (epochs - 1),
+                    "others": others,
+                }
             if best["others"] <= QUIET:
                 break
-        return row | _reach(row, best)
+        return best
 
     def _make_runs(self, seed: int) -> Runs:
         self._count += 1
@@ -334,14 +348,19 @@ def _count_epochs(values: Sequence[float], task: Task, target: float) -> int | N
     return next((epoch for epoch, value in enumerate(values, 1) if sign * value >= sign * target), None)
 
 
-def _reach(row: dict[str, Any], timed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a training whose first epochs, with their evaluations, were timed over a link."""
-    epochs, ends_s = row["epochs_to_target"], [evaluation["seconds"] for evaluation in timed["evaluations"]]
-    each_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
+def _reach(row: dict[str, Any], timed: dict[str, Any], trained_epochs: int) -> dict[str, Any]:
+    """Returns the fields of a training whose first epochs were timed over a link.
+
+    The bytes of an epoch are those by which the whole training and its first epochs differ: what the start and the end
+    of a run send, such as its weights, is in neither.
+    """
+    epochs, more = row["epochs_to_target"], trained_epochs - timed["epochs"]
+    each_bytes = (trained_epochs * row["epoch_bytes"] - timed["epochs"] * timed["epoch_bytes"]) / more
     return {
+        "timed": timed,
         "samples_per_s": timed["samples_per_s"],
-        "seconds_to_target": None if epochs is None else ends_s[0] + (epochs - 1) * each_s,
-        "bytes_to_target": None if epochs is None else epochs * timed["epoch_bytes"],
+        "seconds_to_target": None if epochs is None else timed["first_epoch_s"] + (epochs - 1) * timed["epoch_s"],
+        "bytes_to_target": None if epochs is None else epochs * each_bytes,
         "others": timed["others"],
     }
 

@@ -118,20 +118,23 @@ def test_rows_that_average_are_prolonged_by_whole_periods(load: Callable[[str], 
     assert [load("curve")._prolong(32, step_s, 10.0) for step_s in (1.0, 0.2, 0.15)] == [32, 64, 96]
 
 
-@given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_seconds_to_target_are_those_of_the_epochs_before_it(epochs: int, first_s: float, each_s: float) -> None:
-    ends_s = [first_s + number * each_s for number in range(5)]
-    timed = {"samples_per_s": 1.0, "epoch_bytes": 100.0, "others": 0.0}
-    timed |= {"evaluations": [{"seconds": seconds} for seconds in ends_s[:2]]}
-    figures = accuracy._reach({"epochs_to_target": epochs}, timed)
-    assert figures["seconds_to_target"] == pytest.approx(ends_s[epochs - 1])
-    assert figures["bytes_to_target"] == 100 * epochs
-    assert accuracy._reach({"epochs_to_target": None}, timed)["seconds_to_target"] is None
+@given(st.integers(1, 5), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 1e6))
+def test_seconds_and_bytes_to_target_are_those_of_the_epochs_before_it(
+    epochs: int, first_s: float, each_s: float, once_bytes: float
+) -> None:
+    """What the start and the end of a run send, in a training of five epochs and in two timed ones, is left out."""
+    timed = {"samples_per_s": 1.0, "epochs": 2, "epoch_bytes": 100.0 + once_bytes / 2, "others": 0.0}
+    timed |= {"first_epoch_s": first_s, "epoch_s": each_s}
+    row = {"epochs_to_target": epochs, "epoch_bytes": 100.0 + once_bytes / 5}
+    figures = accuracy._reach(row, timed, 5)
+    assert figures["seconds_to_target"] == pytest.approx(first_s + (epochs - 1) * each_s)
+    assert figures["bytes_to_target"] == pytest.approx(100 * epochs)
+    assert accuracy._reach(row | {"epochs_to_target": None}, timed, 5)["seconds_to_target"] is None
     bench = accuracy._Bench(accuracy.TEXT, accuracy.SIZES["full"], None, Path(), None)
     assert [bench.count_timed_epochs(name) for name in ("2BW", "local SGD, every 32", "DiLoCo, every 30")] == [2, 3, 3]
 
 
-def test_a_pipeline_that_flushes_is_trained_once_for_all_depths() -> None:
+def test_a_pipeline_that_flushes_is_trained_once_for_all_depths_and_timed_with_one_seed() -> None:
     """Over the slowest link more minibatches are in flight, which is another training for PipeDream alone."""
     bench, trained = accuracy._Bench(accuracy.TEXT, accuracy.SIZES["full"], None, Path(), FOLDER), list[float | None]()
     bench.__dict__["target"] = 2.17
@@ -145,10 +148,10 @@ def test_a_pipeline_that_flushes_is_trained_once_for_all_depths() -> None:
     bench.__dict__["_train"] = train
     for name, count in (("1F1B, full, all in int8", 1), ("PipeDream, full, all in int4", 2)):
         rows: list[dict[str, Any]] = []
-        for link in (None, 1.25e6):
-            run = {"task": "text", "variant": name, "seed": 0, "rate": 0.002, "bytes_per_s": link}
+        for link, seed in ((None, 0), (1.25e6, 0), (1.25e6, 1)):
+            run = {"task": "text", "variant": name, "seed": seed, "rate": 0.002, "bytes_per_s": link}
             rows.append(bench.run(run, rows))
-        assert trained.count(None) == count
+        assert (trained.count(None), trained.count(1.25e6)) == (count + 1, 1), "the second seed is trained, not timed"
         trained.clear()
 
 
