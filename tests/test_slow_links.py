@@ -90,9 +90,11 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("how", ["netem", "relay"])
+@pytest.mark.parametrize("how", ["netem", "relay", "relay of a user"])
 def test_a_message_and_its_answer_take_two_latencies(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "relay":
+    if how == "relay of a user":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if how != "netem":
         write = slow_links._write_rules
         monkeypatch.setattr(
             slow_links, "_write_rules", lambda *how: [re.sub("netem .*", "no_such_kind", rule) for rule in write(*how)]
@@ -101,7 +103,7 @@ def test_a_message_and_its_answer_take_two_latencies(how: str, monkeypatch: pyte
         network.limit(10e6, level=1, latency_s=0.05)
         if how == "netem" and network._relays:
             pytest.skip("this kernel has no netem")
-        assert len(network._relays) == (2 if how == "relay" else 0)
+        assert len(network._relays) == (0 if how == "netem" else 2)
         assert 0.1 < fastest_s(partial(seconds, network, 1, 2, 100), 0.12) < 0.12
         assert fastest_s(partial(seconds, network, 2, 3, 100), 0.02) < 0.02, "within a group nothing waits"
         assert seconds(network, 0, 3, 3_000_000) > 0.39
@@ -125,6 +127,8 @@ def test_what_a_kernel_cannot_emulate(latency_s: float, words: str) -> None:
     ran: list[list[str]] = []
     place = Mock(batch=batch, enter=lambda: ("sh", "-c", "echo an error >&2; echo denied >&2; exit 1"))
     network = slow_links.Network((slow_links.Host("", place),), {(0, 0): ((place, "wire"), (place, "port"))})
+    with pytest.raises(pd.PipelineError, match=r"component 3 of level 0 was asked for; there are \[\(0, 0\)\]"):
+        network.limit(1e6, component=3)
     with pytest.raises(pd.PipelineError) as raised:
         network.limit(1e6, latency_s=latency_s)
     assert re.match(words, repr(raised.value))

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 # Of linux/if_packet.h and asm-generic/socket.h; the socket module does not name them.
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
@@ -42,8 +43,9 @@ def _open(interface: str) -> socket.socket:
     # A packet keeps the header that says what is left for a network card to do: its checksum, its segments.
     packets.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     packets.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
-        packets.setsockopt(socket.SOL_SOCKET, option, _QUEUE_BYTES)
+    with suppress(PermissionError):  # in a user's namespace the kernel's usual 200 kB must do
+        for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+            packets.setsockopt(socket.SOL_SOCKET, option, _QUEUE_BYTES)
     packets.bind((interface, _ALL_PROTOCOLS))
     return packets
 

@@ -117,10 +117,13 @@ class Network:
 
         Raises:
             LinkError: this kernel cannot emulate latency.
+            PipelineError: a negative latency, or no such level or component.
         """
         if not 0 <= latency_s < inf:
             raise PipelineError(f"a latency of {latency_s} s was asked for; give seconds from 0 on")
         ports = [port for port in self._ports if port[0] == level and component in (None, port[1])]
+        if not ports:
+            raise PipelineError(f"component {component} of level {level} was asked for; there are {[*self._ports]}")
         for port in ports:
             self._remove_relay(port)
         try:
