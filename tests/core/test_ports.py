@@ -67,3 +67,11 @@ def test_seconds_of_an_all_reduce() -> None:
     assert SumLink(10.0, 0.5).all_reduce_s(100.0, 4) == pytest.approx(6 * (0.5 + 2.5))
     assert SumLink(10.0, 0.5, "tree").all_reduce_s(100.0, 4) == pytest.approx(2 * (2 * 0.5 + 10.0))
     assert SumLink(10.0, 0.5).all_reduce_s(100.0, 1) == 0.0
+
+
+@pytest.mark.parametrize(("device", "latency_s"), [("cpu", 1.0), ("V100", 0.5)])
+def test_a_step_of_a_sum_between_cpus_takes_two_latencies(device: str, latency_s: float) -> None:
+    """gloo: the receiver's notice, then the data; measured in benchmarks/prediction."""
+    cluster = pd.Cluster.flat(4, 10.0, 0.5, device=device)
+    assert cluster.sum_link(0) == (10.0, latency_s)
+    assert cluster.link(0) == (10.0, 0.5)

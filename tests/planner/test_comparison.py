@@ -159,7 +159,7 @@ def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     assert {candidate.samples_per_update for candidate in comparison.candidates} == {32, None}
     parallel = next(candidate for candidate in comparison.references if candidate.is_data_parallel)
     assert parallel.period_s < comparison.candidates[0].period_s
-    assert comparison.verdict.startswith("use the pipeline 1-2-1 with 1f1b: ")
+    assert comparison.verdict.startswith("use the pipeline 2-2 with 1f1b: ")
     assert "(128 samples per update)" in comparison.verdict
 
 
@@ -212,7 +212,7 @@ def test_the_first_line_is_the_verdict(tmp_path: Path, run_command: Callable[...
     assert output["simulated_s"] == output["candidates"][0]["period_s"]
     assert {row["samples_per_update"] for row in output["references"]} == {32, 8 * 256}
     assert searched.startswith("verdict: use DDP on 8 workers: ")
-    assert "\nPlan 1-5-1-1 " in searched
+    assert "\nPlan 1-5-2 " in searched
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])

@@ -61,7 +61,7 @@ def least_period(profile: pd.Profile, cluster: pd.Cluster) -> float:
         members = between[:, tied.layers]
         weights = weights + tied.trained * tied.parameter_bytes * (members.any(axis=1) & ~between[:, tied.layers[0]])
         # At least two holders: two messages there and back, each of half of the bytes.
-        least_s = 2 * (cluster.latency_s + tied.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
+        least_s = 2 * (2 * cluster.latency_s + tied.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
         summed_s = summed_s + tied.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
     link = cluster.bandwidth_bytes_per_s, cluster.latency_s
     backward_s = [layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]

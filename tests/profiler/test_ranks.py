@@ -86,11 +86,11 @@ def test_what_the_ranks_of_data_exchange() -> None:
 
 
 def test_a_plan_counts_what_a_rank_needs() -> None:
-    """Seconds of the collectives over the cluster's link: 2 (n - 1) (l + b / (n B)) for a sum."""
+    """Seconds of the collectives over the cluster's link: 2 (n - 1) (2 l + b / (n B)) for a sum between CPUs."""
     profile = profiled("d_ff:model", "model:2")
     (rank,) = profile.ranks
-    slow, bytes_per_s = 1.0, 100.0
-    cluster = pd.Cluster.flat(4, bytes_per_s, slow)
+    slow, bytes_per_s = 1.0, 100.0  # slow: two latencies
+    cluster = pd.Cluster.flat(4, bytes_per_s, slow / 2)
     plan = pd.plan(profile, cluster, shape="1-1", mesh="model:2")
     assert (plan.config, plan.ranks, plan.workers) == ("1x2-1x2", 4, 2)
     sum_s = 2 * (slow + BATCH * D * 4 / (2 * bytes_per_s))

@@ -86,7 +86,7 @@ def test_one_works_at_a_time(run: tuple[pd.Schedule, Costs, int]) -> None:
 
 
 LATENCY_S, BYTES_PER_S = 0.5, 10.0
-LINK = cost.SumLink(BYTES_PER_S, LATENCY_S)
+LINK = cost.SumLink(BYTES_PER_S, 2 * LATENCY_S)  # between CPUs
 
 
 def tied_plan(holders: tuple[int, ...] = (0, 2), replicas: tuple[int, ...] = (1, 1, 1)) -> pd.Plan:

@@ -32,7 +32,7 @@ def test_minibatches_are_divided_but_updates_and_sums_are_not() -> None:
     assert (whole.forward_s, quarter.forward_s) == ((4.0, 2.0), (1.0, 0.5))
     assert (whole.backward_s, quarter.backward_s) == ((8.0, 6.0), (2.0, 1.5))
     assert whole.update_s == quarter.update_s == (1.0, 0.5)
-    assert whole.sync_s == quarter.sync_s == PLAN.costs.sync_s == (10.5, 0.0)
+    assert whole.sync_s == quarter.sync_s == PLAN.costs.sync_s == (11.0, 0.0)
     assert whole.sum_bytes == (1000.0, 0.0)
     assert costs(replace(PLAN, cluster=replace(PLAN.cluster, all_reduce="tree"))).sum_bytes == (2000.0, 0.0)
     assert (whole.output_bytes, quarter.output_bytes) == ((400.0, 40.0), (100.0, 10.0))

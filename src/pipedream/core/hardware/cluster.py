@@ -209,10 +209,14 @@ class Cluster(Artifact):
         return min(inner.link_bytes_per_s for inner in crossed), max(inner.latency_s for inner in crossed)
 
     def sum_link(self, level: int) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s) of sums that cross this level."""
+        """Returns bandwidth (bytes/s) of sums that cross this level, and latency (s) of each of their steps.
+
+        A step between CPUs takes two latencies of a message: gloo sends once the other end has said that it receives.
+        """
         crossed = self.levels[: level + 1]
         rates = (inner.sum_bytes_per_s or inner.link_bytes_per_s for inner in crossed)
-        return min(rates), max(inner.latency_s for inner in crossed)
+        trips = 2 if all(kind.device.startswith("cpu") for kind in self._all_kinds) else 1
+        return min(rates), trips * max(inner.latency_s for inner in crossed)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
