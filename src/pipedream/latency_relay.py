@@ -21,6 +21,7 @@ _QUEUE_BYTES = 1 << 26  # of each socket: a shaped link may hold 16 MB, and a se
 
 
 def main(sender: str, receiver: str, latency_s: float) -> None:
+    """Carries packets until the input ends; prints an empty line once it does."""
     near, far = _open(sender), _open(receiver)
     delayed = deque[tuple[float, bytes]]()  # when to send, and what
     print(flush=True)  # from now on nothing is lost

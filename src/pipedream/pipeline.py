@@ -61,7 +61,7 @@ from pipedream.services.phases.phases import Phase, phases_text
 from pipedream.services.probe.probe import warn_of_loopback
 from pipedream.services.results.measurements import Measurements
 from pipedream.services.results.recorder import SpanRecorder
-from pipedream.services.weights.fill import fill_values
+from pipedream.services.weights.fill import Weights, fill_values
 from pipedream.services.weights.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.services.weights.tied import find_tied_weights
 from pipedream.workflows.prepare import (
@@ -464,24 +464,25 @@ def _build_session(
     # Before the session, in which a rank keeps only its stages.
     plain_model = _make_plain_model(model, captured, plan, options, loss)
     join_group(blueprint.device, check_software=False)  # the session does, under its guard
-
-    def prepare(workers_here: LocalWorkers) -> None:
-        fill_values(workers_here, options.weights)
-        if plain_model is not None:
-            plain_model.keep_former(workers_here)
-
     session = Session(
         model,
         captured.graph,
         blueprint,
         make_guard=partial(Guard.of_session, stuck_after_s=options.stuck_after_s),
-        prepare=prepare,
+        prepare=partial(_prepare, weights=options.weights, plain_model=plain_model),
     )
     if plain_model is not None:
         session.services.append(Comparison(session.workers_here, plain_model))
     if policy.on_nan == "error":
         session.services.append(FiniteWeights(session.workers_here))
     return session
+
+
+def _prepare(workers_here: LocalWorkers, weights: Weights, plain_model: PlainModel | None) -> None:
+    """Gives this process's weights their values, before those of other stages are dropped."""
+    fill_values(workers_here, weights)
+    if plain_model is not None:
+        plain_model.keep_former(workers_here)
 
 
 def _make_plain_model(

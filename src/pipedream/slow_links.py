@@ -140,7 +140,7 @@ class Network:
         """Sets the rate of ports, and by netem the latency of what leaves through them."""
         lines: dict[_Namespace, list[str]] = {}
         for level, number in ports:
-            size = len(self.hosts) // self._count_ports(level)  # hosts behind it
+            size = len(self.hosts) // self._count_ports(level)  # hosts of a component
             inside = self.hosts[number * size : (number + 1) * size]
             leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
             arriving = [(other, host) for host, other in leaving]
