@@ -17,6 +17,7 @@ PARAMETERS = 70_553_706_496  # as published for Llama 3 70B
 # In one process, so that its peak is that of all: profile, plan without and with enough memory.
 PROGRAM = """
 import json, resource, sys
+from pipedream.apps import cli
 status = cli.main(["profile", sys.argv[1], "--device", "meta", "--as", "H100", "-o", "llama.json"])
 plan = ["plan", "llama.json", "--workers", "8", "8", "--bandwidth", "450e9", "50e9", "--memory", "80GB"]
 statuses = [status, cli.main(plan), cli.main([*plan, "--schedule", "1f1b", "-o", "plan.json"])]
