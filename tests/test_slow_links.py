@@ -1,5 +1,6 @@
 """Slow networks: they are as slow as asked, they need no root, and nothing of them stays."""
 
+import errno
 import os
 import re
 import socket
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import commands
 import pytest
 
 import pipedream as pd
-from pipedream import slow_links
+from pipedream import latency_relay, slow_links
 
 EXCHANGE = """
 import socket, sys, threading, time
@@ -126,14 +128,23 @@ def test_what_a_kernel_cannot_emulate(latency_s: float, words: str) -> None:
 
     ran: list[list[str]] = []
     place = Mock(batch=batch, enter=lambda: ("sh", "-c", "echo an error >&2; echo denied >&2; exit 1"))
-    network = slow_links.Network((slow_links.Host("", place),), {(0, 0): ((place, "wire"), (place, "port"))})
+    network = slow_links.Network(
+        (slow_links.Host("", place),), {(0, 0): ((place, "wire"), (place, "port"))}, {(0, 0): "switch"}
+    )
     with pytest.raises(pd.PipelineError, match=r"component 3 of level 0 was asked for; there are \[\(0, 0\)\]"):
         network.limit(1e6, component=3)
     with pytest.raises(pd.PipelineError) as raised:
         network.limit(1e6, latency_s=latency_s)
     assert re.match(words, repr(raised.value))
     if latency_s > 0:
-        assert ran[-1] == ["link delete inner0.0", "link set port master switch0.0"], "they are joined again"
+        assert ran[-1] == ["link delete inner0.0", "link set port master switch"], "they are joined again"
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.ENOBUFS, False), (errno.ENETDOWN, True)])
+def test_a_full_queue_loses_a_packet_and_ends_no_relay(number: int, ends: bool) -> None:
+    packets = Mock(send=Mock(side_effect=OSError(number, "reason")))
+    with pytest.raises(OSError, match="reason") if ends else nullcontext():
+        latency_relay._send(packets, b"packet")
 
 
 @pytest.mark.network
@@ -247,7 +258,7 @@ def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) 
 
 
 def test_hosts_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = slow_links.Network(tuple(slow_links.Host("10.0.0.1", None) for _ in range(3)), {})  # type: ignore[arg-type]
+    network = slow_links.Network(tuple(slow_links.Host("10.0.0.1", None) for _ in range(3)), {}, {})  # type: ignore[arg-type]
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert network.variables(1)["OMP_NUM_THREADS"] == "2"

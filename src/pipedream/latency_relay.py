@@ -4,6 +4,7 @@
 ``python latency_relay.py SENDER RECEIVER SECONDS`` delays what arrives at SENDER.
 """
 
+import errno
 import select
 import socket
 import sys
@@ -33,9 +34,18 @@ def main(sender: str, receiver: str, latency_s: float) -> None:
         if near in ready:
             delayed.append((time.monotonic() + latency_s, near.recv(_PACKET_BYTES)))
         if far in ready:
-            near.send(far.recv(_PACKET_BYTES))
+            _send(near, far.recv(_PACKET_BYTES))
         while delayed and delayed[0][0] <= time.monotonic():
-            far.send(delayed.popleft()[1])
+            _send(far, delayed.popleft()[1])
+
+
+def _send(packets: socket.socket, packet: bytes) -> None:
+    """Sends a packet, or loses it where the link's queue is full; TCP sends it again."""
+    try:
+        packets.send(packet)
+    except OSError as error:
+        if error.errno != errno.ENOBUFS:
+            raise
 
 
 def _open(interface: str) -> socket.socket:

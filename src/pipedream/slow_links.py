@@ -103,6 +103,7 @@ class Network:
 
     hosts: tuple[Host, ...]
     _ports: dict[tuple[int, int], tuple[_End, _End]]  # (level, component) -> the ends of its port
+    _switches: dict[tuple[int, int], str]  # the switch of each port
     _relays: dict[tuple[int, int], subprocess.Popen[bytes]] = field(default_factory=dict)  # of ports with a latency
 
     def limit(
@@ -140,7 +141,7 @@ class Network:
         """Sets the rate of ports, and by netem the latency of what leaves through them."""
         lines: dict[_Namespace, list[str]] = {}
         for level, number in ports:
-            size = len(self.hosts) // self._count_ports(level)  # hosts of a component
+            size = len(self.hosts) // sum(at == level for at, _ in self._ports)  # hosts of a component
             inside = self.hosts[number * size : (number + 1) * size]
             leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
             arriving = [(other, host) for host, other in leaving]
@@ -156,7 +157,7 @@ class Network:
         hub, device = self._ports[port][1]
         inner, outer, up = f"inner{port[0]}.{port[1]}", f"outer{port[0]}.{port[1]}", f"mtu {_PACKET_BYTES} up"
         lines = [f"link add {inner} type veth peer name {outer}", f"link set {inner} {up}"]
-        lines += [f"link set {outer} master {self._find_switch(port)} {up}", f"link set {device} nomaster"]
+        lines += [f"link set {outer} master {self._switches[port]} {up}", f"link set {device} nomaster"]
         hub.batch("ip", lines)
         relay = self._relays[port] = subprocess.Popen(
             (*hub.enter(), sys.executable, "-IS", _RELAY, device, inner, str(latency_s)),
@@ -183,19 +184,11 @@ class Network:
             pass
         hub, device = self._ports[port][1]
         inner = f"inner{port[0]}.{port[1]}"
-        hub.batch("ip", [f"link delete {inner}", f"link set {device} master {self._find_switch(port)}"])
+        hub.batch("ip", [f"link delete {inner}", f"link set {device} master {self._switches[port]}"])
 
     def end_relays(self) -> None:
         for port in [*self._relays]:
             self._remove_relay(port)
-
-    def _find_switch(self, port: tuple[int, int]) -> str:
-        level, number = port
-        return f"switch{level}.{number * self._count_ports(level + 1) // self._count_ports(level)}"
-
-    def _count_ports(self, level: int) -> int:
-        """Returns the components of a level; the outermost switch joins all, as one component of a further level."""
-        return max(1, sum(at == level for at, _ in self._ports))
 
     def _set_windows(self, round_trip_bytes: float = 0.0) -> None:
         """Lets a connection have at least as many bytes under way as fit into four round trips."""
@@ -391,6 +384,7 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
         for line in (f"link add switch{level}.{number} type bridge", f"link set switch{level}.{number} {up}")
     ]
     ports: dict[tuple[int, int], tuple[_End, _End]] = {}
+    switches: dict[tuple[int, int], str] = {}
     hosts = []
     for level, count in enumerate(counts[:-1]):
         for number in range(count):
@@ -401,6 +395,7 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
             lines += [f"link add {other} {place}type veth peer name {port}", f"link set {port} master {switch} {up}"]
             if level:
                 lines.append(f"link set {other} master switch{level - 1}.{number} {up}")
+            switches[level, number] = switch
             ports[level, number] = (hub if level else namespaces[number], other), (hub, port)
     hub.batch("ip", lines)
     if len(namespaces) > 2:
@@ -409,6 +404,6 @@ def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: 
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
         hosts.append(Host(address, namespace))
-    network = Network(tuple(hosts), ports)
+    network = Network(tuple(hosts), ports, switches)
     network._set_windows()
     return network
