@@ -194,7 +194,7 @@ def _add_copy_rate(request: PlanRequest) -> PlanRequest:
     unless it was measured.
     """
     cluster, choices = request.workers_and_links, request.choices
-    on_gpus = any(not device.startswith("cpu") for device in cluster.devices)
+    on_gpus = not cluster.on_cpus
     if cluster.host_bytes_per_s or not (choices.moves_activations or (choices.hosts_optimizers and on_gpus)):
         return request
     return replace(request, cluster=replace(cluster, host_bytes_per_s=pcie_bytes_per_s(cluster.devices)))

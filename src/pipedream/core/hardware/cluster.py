@@ -215,8 +215,12 @@ class Cluster(Artifact):
         """
         crossed = self.levels[: level + 1]
         rates = (inner.sum_bytes_per_s or inner.link_bytes_per_s for inner in crossed)
-        trips = 2 if all(kind.device.startswith("cpu") for kind in self._all_kinds) else 1
-        return min(rates), trips * max(inner.latency_s for inner in crossed)
+        return min(rates), (2 if self.on_cpus else 1) * max(inner.latency_s for inner in crossed)
+
+    @cached_property
+    def on_cpus(self) -> bool:
+        """Whether all workers are CPUs."""
+        return all(kind.device.startswith("cpu") for kind in self._all_kinds)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
