@@ -482,7 +482,7 @@ def _prepare(workers_here: LocalWorkers, weights: Weights, plain_model: PlainMod
     """Gives this process's weights their values, before those of other stages are dropped."""
     fill_values(workers_here, weights)
     if plain_model is not None:
-        plain_model.keep_former(workers_here)
+        plain_model.keep_dropped(workers_here)
 
 
 def _make_plain_model(

@@ -58,7 +58,7 @@ class Comparison(SessionService):
     def begin_stream(self, sources: Mapping[int, Source]) -> None:
         """Prepares the comparison of the first minibatch."""
         self._reference = self._begin(sources) if self._is_due else None
-        self._is_due, self.model.former = False, {}
+        self._is_due, self.model.dropped = False, {}
 
     def take_result(self, done: Done) -> None:
         """Compares the first minibatch's loss; raises a `WorkerError` if it is another one."""
@@ -68,7 +68,7 @@ class Comparison(SessionService):
 
     def note_restored(self) -> None:
         """Skips the comparison: the checkpoint's first minibatch was compared."""
-        self._is_due, self.model.former = False, {}
+        self._is_due, self.model.dropped = False, {}
 
     def _begin(self, sources: Mapping[int, Source]) -> ReferenceRun | None:
         """Returns the run that has the first minibatch's loss, if the model fits."""
@@ -117,7 +117,7 @@ class Comparison(SessionService):
         key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, workers_here.group)
         with workers_here.activity.at("collecting the weights"):
             values: dict[str, torch.Tensor] = collect_tensors(
-                workers_here, list_tensors(workers_here), reader, former=self.model.former
+                workers_here, list_tensors(workers_here), reader, dropped=self.model.dropped
             )
         first_names = {name: workers_here.names.shared.get(name, (name,))[0] for name in values}
         values |= {name: values[first] for name, first in first_names.items() if first in values}

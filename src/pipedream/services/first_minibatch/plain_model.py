@@ -30,8 +30,8 @@ class PlainModel:
 
     Attributes:
         whole_bytes: of the model, while this process has all of it; each tensor counts once.
-        former: on the rank that reads the data, the values that it had of others' weights. What they still are need
-            not be sent for the comparison.
+        dropped: weights of other ranks, as the rank that reads the data had them. Those that have not changed since
+            need not be sent for the comparison.
         draws: whether a forward has drawn random numbers of torch.
         draws_unseeded: also in a call that drew none when the graph was made, so that no stage seeds before it.
     """
@@ -46,7 +46,7 @@ class PlainModel:
     ) -> None:
         self.model, self.loss, self.metrics = model, loss, metrics
         self.whole_bytes = sum({id(t): t.numel() * t.itemsize for t in named_state(model).values()}.values())
-        self.former: dict[str, torch.Tensor] = {}
+        self.dropped: dict[str, torch.Tensor] = {}
         self._ends = [0, *cuts, len(captured.graph.layers)]
         self.draws = self.draws_unseeded = False
         self._captured = captured
@@ -58,12 +58,12 @@ class PlainModel:
         """Returns whether a device has room for the whole model, its gradients and as much again."""
         return 4 * self.whole_bytes <= available_bytes(device, 1)
 
-    def keep_former(self, workers_here: LocalWorkers) -> None:
+    def keep_dropped(self, workers_here: LocalWorkers) -> None:
         """Keeps the values that this rank is about to drop, if it reads the data and the comparison has room."""
         reader = workers_here.program.placement.readers[0]
         if workers_here.worker_rank == reader and self.fits(workers_here.blueprint.device):
             state, local = named_state(self.model), workers_here.names.local
-            self.former = {name: tensor.detach() for name, tensor in state.items() if name not in local}
+            self.dropped = {name: tensor.detach() for name, tensor in state.items() if name not in local}
 
     def begin(self, devices: Sequence[int]) -> None:
         """Begins a run whose tensors are on the CPU and these GPUs."""

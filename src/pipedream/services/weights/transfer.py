@@ -43,14 +43,14 @@ def collect_tensors(
     workers_here: LocalWorkers,
     local_tensors: Mapping[str, torch.Tensor],
     to: int = 0,
-    former: Mapping[str, torch.Tensor] | None = None,
+    dropped: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the whole tensors of all stages on the CPU of the first rank of worker `to`; every rank calls it.
 
     Each is taken from replica 0 of its stage, a tensor of several stages from the first. Elsewhere the dict is empty.
 
     Args:
-        former: values that worker `to` has of others' stages; those that are still the same are not sent.
+        dropped: values of other stages that worker `to` has kept; a stage whose values are still these is not sent.
     """
     group = None if workers_here.connections is None else workers_here.connections.leaders
     is_first = not workers_here.distributed or group is not None
@@ -63,8 +63,8 @@ def collect_tensors(
     done: set[str] = set()
     by_stage, ranks = workers_here.names.by_stage, workers_here.program.placement.ranks
     values, is_known = local_tensors, [False] * len(by_stage)
-    if former is not None and group is not None:
-        values = {**former, **local_tensors}
+    if dropped is not None and group is not None:
+        values = {**dropped, **local_tensors}
         hashes = hash_stages(by_stage, values, group)
         is_known = [hashes[owner][stage] == hashes[to][stage] for stage, (owner, *_) in enumerate(ranks)]
     for stage, (owned, (owner, *_)) in enumerate(zip(by_stage, ranks, strict=True)):
